@@ -1,0 +1,140 @@
+"""Bad data is refused before training, by an error that names the rule, the row and the fix."""
+
+import logging
+import math
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+from preference_forms import assistant, stream, tiny_tokenizer, user
+
+from trl_tpu.data.checks import check_margins
+from trl_tpu.data.tokenize import prepare_preference_dataset
+
+GOOD = {"chosen": "good", "rejected": "bad"}
+CHAT = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
+
+
+def prepare(dataset: Any, **kwargs: Any) -> Any:
+    settings = {"max_length": None, "num_proc": None, "name": "train", **kwargs}
+    prepared, _ = prepare_preference_dataset(dataset, tiny_tokenizer(), **settings)
+    return list(prepared)  # a stream is checked as it is read
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (
+            {"choosen": "a", "rejected": "b"},
+            r"lacks `chosen`.*If `choosen` is meant: `dataset.rename_column\('choosen', 'chosen'\)",
+        ),
+        ({"chosen": "a", "Rejected": "b"}, r"lacks `rejected`.*rename_column\('Rejected', 'rejected'\)"),
+        (
+            {"text": "a"},
+            r"lacks `chosen` and `rejected`; its columns are \['text'\]\. Preference data has the columns",
+        ),
+        ({"chosen_ids": [1], "rejected_id": [2]}, r"lacks `rejected_ids`.*'rejected_id', 'rejected_ids'"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_missing_and_misspelt_columns(columns: dict[str, Any], text: str, streaming: bool) -> None:
+    dataset = IterableDataset.from_generator(lambda: iter([columns])) if streaming else Dataset.from_list([columns])
+    with pytest.raises(ValueError, match=text):
+        prepare(dataset)
+
+
+def test_a_misspelt_optional_column_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+        prepare(Dataset.from_list([{**GOOD, "margins": 1.0, "score": 2.0}]))
+    assert "column `margins` is not used; if `margin` is meant, rename it" in caplog.text
+    assert "score" not in caplog.text
+
+
+ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
+    ([GOOD, {**GOOD, "chosen": None}], ValueError, "Row 1 of the train dataset has no `chosen` .null."),
+    ([GOOD, {**GOOD, "rejected": ""}], ValueError, "Row 1 of the train dataset: `rejected` is empty"),
+    ([{"prompt": None, **GOOD}], ValueError, "Row 0 .* has no `prompt`"),
+    ([{"chosen": 1, "rejected": 2}], TypeError, "Row 0 .*`chosen` must be text or a list of messages, got int"),
+    ([{"chosen": ["a"], "rejected": ["b"]}], TypeError, "Row 0 .*`chosen` is a list of str"),
+    ([{**CHAT, "prompt": "Hi"}], ValueError, "mixes forms: `prompt` is text, .*remove_columns.'prompt'"),
+    ([{"chosen": [], "rejected": []}], ValueError, "Row 0 .*`chosen` is empty"),
+    ([{"chosen": [{"from": "user", "value": "a"}], "rejected": [{"from": "user", "value": "a"}]}], ValueError,
+     r"without a `role`; its keys are \['from', 'value'\].*maybe_convert_to_chatml"),
+    ([{**CHAT, "tools": "no json"}], ValueError, "Row 0 .*`tools` is text but not JSON"),
+    ([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], ValueError, "Row 1 .*`margin` is nan.*fill it with 0"),
+    ([{**GOOD, "margin": math.inf}], ValueError, "Row 0 .*`margin` is inf"),
+    ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .* has no `margin` .null."),
+    ([{**GOOD, "margin": "1.0"}], TypeError, "Row 0 .*`margin` is '1.0' .str.*finite number"),
+    ([{**GOOD, "margin": [1.0]}], TypeError, r"Row 0 .*`margin` is \[1.0\] .list."),
+    ([{"chosen_ids": [1], "rejected_ids": [2]}, {"chosen_ids": [], "rejected_ids": [2]}], ValueError,
+     "Row 1 .*`chosen_ids` holds no tokens"),
+    ([{"chosen_ids": [1], "rejected_ids": [2]}, {"chosen_ids": [1], "rejected_ids": None}], ValueError,
+     "Row 1 .*`rejected_ids` holds no tokens"),
+    ([{"chosen_ids": "abc", "rejected_ids": "d"}], TypeError, "`chosen_ids` .*lists of integer token ids, got str"),
+    ([{"chosen_ids": [0.5], "rejected_ids": [1.0]}], TypeError, "`chosen_ids` .*lists of integer token ids, got"),
+    ([{"chosen_ids": [1], "rejected_ids": [1], "margin": math.nan}], ValueError, "Row 0 .*`margin` is nan"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "error", "text"), ROWS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_rows(rows: list[dict[str, Any]], error: type[Exception], text: str, streaming: bool) -> None:
+    dataset = (
+        IterableDataset.from_generator(stream, gen_kwargs={"rows": rows}) if streaming else Dataset.from_list(rows)
+    )
+    with pytest.raises(error, match=text):
+        prepare(dataset)
+
+
+@pytest.mark.parametrize("dataset", [Dataset.from_dict({"chosen": [], "rejected": []}), Dataset.from_dict({})])
+def test_an_empty_dataset(dataset: Dataset) -> None:
+    with pytest.raises(ValueError, match="The eval dataset is empty"):
+        prepare(dataset, name="eval")
+
+
+def test_an_empty_stream() -> None:
+    with pytest.raises(ValueError, match="The train dataset is empty"):
+        prepare(IterableDataset.from_generator(lambda: iter([])))
+
+
+def test_a_list_is_no_dataset() -> None:
+    with pytest.raises(TypeError, match=r"got `list`.*Dataset.from_list\(rows\)"):
+        prepare([GOOD])
+
+
+def test_a_dataset_that_filtering_empties() -> None:
+    dataset = Dataset.from_list([{"chosen": "a" * 30, "rejected": "b"}, {"chosen": "c", "rejected": "d" * 20}])
+    with pytest.raises(ValueError, match="all 2 pairs were dropped.*max_length=8 tokens.*shortest pair has 21"):
+        prepare(dataset, max_length=8)
+
+
+def test_conversations_need_a_chat_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="Row 0 .*no chat template.*chat_template_path"):
+        prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, max_length=None, num_proc=None, name="train")
+
+
+def test_an_empty_answer_to_a_prompt_is_no_error() -> None:
+    rows = prepare(Dataset.from_list([{"prompt": "Hi", "chosen": "Yes", "rejected": ""}]))
+    assert tiny_tokenizer().decode(rows[0]["rejected_ids"]) == "Hi<|im_end|>"
+
+
+def test_row_numbers_are_right_beyond_the_first_batch_and_with_workers() -> None:
+    rows = [GOOD] * 1500 + [{**GOOD, "chosen": ""}] + [GOOD] * 3
+    for num_proc in (None, 2):
+        with pytest.raises(ValueError, match="Row 1500 of"):
+            prepare(Dataset.from_list(rows), num_proc=num_proc)
+    ids = {"chosen_ids": [[1]] * 12_000 + [[]], "rejected_ids": [[2]] * 12_001}
+    with pytest.raises(ValueError, match="Row 12000 of"):
+        prepare(Dataset.from_dict(ids))
+    with pytest.raises(ValueError, match="Row 12000 of"):
+        check_margins(Dataset.from_dict({"margin": [1.0] * 12_000 + [math.nan]}), "train")
+
+
+def test_old_margins_may_be_lists_of_one() -> None:
+    check_margins(Dataset.from_dict({"margin": [[1.0], [2.0]]}), "train", nested=True)
+    with pytest.raises(ValueError, match="Row 1 .*`margin` is nan"):
+        check_margins(Dataset.from_dict({"margin": [[1.0], [math.nan]]}), "train", nested=True)
+    with pytest.raises(TypeError, match="Row 0 .*`margin`"):
+        check_margins(Dataset.from_dict({"margin": [[1.0, 2.0]]}), "train", nested=True)

@@ -1,0 +1,279 @@
+"""Models and tokenizers are loaded and made to agree as TRL 1.16's trainer does it, and the user's tokenizer stays."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from preference_forms import TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    set_seed,
+)
+from transformers.utils import logging as transformers_logging
+from trl.trainer.utils import create_model_from_path
+
+from trl_tpu import chat_template_utils, runtime
+from trl_tpu.modeling import load
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A causal language model in bfloat16, with its tokenizer."""
+    folder = str(tmp_path_factory.mktemp("checkpoint"))
+    set_seed(1)
+    Qwen2ForCausalLM(tiny_config()).to(torch.bfloat16).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer with a chat template of its own and one token that `tiny_tokenizer` lacks."""
+    folder = str(tmp_path_factory.mktemp("source"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|eot|>"})
+    tokenizer.chat_template = "SOURCE " + TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def transformers_log(caplog: pytest.LogCaptureFixture) -> Any:
+    """caplog, with transformers' messages, which do not propagate by themselves."""
+    transformers_logging.enable_propagation()
+    yield caplog
+    transformers_logging.disable_propagation()
+
+
+def trl_trainer(model: Any, tmp_path: Path, tokenizer: Any = None, **kwargs: Any) -> Any:
+    dataset = Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]})
+    args = trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **kwargs)
+    return trl.RewardTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+
+
+def assert_equal_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
+    mine, others = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == others.keys()
+    for name, value in mine.items():
+        assert value.dtype == others[name].dtype and torch.equal(value, others[name]), name
+
+
+def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, tmp_path: Path) -> None:
+    theirs = trl_trainer(checkpoint, tmp_path, seed=7).model
+    set_seed(7)
+    ours = load.load_model(checkpoint)
+    assert ours.config.num_labels == 1 and ours.dtype == torch.float32
+    assert_equal_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "auto", None, torch.bfloat16])
+def test_dtypes_are_trls(checkpoint: str, dtype: Any) -> None:
+    theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)
+    given = {"dtype": dtype}
+    assert load.load_model(checkpoint, model_init_kwargs=given).dtype == theirs.dtype
+    assert given == {"dtype": dtype}
+
+
+def test_the_old_name_of_dtype_counts(checkpoint: str) -> None:
+    """TRL 1.16 loads float32 here, without a word."""
+    assert load.load_model(checkpoint, model_init_kwargs={"torch_dtype": "bfloat16"}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bf16", 16])
+def test_unknown_dtypes_are_refused_as_in_trl(checkpoint: str, dtype: Any) -> None:
+    loaders: list[Callable] = [
+        lambda: load.load_model(checkpoint, model_init_kwargs={"dtype": dtype}),
+        lambda: create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype),
+    ]
+    for loader in loaders:
+        with pytest.raises(ValueError, match=r"Invalid `dtype` passed to the config\..*float32"):
+            loader()
+
+
+def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="both as a trainer argument and in `args.model_init_kwargs`"):
+        load.load_model(checkpoint, model_init_kwargs={"quantization_config": 1}, quantization_config=1)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
+        {"model_init_kwargs": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}},
+        {"model_init_kwargs": {"quantization_config": {"load_in_8bit": True}}},
+        {"model_init_kwargs": {"load_in_4bit": True}},
+    ],
+)
+def test_bitsandbytes_is_refused_on_xla(checkpoint: str, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "is_xla", lambda: True)
+    with pytest.raises(ValueError, match="bitsandbytes quantization needs CUDA kernels.*USE_TORCH_XLA=0"):
+        load.load_model(checkpoint, **kwargs)
+
+
+def test_the_trainer_places_the_model_on_xla(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runtime, "is_xla", lambda: True)
+    model = load.load_model(checkpoint, model_init_kwargs={"device_map": "auto"})
+    assert not hasattr(model, "hf_device_map") and "`device_map='auto'` is ignored" in caplog.text
+
+
+def test_another_number_of_labels_is_overruled_aloud(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert load.load_model(checkpoint, model_init_kwargs={"num_labels": 3}).config.num_labels == 1
+    assert "`num_labels=3` is ignored" in caplog.text
+
+
+def test_the_expected_load_warnings_are_not_shown(
+    checkpoint: str, tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
+    assert "LOAD REPORT" in transformers_log.text  # what is to be kept from the log
+    transformers_log.clear()
+    load.load_model(checkpoint)
+    assert transformers_log.text == ""
+    config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    BertForMaskedLM(BertConfig(vocab_size=260, **config)).save_pretrained(tmp_path)
+    load.load_model(str(tmp_path))
+    assert "2 weights of the backbone are not in" in transformers_log.text  # the pooler is truly new
+    assert "bert.pooler.dense.bias" in transformers_log.text and "LOAD REPORT" not in transformers_log.text
+
+
+def test_other_missing_and_unexpected_weights_are_reported(
+    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    model = Qwen2ForCausalLM(tiny_config())
+    weights = model.state_dict()
+    weights["model.extra.weight"] = weights.pop("model.norm.weight")
+    model.save_pretrained(tmp_path, state_dict=weights)
+    load.load_model(str(tmp_path))
+    assert "1 weights of the backbone are not in" in transformers_log.text
+    assert "start random: model.norm.weight" in transformers_log.text
+    assert "are left out: model.extra.weight" in transformers_log.text
+
+
+def test_a_head_of_another_size_is_an_error_with_its_explanation(
+    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    tiny_model(num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load.load_model(str(tmp_path))
+    assert "score.weight" in transformers_log.text and "MISMATCH" in transformers_log.text
+
+
+def test_one_label_is_required_as_in_trl(tmp_path: Path) -> None:
+    load.check_num_labels(tiny_model())
+    checks: list[Callable] = [load.check_num_labels, lambda model: trl_trainer(model, tmp_path, tiny_tokenizer())]
+    for check in checks:
+        with pytest.raises(ValueError, match=r"num_labels=2.*reward models require `num_labels=1`"):
+            check(tiny_model(num_labels=2))
+    with pytest.raises(ValueError, match=r"num_labels=None.*require `num_labels=1`.*num_labels=1\)"):
+        load.check_num_labels(torch.nn.Linear(1, 1))
+
+
+def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
+    tokenizer = tiny_tokenizer()
+    assert load.load_processing_class(tiny_model(), tokenizer) is tokenizer
+    loaded = load.load_processing_class(load.load_model(checkpoint))
+    assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
+    with pytest.raises(ValueError, match="not loaded from a checkpoint.*`processing_class`"):
+        load.load_processing_class(tiny_model())
+
+
+@pytest.mark.parametrize("pad", [None, "<|begin|>"])
+@pytest.mark.parametrize("eos", [None, "<|endoftext|>"])
+@pytest.mark.parametrize("own_pad", ["<|im_start|>", None])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
+    pad: str | None, eos: str | None, own_pad: str | None, tmp_path: Path
+) -> None:
+    theirs = trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(pad_token=own_pad), pad_token=pad, eos_token=eos)
+    model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)
+    before = given.special_tokens_map
+    tokenizer = load.set_pad_token(model, load.set_eos_token(model, given, eos), pad)
+    assert tokenizer.special_tokens_map == theirs.processing_class.special_tokens_map
+    assert model.config.pad_token_id == theirs.model.config.pad_token_id
+    assert model.config.eos_token_id == theirs.model.config.eos_token_id
+    assert given.special_tokens_map == before
+
+
+def test_a_tokenizer_that_is_right_is_not_copied() -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    assert load.set_pad_token(model, tokenizer) is tokenizer
+    assert load.set_eos_token(model, tokenizer, "<|im_end|>") is tokenizer
+    assert load.set_chat_template(model, tokenizer, None) == (model, tokenizer, [])
+
+
+@pytest.mark.parametrize(("kind", "settle"), [("pad_token", load.set_pad_token), ("eos_token", load.set_eos_token)])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, settle: Callable, tmp_path: Path) -> None:
+    text = rf"The specified `{kind}` \('<none>'\) is not found in the vocabulary of the given `processing_class`"
+    with pytest.raises(ValueError, match=text):
+        trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(), **{kind: "<none>"})
+    with pytest.raises(ValueError, match=text + r".*add_special_tokens.*resize_token_embeddings"):
+        settle(tiny_model(), tiny_tokenizer(), "<none>")
+
+
+def test_a_tokenizer_without_pad_and_eos_is_refused() -> None:
+    with pytest.raises(ValueError, match="neither a pad nor an eos token.*tokenizer.pad_token"):
+        load.set_pad_token(tiny_model(), tiny_tokenizer(pad_token=None, eos_token=None))
+
+
+def test_pad_equal_to_eos_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    load.set_pad_token(tiny_model(), tiny_tokenizer())
+    assert caplog.text == ""
+    load.set_pad_token(tiny_model(), tiny_tokenizer(pad_token=None))
+    assert "the eos is never seen" in caplog.text and "pad token of its own" in caplog.text
+
+
+def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}", encoding="utf-8")
+    given = tiny_tokenizer()
+    _, tokenizer, added = load.set_chat_template(tiny_model(), given, str(path))
+    assert (tokenizer.chat_template, added, given.chat_template) == ("{{ messages }}", [], TEMPLATE)
+    with pytest.raises(FileNotFoundError, match="none.j2.*does not exist"):
+        load.set_chat_template(tiny_model(), given, str(tmp_path / "none.j2"))
+
+
+@pytest.mark.parametrize("multiple", [64, None, 100])
+def test_cloning_a_chat_template_is_trls(source_tokenizer: str, multiple: int | None) -> None:
+    results = []
+    for clone in (chat_template_utils.clone_chat_template, trl.clone_chat_template):
+        set_seed(3)
+        model, tokenizer = tiny_model(), tiny_tokenizer()
+        results.append((*clone(model, tokenizer, source_tokenizer, multiple), model, tokenizer))
+    (model, tokenizer, added, given_model, given_tokenizer), (their_model, their_tokenizer, their_added, *_) = results
+    assert model is given_model and tokenizer is given_tokenizer
+    assert added == their_added and tokenizer.get_vocab() == their_tokenizer.get_vocab()
+    assert tokenizer.chat_template == their_tokenizer.chat_template == "SOURCE " + TEMPLATE
+    assert tokenizer.eos_token == their_tokenizer.eos_token == "<|eot|>"
+    assert model.config.eos_token_id == their_model.config.eos_token_id == tokenizer.eos_token_id
+    assert len(tokenizer.get_vocab()) == model.get_input_embeddings().num_embeddings
+    assert_equal_weights(model, their_model)
+
+
+def test_the_trainers_cloning_leaves_the_users_tokenizer(source_tokenizer: str) -> None:
+    given = tiny_tokenizer()
+    _, tokenizer, added = load.set_chat_template(tiny_model(), given, source_tokenizer)
+    assert tokenizer.convert_ids_to_tokens(added)[0] == "<|eot|>"
+    assert (given.chat_template, given.eos_token, len(given)) == (TEMPLATE, "<|im_end|>", len(tiny_tokenizer()))
+
+
+def test_the_settled_tokenizer_saves_and_loads(tmp_path: Path) -> None:
+    model = tiny_model()
+    tokenizer = load.set_pad_token(model, tiny_tokenizer(pad_token=None), "<|begin|>")
+    tokenizer.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "<|begin|>"
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert again.config.pad_token_id == tokenizer.pad_token_id and again.config.num_labels == 1

@@ -1,0 +1,49 @@
+"""Reward-model training on PyTorch/XLA, with the API of TRL's RewardTrainer.
+
+Names are imported when they are first used, so that importing the package is quick and touches no device.
+"""
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    __version__ = version("trl-tpu")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
+_MODULES = {
+    "chat_template_utils": ["clone_chat_template"],
+    "data_utils": [
+        "apply_chat_template",
+        "extract_prompt",
+        "is_conversational",
+        "is_conversational_from_value",
+        "maybe_apply_chat_template",
+        "maybe_convert_to_chatml",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "unpair_preference_dataset",
+    ],
+    "modeling.adapters": ["get_peft_config", "get_quantization_config"],
+    "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
+    "trainer.model_config": ["ModelConfig"],
+    "trainer.reward_config": ["RewardConfig"],
+    "trainer.reward_trainer": ["RewardTrainer"],
+    "trainer.utils": ["RewardDataCollatorWithPadding"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

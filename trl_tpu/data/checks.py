@@ -1,0 +1,184 @@
+"""What preference data must be, checked before anything trains. Every error names the rule, the row and the fix."""
+
+import difflib
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, IterableDataset
+
+logger = logging.getLogger(__name__)
+
+RAW_COLUMNS = ("chosen", "rejected")
+TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
+_OPTIONAL_COLUMNS = ("prompt", "margin", "tools", "chat_template_kwargs")
+_ACCEPTED = (
+    "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
+    "`margin`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and `rejected_ids`, optionally "
+    "with `margin`."
+)
+
+
+def column_names(dataset: Dataset | IterableDataset, name: str) -> list[str]:
+    """The dataset's columns; of a stream that does not know them, those of its first row.
+
+    Raises:
+        TypeError: not a dataset.
+        ValueError: no rows.
+    """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(
+            f"The {name} dataset must be a `datasets.Dataset` or `datasets.IterableDataset`, got "
+            f"`{type(dataset).__name__}`. Make one of a list of rows with `datasets.Dataset.from_list(rows)`."
+        )
+    empty = ValueError(f"The {name} dataset is empty: it needs at least one pair. Check its split, file and filters.")
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise empty
+    if dataset.column_names is not None:
+        return list(dataset.column_names)
+    first = next(iter(dataset), None)
+    if first is None:
+        raise empty
+    return list(first)
+
+
+def check_columns(columns: list[str], name: str) -> None:
+    """Raise ValueError where a needed column is missing; warn where an optional one looks misspelt."""
+    needed = TOKEN_COLUMNS if set(TOKEN_COLUMNS) & set(columns) else RAW_COLUMNS
+    missing = [column for column in needed if column not in columns]
+    others = [column for column in columns if column not in needed]
+    if missing:
+        guesses = [(near[0], want) for want in missing if (near := difflib.get_close_matches(want, others, n=1))]
+        fixes = [f" If `{near}` is meant: `dataset.rename_column({near!r}, {want!r})`." for near, want in guesses]
+        raise ValueError(
+            f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
+            f"{sorted(columns)}. {_ACCEPTED}{''.join(fixes)}"
+        )
+    for want in _OPTIONAL_COLUMNS:
+        near = difflib.get_close_matches(want, others, n=1, cutoff=0.85) if want not in columns else []
+        if near:
+            logger.warning(
+                "The %s dataset's column `%s` is not used; if `%s` is meant, rename it.", name, near[0], want
+            )
+
+
+def check_raw_row(row: Mapping[str, Any], index: int, name: str) -> None:
+    """Check one row's texts or messages.
+
+    An answer may be empty where a prompt makes the dialogue non-empty (a model may have said nothing).
+
+    Raises:
+        ValueError: a null value, an empty dialogue, a message without a role, a form that mixes text and messages.
+        TypeError: neither text nor a list of messages.
+    """
+    where = f"Row {index} of the {name} dataset"
+    parts = {key: row[key] for key in ("prompt", *RAW_COLUMNS) if key in row}
+    for key, value in parts.items():
+        if value is None:
+            raise ValueError(f"{where} has no `{key}` (null); every pair needs one. Remove such rows or fill them.")
+        if isinstance(value, list):
+            _check_messages(value, f"{where}: `{key}`")
+        elif not isinstance(value, str):
+            raise TypeError(
+                f"{where}: `{key}` must be text or a list of messages, got {type(value).__name__}. Where the "
+                "dataset's format makes the values so, take it off: `dataset.with_format(None)`."
+            )
+    if len({type(value) for value in parts.values()}) > 1:
+        forms = [f"`{key}` is {'text' if isinstance(value, str) else 'messages'}" for key, value in parts.items()]
+        raise ValueError(
+            f"{where} mixes forms: {', '.join(forms)}. All must be text or all lists of messages. If the dialogues "
+            "already hold the prompt, drop it: `dataset.remove_columns('prompt')`."
+        )
+    for key in RAW_COLUMNS:
+        if not parts.get("prompt") and not parts[key]:
+            raise ValueError(
+                f"{where}: `{key}` is empty; a dialogue needs at least one character or message. Remove such rows."
+            )
+
+
+def _check_messages(messages: list[Any], where: str) -> None:
+    for message in messages:
+        if not isinstance(message, dict):
+            raise TypeError(
+                f"{where} is a list of {type(message).__name__}; a list must hold messages, "
+                "{'role': ..., 'content': ...}."
+            )
+        if message.get("role") is None:
+            raise ValueError(
+                f"{where} holds a message without a `role`; its keys are {sorted(message)}. Messages are "
+                "{'role': ..., 'content': ...}; `maybe_convert_to_chatml` converts `from`/`value`."
+            )
+
+
+def check_token_row(row: Mapping[str, Any], index: int, name: str) -> None:
+    """Check one row's token ids: TypeError where they are no lists of integers, ValueError where null or empty."""
+    for key in TOKEN_COLUMNS:
+        ids = row[key]
+        if ids is None or len(ids) == 0:
+            raise _no_tokens(key, index, name)
+        if isinstance(ids, str) or not np.issubdtype(np.asarray(ids).dtype, np.integer):
+            raise _not_tokens(key, name, f"{type(ids).__name__} in row {index}")
+
+
+def token_lengths(column: pa.ChunkedArray, key: str, first: int, name: str) -> np.ndarray:
+    """Lengths [N] of a column of token ids whose first row is row ``first``; errors as in `check_token_row`."""
+    is_list = isinstance(column.type, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+    if not is_list and not pa.types.is_null(column.type):
+        raise _not_tokens(key, name, str(column.type))
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy() if is_list else np.zeros(len(column), np.int64)
+    if (lengths == 0).any():
+        raise _no_tokens(key, first + int((lengths == 0).argmax()), name)
+    if not pa.types.is_integer(column.type.value_type):
+        raise _not_tokens(key, name, str(column.type))
+    return lengths
+
+
+def _no_tokens(key: str, index: int, name: str) -> ValueError:
+    return ValueError(
+        f"Row {index} of the {name} dataset: `{key}` holds no tokens; a dialogue needs at least one, since its reward "
+        "is read at its last token. Remove such rows."
+    )
+
+
+def _not_tokens(key: str, name: str, got: str) -> TypeError:
+    return TypeError(f"`{key}` of the {name} dataset must hold lists of integer token ids, got {got}.")
+
+
+def check_margin(value: Any, index: int, name: str, *, nested: bool = False) -> None:
+    """Check one target margin: a finite number, or with ``nested`` also a list of one, as old datasets have it.
+
+    Raises:
+        ValueError: missing, NaN or infinite.
+        TypeError: not a number.
+    """
+    where = f"Row {index} of the {name} dataset"
+    fix = "Every `margin` must be a finite number, since it is subtracted from the pair's reward margin in the loss"
+    if nested and isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if value is None:
+        raise ValueError(f"{where} has no `margin` (null). {fix}: fill it with 0, or drop the row or the column.")
+    try:
+        number = float("text" if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{where}: `margin` is {value!r} ({type(value).__name__}). {fix}.") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{where}: `margin` is {number}. {fix}: fill it with 0, or drop the row or the column.")
+
+
+def check_margins(dataset: Dataset, name: str, *, nested: bool = False) -> None:
+    """`check_margin` for every row of a dataset that has the column ``margin``; nothing for one that has not."""
+    if "margin" not in dataset.column_names:
+        return
+    rows = dataset.select_columns(["margin"]).with_format("arrow")
+    first = 0
+    for table in rows.iter(batch_size=10_000):
+        column = table["margin"]
+        number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
+        if not (number and column.null_count == 0 and pc.all(pc.is_finite(column)).as_py()):
+            for offset, value in enumerate(column.to_pylist()):
+                check_margin(value, first + offset, name, nested=nested)
+        first += len(column)

@@ -1,0 +1,206 @@
+"""Batches on the host: TRL's two collators, and the step from their batches to pair rows of planned shapes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad as pad_tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.data.data_collator import DataCollatorMixin
+from transformers.utils import PaddingStrategy
+
+LEGACY_KEYS = (
+    "input_ids_chosen",
+    "attention_mask_chosen",
+    "input_ids_rejected",
+    "attention_mask_rejected",
+)
+
+
+@dataclass
+class DataCollatorForPreference(DataCollatorMixin):
+    """Token pairs -> one right-padded batch of 2P rows: the P chosen dialogues, then the P rejected ones.
+
+    Each example has `chosen_ids` and `rejected_ids`, lists of token ids, and may have a float `margin` (read when the
+    first example has it). The batch has `input_ids` and `attention_mask`, [2P, longest], and `margin`, [P].
+
+    Args:
+        pad_token_id: The id to pad with.
+        pad_to_multiple_of: Round the batch's length up to a multiple of this.
+        return_tensors: Only ``"pt"``.
+    """
+
+    pad_token_id: int
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        rows = [example["chosen_ids"] for example in examples] + [example["rejected_ids"] for example in examples]
+        longest = max(len(ids) for ids in rows)
+        length = longest + -longest % (self.pad_to_multiple_of or 1)
+        batch = {
+            "input_ids": torch.tensor([[*ids, *[self.pad_token_id] * (length - len(ids))] for ids in rows]),
+            "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in rows]),
+        }
+        if "margin" in examples[0]:
+            batch["margin"] = torch.tensor([example["margin"] for example in examples], dtype=torch.float)
+        return batch
+
+
+@dataclass
+class RewardDataCollatorWithPadding:
+    """TRL's collator up to 0.23: the two halves of the pairs, each padded on the tokenizer's side.
+
+    Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
+    and may have a float `margin`. The batch has the same keys, [P, longest of that half], `margin`, [P], and
+    ``return_loss=True``.
+
+    Args:
+        tokenizer: Pads, with its own pad token and side.
+        padding: As in the tokenizer's ``pad``: True or "longest", "max_length", or False.
+        max_length: The length that ``padding="max_length"`` pads to (TRL up to 0.11).
+        pad_to_multiple_of: Round lengths up to a multiple of this.
+        return_tensors: Only ``"pt"``.
+
+    Raises:
+        ValueError: If an example lacks one of the four columns.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    padding: bool | str | PaddingStrategy = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        for feature in features:
+            missing = [key for key in LEGACY_KEYS if key not in feature]
+            if missing:
+                raise ValueError(
+                    f"The features should include {', '.join(LEGACY_KEYS)}, but {', '.join(missing)} is missing; "
+                    f"found {', '.join(feature)}."
+                )
+        batch: dict[str, Any] = {}
+        for half in ("chosen", "rejected"):
+            padded = self._pad(features, half)
+            batch |= {f"input_ids_{half}": padded["input_ids"], f"attention_mask_{half}": padded["attention_mask"]}
+        batch["return_loss"] = True
+        if "margin" in features[0]:
+            batch["margin"] = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
+        return batch
+
+    def _pad(self, features: list[dict[str, Any]], half: str) -> Mapping[str, torch.Tensor]:
+        rows = [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features]
+        return self.tokenizer.pad(
+            rows,
+            padding=self.padding,
+            max_length=self.max_length,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=self.return_tensors,
+        )
+
+
+def join_halves(batch: Mapping[str, Any], pad_token_id: int, padding_side: str) -> dict[str, Any]:
+    """A `RewardDataCollatorWithPadding` batch as a `DataCollatorForPreference` one: one length, chosen rows first.
+
+    Left-padded halves are lengthened on the left, so every row keeps its own text at the same end.
+    """
+    length = max(batch[f"input_ids_{half}"].shape[1] for half in ("chosen", "rejected"))
+
+    def join(key: str, fill: int) -> torch.Tensor:
+        halves = [batch[f"{key}_{half}"] for half in ("chosen", "rejected")]
+        return torch.cat([lengthen(rows, length, fill, padding_side) for rows in halves])
+
+    joined = {"input_ids": join("input_ids", pad_token_id), "attention_mask": join("attention_mask", 0)}
+    return joined | ({"margin": batch["margin"]} if "margin" in batch else {})
+
+
+def lengthen(rows_RL: torch.Tensor, length: int, fill: int, padding_side: str) -> torch.Tensor:
+    """Pad the second dimension of ``rows_RL`` with ``fill`` up to ``length``."""
+    missing = length - rows_RL.shape[1]
+    return pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
+
+
+def bucket_lengths(longest: int, most: int = 4, multiple: int = 64) -> tuple[int, ...]:
+    """A few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
+
+    >>> bucket_lengths(1000)
+    (128, 256, 512, 1024)
+    >>> bucket_lengths(30)
+    (64,)
+    """
+
+    def round_up(length: int) -> int:
+        return length + -length % multiple
+
+    lengths = {round_up(-(-longest // 2**halvings)) for halvings in range(most)}
+    return tuple(sorted(lengths))
+
+
+@dataclass(frozen=True)
+class PadToLengths:
+    """Lengthen a collated batch, in either of TRL's layouts, to the shortest of a few planned lengths that fits.
+
+    Both halves of a batch with separate halves get the same length. A batch longer than all keeps its own length.
+
+    Args:
+        collate: Examples -> TRL's batch.
+        lengths: The planned lengths, ascending.
+        pad_token_id: Fills token ids.
+        padding_side: Where ``collate`` pads.
+    """
+
+    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+    lengths: tuple[int, ...]
+    pad_token_id: int
+    padding_side: str = "right"
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        fills = {
+            key: self.pad_token_id if key.startswith("input_ids") else 0
+            for key in batch
+            if key.startswith(("input_ids", "attention_mask"))
+        }
+        longest = max(batch[key].shape[1] for key in fills)
+        length = next((length for length in self.lengths if length >= longest), longest)
+        return batch | {key: lengthen(batch[key], length, fill, self.padding_side) for key, fill in fills.items()}
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """Turn a collated batch into pair rows of a fixed number of pairs.
+
+    `input_ids` and `attention_mask` become [P, 2, L], a pair's two dialogues together, so that sharding the first
+    dimension never parts them. `pair_mask` [P] is true for real pairs: a short last batch is filled with copies of its
+    first pair, so that it is no new shape. `margin` [P] comes along where the data has it.
+
+    Args:
+        collate: Examples -> a batch in either of TRL's layouts.
+        pairs: P, pairs in every batch.
+        pad_token_id: Fills token ids.
+        padding_side: Where ``collate`` pads.
+    """
+
+    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+    pairs: int
+    pad_token_id: int
+    padding_side: str = "right"
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = self.collate(examples)
+        if "input_ids_chosen" in batch:
+            batch = join_halves(batch, self.pad_token_id, self.padding_side)
+        length = batch["input_ids"].shape[1]
+        rows = {
+            key: self._fill(batch[key].view(2, -1, length).transpose(0, 1)) for key in ("input_ids", "attention_mask")
+        }
+        rows["pair_mask"] = torch.arange(self.pairs) < batch["input_ids"].shape[0] // 2
+        if "margin" in batch:
+            rows["margin"] = self._fill(batch["margin"])
+        return rows
+
+    def _fill(self, values_P: torch.Tensor) -> torch.Tensor:
+        missing = self.pairs - values_P.shape[0]
+        return torch.cat([values_P, values_P[:1].expand(missing, *values_P.shape[1:])]).contiguous()

@@ -1,0 +1,230 @@
+"""The forms of preference data, and the ways between them: TRL's public ``data_utils``, for text.
+
+An example is *standard* (plain strings) or *conversational* (lists of ``{"role", "content"}`` messages). Its prompt is
+*explicit* (a ``prompt`` column) or *implicit* (the common beginning of ``chosen`` and ``rejected``).
+
+Left out of TRL 1.16's module: ``pack_dataset`` (supervised fine-tuning) and ``prepare_multimodal_messages`` (images).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import PreTrainedTokenizerBase
+
+AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
+ListOrMapping = TypeVar("ListOrMapping", list, Mapping)
+
+_DIALOGUE_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
+_ANSWER_KEYS = ("chosen", "rejected", "completion")
+_TEMPLATE_FORMS: tuple[set[str], ...] = (
+    {"messages"},
+    {"prompt"},
+    {"prompt", "completion"},
+    {"prompt", "completion", "label"},
+    {"chosen", "rejected"},
+    {"prompt", "chosen", "rejected"},
+)
+
+
+def is_conversational(example: Mapping[str, Any]) -> bool:
+    """Whether the example's dialogues are lists of messages with a ``role``, judged by its first dialogue column."""
+    key = next((key for key in _DIALOGUE_KEYS if key in example), None)
+    if key is None or not isinstance(example[key], list) or not example[key]:
+        return False
+    return isinstance(example[key][0], dict) and "role" in example[key][0]
+
+
+def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
+    """Whether the example holds ``conversations`` spelt ``from``/``value`` (see `maybe_convert_to_chatml`)."""
+    messages = example.get("conversations")
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and {"from", "value"} <= set(first)
+
+
+def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
+    """Spell messages as ``role``/``content`` where they say ``from``/``value``, and ``conversations`` as ``messages``.
+
+    Returns a new example; the one given stays as it is (TRL changes it in place).
+    """
+    spelling = {"from": "role", "value": "content"}
+
+    def convert(key: str, value: Any) -> Any:
+        if key not in (*_DIALOGUE_KEYS, "conversations") or not isinstance(value, list):
+            return value
+        return [
+            {spelling.get(k, k): v for k, v in message.items()} if isinstance(message, dict) else message
+            for message in value
+        ]
+
+    converted = {key: convert(key, value) for key, value in example.items()}
+    if "conversations" in converted:
+        converted["messages"] = converted.pop("conversations")
+    return converted
+
+
+def apply_chat_template(
+    example: dict[str, Any],
+    processing_class: PreTrainedTokenizerBase,
+    tools: list[dict | Callable] | None = None,
+    **template_kwargs: Any,
+) -> dict[str, Any]:
+    """Render a conversational example as text.
+
+    The columns keep their names, but ``messages`` becomes ``text``. A prompt that ends with a user or tool turn gets
+    the generation prompt; one that ends with an assistant turn is left open, to be continued. Answers are what the
+    whole dialogue's rendering adds to the prompt's.
+
+    Args:
+        example: columns of one of the forms language modelling, prompt only, prompt and completion (with or without
+            ``label``), preference (prompt explicit or implicit); optionally ``chat_template_kwargs``, a dictionary for
+            the template.
+        processing_class: the tokenizer whose chat template renders.
+        tools: functions or their JSON schemas, for templates that know tools.
+        **template_kwargs: for the template.
+
+    Raises:
+        KeyError: the columns are of none of these forms.
+        ValueError: the prompt ends with a turn that is neither user's, tool's nor assistant's.
+    """
+    keys = {key for key in (*_DIALOGUE_KEYS, "label") if key in example}
+    if keys not in _TEMPLATE_FORMS:
+        raise KeyError(f"Invalid keys in the example: {keys}")
+    render: Callable[..., Any] = partial(
+        processing_class.apply_chat_template,
+        tools=tools or None,  # some templates write their tool preamble for an empty list
+        tokenize=False,
+        **(example.get("chat_template_kwargs") or {}),
+        **template_kwargs,
+    )
+    output: dict[str, Any] = {}
+    if "messages" in example:
+        output["text"] = render(example["messages"])
+    elif "prompt" in example:
+        output.update(_render_with_prompt(example, render))
+    else:
+        output.update({key: render(example[key]) for key in _ANSWER_KEYS if key in example})
+    if "label" in example:
+        output["label"] = example["label"]
+    return output
+
+
+def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> dict[str, str]:
+    last_role = example["prompt"][-1]["role"]
+    if last_role not in ("user", "tool", "assistant"):
+        raise ValueError(f"Invalid role in the last message: {last_role}")
+    continues = last_role == "assistant"
+    prompt = render(example["prompt"], continue_final_message=continues, add_generation_prompt=not continues)
+    dialogues = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}
+    # A generation prompt may say more than the whole dialogue does at that place (an opened thought, say); what the
+    # renderings have in common is the prompt.
+    shared = min((_common_length(prompt, text) for text in dialogues.values()), default=len(prompt))
+    return {"prompt": prompt[:shared], **{key: text[shared:] for key, text in dialogues.items()}}
+
+
+def _common_length(first: Sequence, second: Sequence) -> int:
+    """How many elements the two begin with in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def maybe_apply_chat_template(
+    example: dict[str, Any],
+    processing_class: PreTrainedTokenizerBase,
+    tools: list[dict | Callable] | None = None,
+    **template_kwargs: Any,
+) -> dict[str, Any]:
+    """`apply_chat_template` for a conversational example; any other is returned as it is."""
+    if is_conversational(example):
+        return apply_chat_template(example, processing_class, tools, **template_kwargs)
+    return example
+
+
+def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
+    """Split the common beginning of ``chosen`` and ``rejected`` off as ``prompt``.
+
+    Dialogues are text (compared by character; a space before the first difference stays with the answers) or lists of
+    messages (compared by message). Each answer keeps at least one element, also where one dialogue begins the other.
+
+    Raises:
+        ValueError: a dialogue is empty.
+    """
+    chosen, rejected = example["chosen"], example["rejected"]
+    shortest = min(len(chosen), len(rejected))
+    if shortest == 0:
+        raise ValueError(
+            "A prompt cannot be extracted from an empty dialogue: `chosen` and `rejected` must both hold at least one "
+            f"character or message, got lengths {len(chosen)} and {len(rejected)}. Remove such rows."
+        )
+    split = _common_length(chosen, rejected)
+    # For split == 0, TRL looks for the space at chosen[-1], and tears rows where it finds one.
+    if split == shortest or (split > 0 and chosen[split - 1] == " "):
+        split -= 1
+    return {"prompt": chosen[:split], "chosen": chosen[split:], "rejected": rejected[split:]}
+
+
+def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """`extract_prompt` for a preference example without a prompt of its own; any other is returned as it is.
+
+    A ``prompt`` in another form than ``chosen`` (text beside messages) is a copy for display in datasets where the
+    prompt is implicit, so it does not count.
+    """
+    if "chosen" not in example or "rejected" not in example:
+        return example
+    if "prompt" in example and (
+        is_conversational({"chosen": example["chosen"]}) == is_conversational({"prompt": example["prompt"]})
+    ):
+        return example
+    return extract_prompt({"chosen": example["chosen"], "rejected": example["rejected"]})
+
+
+def _unpair(batch: Mapping[str, list]) -> dict[str, list]:
+    pairs = len(batch["chosen"])
+    others = {key: list(values) * 2 for key, values in batch.items() if key not in ("chosen", "rejected")}
+    completions = list(batch["chosen"]) + list(batch["rejected"])
+    return {"completion": completions, "label": [True] * pairs + [False] * pairs, **others}
+
+
+def unpair_preference_dataset(dataset: AnyDataset, **map_kwargs: Any) -> AnyDataset:
+    """Turn pairs into rows of ``prompt``, ``completion`` and a true or false ``label``; other columns are repeated.
+
+    Args:
+        dataset: with ``chosen``, ``rejected`` and optionally ``prompt``.
+        **map_kwargs: for the dataset's ``map``.
+    """
+    split: Any = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    columns = split.column_names or list(next(iter(split)))
+    return dataset.map(_unpair, batched=True, remove_columns=columns, **map_kwargs)
+
+
+def maybe_unpair_preference_dataset(
+    dataset: AnyDataset, num_proc: int | None = None, desc: str | None = None
+) -> AnyDataset:
+    """`unpair_preference_dataset` where the dataset holds pairs; any other is returned as it is."""
+    split: Any = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+    if "chosen" in split.column_names and "rejected" in split.column_names:
+        return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
+    return dataset
+
+
+def remove_none_values(example: ListOrMapping) -> ListOrMapping:
+    """Drop the mapping entries that are None, at any depth: Arrow fills absent struct fields with them.
+
+    For ``dataset.with_transform(remove_none_values)``, whose batches are mappings of lists.
+
+    Raises:
+        TypeError: the input is neither a list nor a mapping.
+    """
+
+    if not isinstance(example, list | Mapping):
+        raise TypeError(f"Input must be a list or a dictionary, got {type(example).__name__}.")
+    return _without_none(example)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return value

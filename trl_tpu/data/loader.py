@@ -1,0 +1,68 @@
+"""Pairs in TRL's order, in batches, for a device that wants planned shapes."""
+
+from collections.abc import Callable, Sized
+from typing import Any, cast
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+from transformers import TrainingArguments
+
+
+def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int) -> Sampler[int]:
+    """The order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
+
+    Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose keeps its own order.
+    """
+    if type(sampler) is not RandomSampler:
+        return sampler
+    return SeedableRandomSampler(data_source=cast(Sized, dataset), generator=torch.Generator(), data_seed=seed)
+
+
+def host_batches(
+    dataset: Dataset[Any],
+    collate: Callable[[list[Any]], Any],
+    batch_size: int,
+    sampler: Sampler[int] | None,
+    args: TrainingArguments,
+) -> DataLoader[Any]:
+    """A torch DataLoader with the loader settings of ``args``, without accelerate around it."""
+    workers = args.dataloader_num_workers
+    settings: dict[str, Any] = {
+        "collate_fn": collate,
+        "num_workers": workers,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "multiprocessing_context": args.dataloader_multiprocessing_context,
+    }
+    if isinstance(dataset, IterableDataset) or sampler is None:
+        return DataLoader(dataset, batch_size=batch_size, drop_last=args.dataloader_drop_last, **settings)
+    batches = BatchSampler(sampler, batch_size, drop_last=args.dataloader_drop_last)
+    return DataLoader(dataset, batch_sampler=batches, **settings)
+
+
+def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+    """The same loader without its first ``count`` batches."""
+    from accelerate.data_loader import SkipBatchSampler, SkipDataLoader
+
+    settings = {
+        key: getattr(loader, key)
+        for key in ("collate_fn", "num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+    }
+    if isinstance(loader.dataset, IterableDataset):
+        return SkipDataLoader(
+            loader.dataset, skip_batches=count, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings
+        )
+    sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=count)
+    return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+
+
+__all__ = ["SequentialSampler", "host_batches", "skip_batches", "training_order"]

@@ -1,0 +1,241 @@
+"""Raw preference rows to token pairs: the columns ``chosen_ids`` and ``rejected_ids``, as TRL 1.16 makes them."""
+
+import json
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from trl_tpu.data import checks
+
+logger = logging.getLogger(__name__)
+
+_LEGACY_COLUMNS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
+_OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
+_STREAM_BATCH = 16  # rows tokenised at once from a stream: few, so that the first batch does not wait
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What preparing a dataset found."""
+
+    pairs: int
+    """Pairs that remain."""
+    dropped_too_long: int
+    """Pairs left out because a dialogue is longer than ``max_length`` tokens."""
+    identical: int
+    """Remaining pairs whose two dialogues are the same tokens: they teach nothing."""
+
+
+def has_legacy_columns(column_names: list[str]) -> bool:
+    """Whether the dataset is tokenised in the columns of TRL up to 0.23."""
+    return set(_LEGACY_COLUMNS) <= set(column_names)
+
+
+def prepare_preference_dataset(
+    dataset: Dataset | IterableDataset,
+    processing_class: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None,
+    num_proc: int | None,
+    name: str,
+) -> tuple[Dataset | IterableDataset, DataReport | None]:
+    """Check the rows, tokenise them, and leave out the pairs that are too long.
+
+    Text gets the tokenizer's end-of-sequence token where it does not end with it; messages are rendered by the chat
+    template, with the row's ``tools`` (a list, or JSON text) and ``chat_template_kwargs``, and get nothing more. An
+    explicit ``prompt`` is put before both answers. Columns of token ids pass through. All other columns stay as they
+    are (TRL writes the end-of-sequence token into the text columns).
+
+    In a distributed run the caller lets the main process go first, so that the others read its cache.
+
+    Args:
+        dataset: rows of any form that `checks` accepts. A stream is checked and tokenised row by row as it is read.
+        processing_class: the tokenizer, its special tokens and chat template as training shall use them.
+        max_length: the most tokens a dialogue may have; None keeps all. Nothing is ever truncated.
+        num_proc: worker processes for a dataset (not for a stream).
+        name: what errors and logs call the dataset, "train" say.
+
+    Returns:
+        The dataset with the columns ``chosen_ids`` and ``rejected_ids``, and what was found (None for a stream).
+
+    Raises:
+        TypeError: no dataset, or a value of the wrong type.
+        ValueError: missing columns, no rows, null or empty values, margins that are not finite, or no pair within
+            ``max_length``.
+    """
+    columns = checks.column_names(dataset, name)
+    if set(_OLD_TOKEN_COLUMNS) <= set(columns) and not set(checks.TOKEN_COLUMNS) <= set(columns):
+        warnings.warn(
+            "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 "
+            "of TRL: rename them to `chosen_ids` and `rejected_ids`.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        for old, new in _OLD_TOKEN_COLUMNS.items():
+            dataset = dataset.rename_column(old, new)
+        columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
+    checks.check_columns(columns, name)
+    tokenised = set(checks.TOKEN_COLUMNS) <= set(columns)
+    if not tokenised and processing_class.eos_token is None:
+        logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
+
+    settings = {"processing_class": processing_class, "name": name}
+    if isinstance(dataset, IterableDataset):
+        read = _check_tokens if tokenised else _check_and_tokenize
+        dataset = dataset.map(read, with_indices=True, batched=True, batch_size=_STREAM_BATCH, fn_kwargs=settings)
+        if max_length is not None:
+            dataset = dataset.filter(_fits, fn_kwargs={"max_length": max_length})
+        return dataset, None
+    checks.check_margins(dataset, name)
+    if not tokenised:
+        dataset = dataset.map(
+            _tokenize_rows,
+            with_indices=True,
+            batched=True,
+            fn_kwargs=settings,
+            num_proc=num_proc,
+            desc=f"Tokenizing {name} dataset",
+        )
+    return keep_fitting(dataset, checks.TOKEN_COLUMNS, max_length=max_length, name=name)
+
+
+def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    columns = {key: batch[key] for key in batch}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _tokenize_rows(
+    batch: Mapping[str, Any], indices: list[int], processing_class: PreTrainedTokenizerBase, name: str
+) -> dict[str, list[list[int]]]:
+    rows = _rows(batch)
+    for index, row in zip(indices, rows, strict=True):
+        checks.check_raw_row(row, index, name)
+    output = {}
+    for answer, key in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True):
+        if all(isinstance(row[answer], str) for row in rows):
+            output[key] = _tokenize_texts(rows, answer, processing_class)
+        else:
+            output[key] = [
+                _tokenize_texts([row], answer, processing_class)[0]
+                if isinstance(row[answer], str)
+                else _tokenize_messages(row, answer, processing_class, f"Row {index} of the {name} dataset")
+                for index, row in zip(indices, rows, strict=True)
+            ]
+    return output
+
+
+def _tokenize_texts(
+    rows: list[dict[str, Any]], answer: str, processing_class: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    eos = processing_class.eos_token or ""
+    texts = [row.get("prompt", "") + row[answer] + ("" if row[answer].endswith(eos) else eos) for row in rows]
+    return processing_class(text=texts, return_attention_mask=False)["input_ids"]
+
+
+def _tokenize_messages(
+    row: dict[str, Any], answer: str, processing_class: PreTrainedTokenizerBase, where: str
+) -> list[int]:
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: `tools` is text but not JSON ({error}). Write the list as JSON.") from error
+    template_kwargs = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+    if processing_class.chat_template is None and "chat_template" not in template_kwargs:
+        raise ValueError(
+            f"{where} is a conversation, but the tokenizer has no chat template to render it. Set "
+            "`chat_template_path` in the config to a `.jinja` file or to a tokenizer that has one, or pass the "
+            "dialogues as text."
+        )
+    messages = row.get("prompt", []) + row[answer]
+    rendered: Any = processing_class.apply_chat_template(messages, tokenize=True, return_dict=True, **template_kwargs)
+    return rendered["input_ids"]
+
+
+def _check_and_tokenize(
+    batch: Mapping[str, Any], indices: list[int], processing_class: PreTrainedTokenizerBase, name: str
+) -> dict[str, list[list[int]]]:
+    token_ids = _tokenize_rows(batch, indices, processing_class, name)
+    _check_tokens({**batch, **token_ids}, indices, processing_class, name)
+    return token_ids
+
+
+def _check_tokens(
+    batch: Mapping[str, Any], indices: list[int], processing_class: PreTrainedTokenizerBase, name: str
+) -> dict[str, list]:
+    for index, row in zip(indices, _rows(batch), strict=True):
+        checks.check_token_row(row, index, name)
+        if "margin" in row:
+            checks.check_margin(row["margin"], index, name)
+    return {}
+
+
+def _fits(row: Mapping[str, Any], max_length: int) -> bool:
+    return max(len(row[key]) for key in checks.TOKEN_COLUMNS) <= max_length
+
+
+def keep_fitting(
+    dataset: Dataset, columns: tuple[str, str], *, max_length: int | None, name: str
+) -> tuple[Dataset, DataReport]:
+    """Leave out the pairs that are too long, say how many, and count those that teach nothing.
+
+    Args:
+        dataset: tokenised pairs.
+        columns: the names of the chosen and of the rejected token ids.
+        max_length: the most tokens a dialogue may have; None keeps all.
+        name: what the log calls the dataset.
+
+    Raises:
+        TypeError: a column does not hold lists of integers.
+        ValueError: a dialogue without tokens, or no pair that fits.
+    """
+    longest, identical = _measure(dataset, columns, name)
+    fits = np.ones(len(longest), bool) if max_length is None else longest <= max_length
+    dropped = int((~fits).sum())
+    if dropped == len(fits):
+        raise ValueError(
+            f"The {name} dataset is empty after filtering: all {dropped} pairs were dropped, since a pair is kept "
+            f"only when both dialogues have at most max_length={max_length} tokens, and the shortest pair has "
+            f"{longest.min()}. Raise `max_length`, or set it to None to keep all pairs."
+        )
+    if dropped:
+        logger.warning(
+            f"{name} dataset: {dropped} of {len(fits)} pairs dropped, since a dialogue is longer than "
+            f"max_length={max_length} tokens (the longest has {longest.max()}). Raise `max_length` to keep them."
+        )
+        dataset = dataset.select(np.flatnonzero(fits))
+    report = DataReport(pairs=len(fits) - dropped, dropped_too_long=dropped, identical=int(identical[fits].sum()))
+    if report.identical:
+        logger.warning(
+            f"{name} dataset: in {report.identical} of {report.pairs} pairs, chosen and rejected are the same tokens. "
+            "They are kept, but teach nothing."
+        )
+    return dataset, report
+
+
+def _measure(dataset: Dataset, columns: tuple[str, str], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of each pair's longer dialogue [N], and whether its two dialogues are equal [N]; checks the ids."""
+    longest, identical = [], []
+    first = 0
+    for table in dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000):
+        lengths = [checks.token_lengths(table[key], key, first, name) for key in columns]
+        longest.append(np.maximum(*lengths))
+        equal = lengths[0] == lengths[1]
+        if equal.any():  # compare the tokens of the pairs of equal length, all at once
+            starts = np.concatenate([[0], np.cumsum(lengths[0][equal])[:-1]])
+            chosen, rejected = (
+                table[key].filter(pa.array(equal)).combine_chunks().flatten().to_numpy(zero_copy_only=False)
+                for key in columns
+            )
+            equal[equal] = np.logical_and.reduceat(chosen == rejected, starts)
+        identical.append(equal)
+        first += len(equal)
+    return np.concatenate(longest), np.concatenate(identical)

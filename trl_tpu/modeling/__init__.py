@@ -1,0 +1,1 @@
+"""The model: loading, attention over packed rows, rewards, losses, adapters."""

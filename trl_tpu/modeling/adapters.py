@@ -1,0 +1,210 @@
+"""Adapters (PEFT) and quantized base models. The only module that imports peft, and only when it is asked to."""
+
+import copy
+import importlib.util
+import logging
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from trl_tpu import runtime
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftConfig, PeftModel
+
+    from trl_tpu.trainer.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
+    """The LoRA configuration that the flags ask for, or None without ``use_peft``.
+
+    Raises:
+        ValueError: ``use_peft`` without peft installed.
+    """
+    if not model_args.use_peft:
+        return None
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("`use_peft` needs the peft library: run `pip install peft`, or leave `use_peft` out.")
+    from peft import LoraConfig
+
+    return LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=model_args.lora_target_modules,
+        target_parameters=model_args.lora_target_parameters,
+        modules_to_save=model_args.lora_modules_to_save,
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+        bias="none",
+    )
+
+
+def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
+    """The bitsandbytes configuration that the flags ask for, or None without ``load_in_4bit`` and ``load_in_8bit``.
+
+    Raises:
+        ValueError: One of the two on PyTorch/XLA: the kernels of bitsandbytes need CUDA.
+    """
+    if not (model_args.load_in_4bit or model_args.load_in_8bit):
+        return None
+    flag = "load_in_4bit" if model_args.load_in_4bit else "load_in_8bit"
+    if runtime.is_xla():
+        raise ValueError(
+            f"`{flag}` needs bitsandbytes, whose kernels need CUDA, and this process trains on PyTorch/XLA "
+            f"({runtime.choice().reason}). Leave `{flag}` out and store the frozen base model in bfloat16 with "
+            "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
+        )
+    if model_args.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=model_args.dtype,  # the type of the weights that are not quantized
+        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+    )
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def add_adapters(
+    model: PreTrainedModel,
+    peft_config: "PeftConfig",
+    *,
+    added_tokens: list[int] | None = None,
+    gradient_checkpointing: bool,
+) -> "PeftModel":
+    """Freeze a model and give it the adapters of `peft_config`, which itself stays as it is.
+
+    Args:
+        model: The model, without adapters.
+        peft_config: A configuration of peft.
+        added_tokens: Ids of tokens that are new to the vocabulary; the adapters train their embeddings.
+        gradient_checkpointing: Whether activations will be recomputed, which needs inputs that require gradients.
+
+    Returns:
+        The model with its adapters.
+
+    Raises:
+        ImportError: peft is not installed.
+        TypeError: `peft_config` is not a configuration of peft.
+        ValueError: The model has adapters already.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError("You passed `peft_config`, but the peft library is not installed: run `pip install peft`.")
+    from peft import PeftConfig, get_peft_model
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
+            f"{type(peft_config).__name__}."
+        )
+    if is_peft_model(model):
+        raise ValueError(
+            "You passed a `PeftModel` instance together with a `peft_config`. Either leave `peft_config` out to train "
+            "the adapters it has, or merge them first (`model.merge_and_unload()`) and pass the merged model."
+        )
+    peft_config = copy.deepcopy(peft_config)
+    if added_tokens:
+        _train_added_tokens(peft_config, added_tokens, model)
+    adapted: Any = get_peft_model(model, peft_config)
+    prepare_adapters(adapted, gradient_checkpointing=gradient_checkpointing)
+    return adapted
+
+
+def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> None:
+    """What training asks of a model with adapters, whether we added them or the user did.
+
+    Recomputing activations cuts the graph at a frozen embedding, so its output must require gradients. On a quantized
+    base the adapters are bfloat16, as QLoRA has it (https://arxiv.org/abs/2305.14314, section 3), but for DoRA's
+    magnitudes, whose updates are smaller than bfloat16 resolves.
+    """
+    if gradient_checkpointing:
+        model.enable_input_require_grads()
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def load_adapted_model(folder: str, **kwargs: Any) -> "PeftModel":
+    """The sequence classifier with the adapters saved in `folder`, which names its base model.
+
+    Args:
+        folder: Folder or Hub id of saved adapters.
+        **kwargs: For the base model's ``from_pretrained``.
+    """
+    from peft import AutoPeftModelForSequenceClassification
+
+    return AutoPeftModelForSequenceClassification.from_pretrained(folder, **kwargs)
+
+
+def _train_added_tokens(peft_config: Any, added_tokens: list[int], model: PreTrainedModel) -> None:
+    """Add the tokens to those whose embeddings the adapters train (changes `peft_config`)."""
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding).rpartition(".")[2]
+    if name in (getattr(peft_config, "modules_to_save", None) or []):
+        return  # all embeddings are trained already
+    if not hasattr(peft_config, "trainable_token_indices"):
+        logger.warning(
+            f"{type(peft_config).__name__} cannot train single embeddings, so the {len(added_tokens)} tokens that the "
+            f"chat template added keep theirs: add modules_to_save=[{name!r}] to it."
+        )
+        return
+    trained = peft_config.trainable_token_indices or {}
+    by_module = dict(trained) if isinstance(trained, dict) else {name: trained}
+    by_module[name] = list(dict.fromkeys([*by_module.get(name, []), *added_tokens]))
+    peft_config.trainable_token_indices = by_module
+
+
+def warn_if_head_is_frozen(model: nn.Module) -> None:
+    """Warn when adapters leave the score head frozen, or train on top of a head that they do not save.
+
+    A head that was just created is random. Frozen, it stays so; and an adapter saves neither a frozen head nor the
+    frozen weight below an adapted one, so that the reward of the reloaded model is another random function.
+    """
+    if not is_peft_model(model):
+        return
+    base: Any = model.get_base_model()  # type: ignore[operator]
+    # the modules that a sequence classifier has beside its backbone
+    heads = {
+        name: module
+        for name, module in base.named_children()
+        if name != base.base_model_prefix and any(True for _ in module.parameters())
+    }
+    fix = f"Unless it was trained before, add modules_to_save={list(heads)} or task_type='SEQ_CLS' to the peft_config."
+    for name, module in heads.items():
+        trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+        if not trained:
+            logger.warning(
+                f"The score head `{name}` is frozen, and the adapter does not save it: a new head stays random and "
+                f"frozen. {fix}"
+            )
+        elif not any("modules_to_save" in key for key in trained) and "base_layer.weight" in dict(
+            module.named_parameters()
+        ):
+            logger.warning(
+                f"The score head `{name}` is adapted but its own weight is frozen and not saved with the adapter: a new "
+                f"head is another one after reloading. {fix}"
+            )
+
+
+def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
+    """The names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
+    from peft import get_peft_model_state_dict
+
+    names = {id(tensor): name for name, tensor in state.items()}
+    kept: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=dict(state))
+    return {names[id(tensor)] for tensor in kept.values() if id(tensor) in names}

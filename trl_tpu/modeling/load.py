@@ -1,0 +1,311 @@
+"""Model and tokenizer, ready to train: loading them, and making them agree on their special tokens.
+
+The functions that need another tokenizer than the user's return a changed copy and leave the user's as it was (TRL
+writes into it). The model's config is written to, as in TRL: the saved model must carry its pad and eos tokens.
+"""
+
+import copy
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import (
+    AddedToken,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from trl_tpu import runtime
+
+logger = logging.getLogger(__name__)
+
+_LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
+
+
+def load_model(
+    name: str,
+    *,
+    model_init_kwargs: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    quantization_config: Any | None = None,
+) -> PreTrainedModel:
+    """Load a checkpoint as a reward model: a sequence classifier with one label.
+
+    A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
+    The model stays on the CPU, for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
+
+    Args:
+        name: hub id or folder.
+        model_init_kwargs: for ``from_pretrained``; not changed. ``dtype`` is a torch.dtype, "auto", None or one of
+            "bfloat16", "float16", "float32", and defaults to float32.
+        trust_remote_code: the default for the ``model_init_kwargs`` of that name.
+        quantization_config: a transformers quantization config.
+
+    Raises:
+        ValueError: ``quantization_config`` in both places, an unknown dtype, or bitsandbytes quantization on XLA.
+    """
+    kwargs = dict(model_init_kwargs or {})
+    if quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError(
+                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. Set it in "
+                "one place only, preferably as a trainer argument."
+            )
+        kwargs["quantization_config"] = quantization_config
+    if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
+        kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
+    kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
+    if kwargs.get("num_labels", 1) != 1:
+        logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: reward models have `num_labels=1`.")
+    kwargs["num_labels"] = 1
+    kwargs.setdefault("trust_remote_code", trust_remote_code)
+    kwargs.setdefault("device_map", None)
+    if runtime.is_xla():
+        _fit_xla(kwargs)
+    with _without_load_report():
+        model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **kwargs)
+    _report_unexpected(model, info, name)
+    return model
+
+
+def _dtype(dtype: Any) -> Any:
+    if isinstance(dtype, torch.dtype) or dtype in ("auto", None):
+        return dtype
+    if dtype in ("bfloat16", "float16", "float32"):
+        return getattr(torch, dtype)
+    raise ValueError(
+        "Invalid `dtype` passed to the config. Expected a `torch.dtype`, 'auto', None, 'bfloat16', 'float16' or "
+        f"'float32', but got {dtype!r}."
+    )
+
+
+def _fit_xla(kwargs: dict[str, Any]) -> None:
+    quantization = kwargs.get("quantization_config")
+    flags = quantization if isinstance(quantization, dict) else kwargs
+    if isinstance(quantization, BitsAndBytesConfig) or flags.get("load_in_4bit") or flags.get("load_in_8bit"):
+        raise ValueError(
+            "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it "
+            "(`load_in_4bit` and `load_in_8bit` off, no `BitsAndBytesConfig`), or train on CUDA with USE_TORCH_XLA=0."
+        )
+    if kwargs["device_map"] is not None:
+        logger.warning(
+            f"`device_map={kwargs['device_map']!r}` is ignored: on XLA the trainer places the model, by its sharding "
+            "plan."
+        )
+        kwargs["device_map"] = None
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep transformers' table of missing and unexpected weights from the log, unless it explains an error.
+
+    For a reward model it always lists the new reward head and the old language model head; what else it would say,
+    `_report_unexpected` says.
+    """
+
+    def explains_error(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text
+
+    modeling_logger = logging.getLogger("transformers.modeling_utils")
+    modeling_logger.addFilter(explains_error)
+    try:
+        yield
+    finally:
+        modeling_logger.removeFilter(explains_error)
+
+
+def _report_unexpected(model: PreTrainedModel, info: dict[str, Any], name: str) -> None:
+    backbone = f"{model.base_model_prefix}."
+    missing = sorted(key for key in info["missing_keys"] if key.startswith(backbone))
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(_LANGUAGE_MODEL_HEADS))
+    if missing:
+        logger.warning(
+            f"{len(missing)} weights of the backbone are not in {name} and start random: {_some(missing)}. Check that "
+            f"the checkpoint is one of a `{model.config.model_type}` model."
+        )
+    if unexpected:
+        logger.warning(
+            f"{len(unexpected)} weights in {name} have no place in {type(model).__name__} and are left out: "
+            f"{_some(unexpected)}."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def check_num_labels(model: Any) -> None:
+    """Raise ValueError unless the model's config says that it has one output."""
+    num_labels = getattr(getattr(model, "config", None), "num_labels", None)
+    if num_labels != 1:
+        raise ValueError(
+            f"The model has `num_labels={num_labels}`, but reward models require `num_labels=1` to output a single "
+            "scalar reward per sequence. Load it with "
+            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass the trainer the model's "
+            "name, which then sees to it."
+        )
+
+
+def load_processing_class(
+    model: PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase | None = None,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer given, or the one beside the model's checkpoint.
+
+    Raises:
+        ValueError: none given, and the model was not loaded from a checkpoint.
+    """
+    if processing_class is not None:
+        return processing_class
+    name = getattr(model.config, "_name_or_path", "")
+    if not name:
+        raise ValueError(
+            "The model was not loaded from a checkpoint, so its tokenizer is unknown. Pass the tokenizer as "
+            "`processing_class`."
+        )
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def set_eos_token(
+    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, eos_token: str | None
+) -> PreTrainedTokenizerBase:
+    """Make ``eos_token`` the end-of-sequence token of tokenizer and model config; None changes nothing.
+
+    Returns:
+        The tokenizer, a copy where it had to change.
+
+    Raises:
+        ValueError: the token is not in the vocabulary.
+    """
+    if eos_token is None:
+        return processing_class
+    _check_in_vocabulary(processing_class, "eos_token", eos_token)
+    if processing_class.eos_token != eos_token:
+        processing_class = copy.deepcopy(processing_class)
+        processing_class.eos_token = eos_token
+    model.config.get_text_config().eos_token_id = processing_class.eos_token_id
+    return processing_class
+
+
+def set_chat_template(
+    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, path: str | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
+    """Take the chat template of a ``.jinja`` or ``.j2`` file, or of another tokenizer (see `clone_chat_template`).
+
+    Returns:
+        The model, a changed copy of the tokenizer (the tokenizer itself where ``path`` is None), and the ids of the
+        tokens that were added.
+
+    Raises:
+        FileNotFoundError: a template file that does not exist.
+    """
+    if path is None:
+        return model, processing_class, []
+    processing_class = copy.deepcopy(processing_class)
+    if not path.endswith((".jinja", ".j2")) or os.path.isdir(path):
+        return clone_chat_template(model, processing_class, path)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(
+            f"`chat_template_path` names the template file {path!r}, which does not exist. Give an existing `.jinja` "
+            "or `.j2` file, or a tokenizer's hub id or folder."
+        )
+    with open(path, encoding="utf-8") as file:
+        processing_class.chat_template = file.read()
+    return model, processing_class, []
+
+
+def clone_chat_template(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source_tokenizer_path: str,
+    resize_to_multiple_of: int | None = 64,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
+    """Give a model and its tokenizer the chat template of another tokenizer, with the tokens that it needs.
+
+    As in TRL, both are changed in place: the tokenizer gets the source's template, eos token and those of its added
+    tokens that it lacks; the embeddings get a row for each, and are rounded up to a multiple of
+    ``resize_to_multiple_of`` rows (None: not rounded), with as many tokens ``<extra_id_i>`` added to fill them.
+
+    Args:
+        model: has input embeddings that can be resized.
+        tokenizer: the model's.
+        source_tokenizer_path: hub id or folder of the tokenizer whose template is taken.
+        resize_to_multiple_of: what the number of embedding rows is rounded up to.
+
+    Returns:
+        The model, the tokenizer, and the ids of the tokens that were added.
+    """
+    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    tokenizer.chat_template = source.get_chat_template()
+    known = tokenizer.get_vocab()
+    added = [token for token in source.added_tokens_decoder.values() if token.content not in known]
+    tokenizer.add_tokens(added)
+    tokenizer.eos_token = source.eos_token
+    model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
+    if model.can_generate():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+
+    # `tokenizer.vocab_size` leaves out added tokens for some tokenizers; the vocabulary itself does not.
+    model.resize_token_embeddings(len(tokenizer.get_vocab()), pad_to_multiple_of=resize_to_multiple_of)
+    embeddings: Any = model.get_input_embeddings()
+    index = 0
+    while len(tokenizer.get_vocab()) < embeddings.num_embeddings:
+        filler = AddedToken(f"<extra_id_{index}>")
+        if tokenizer.add_tokens(filler):
+            added.append(filler)
+        index += 1
+    vocabulary = tokenizer.get_vocab()
+    return model, tokenizer, [vocabulary[token.content] for token in added]
+
+
+def set_pad_token(
+    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, pad_token: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Settle the pad token (``pad_token``, else the tokenizer's, else its eos token) and write it to the model config.
+
+    transformers reads a reward at the rightmost token that is not the pad token, so the config must know it.
+
+    Returns:
+        The tokenizer, a copy where it had to change.
+
+    Raises:
+        ValueError: the token is not in the vocabulary, or there is none.
+    """
+    token = pad_token or processing_class.pad_token or processing_class.eos_token
+    _check_in_vocabulary(processing_class, "pad_token", token)
+    if processing_class.pad_token != token:
+        processing_class = copy.deepcopy(processing_class)
+        processing_class.pad_token = token
+    model.config.get_text_config().pad_token_id = processing_class.pad_token_id
+    if processing_class.pad_token_id == processing_class.eos_token_id:
+        logger.warning(
+            f"The pad token is the eos token ({token!r}). A reward is read at the rightmost token that is not the pad "
+            "token, so the eos is never seen: the reward comes from the token before it. Give the tokenizer a pad "
+            "token of its own: `tokenizer.pad_token = ...`, a token of its vocabulary that texts do not contain."
+        )
+    return processing_class
+
+
+def _check_in_vocabulary(processing_class: PreTrainedTokenizerBase, kind: str, token: Any) -> None:
+    if token is None:
+        raise ValueError(
+            f"The tokenizer ({type(processing_class).__name__}) has neither a pad nor an eos token, so there is "
+            "nothing to pad with. Set `tokenizer.pad_token` to a token of its vocabulary."
+        )
+    if token not in processing_class.get_vocab():
+        raise ValueError(
+            f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
+            f"({type(processing_class).__name__}). Choose a token of the vocabulary, or first add this one with "
+            f"`tokenizer.add_special_tokens({{'{kind}': {token!r}}})` and resize the model's embeddings with "
+            "`model.resize_token_embeddings(len(tokenizer))`."
+        )

@@ -1,0 +1,105 @@
+"""The one seam to the accelerator: everything that differs between PyTorch/XLA and plain torch goes through here.
+
+``choice()`` decides once per process and says why; ``current()`` is the chosen `Runtime`. Only this package imports
+torch_xla, and only when it is chosen.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+Axes = tuple[str | tuple[str, ...] | None, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which runtime trains, and the reason, for the log."""
+
+    name: Literal["xla", "native"]
+    reason: str
+
+
+@cache
+def choice() -> Choice:
+    """Decide between PyTorch/XLA and plain torch by the rule that transformers and accelerate use, so all three agree.
+
+    XLA where torch_xla is installed, unless the environment says ``USE_TORCH_XLA=0``.
+    """
+    if os.environ.get("USE_TORCH_XLA", "1").upper() not in ("1", "ON", "YES", "TRUE"):
+        return Choice("native", f"USE_TORCH_XLA={os.environ['USE_TORCH_XLA']} turns PyTorch/XLA off")
+    if importlib.util.find_spec("torch_xla") is None:
+        return Choice("native", "torch_xla is not installed")
+    return Choice("xla", "torch_xla is installed (USE_TORCH_XLA=0 would turn it off)")
+
+
+def is_xla() -> bool:
+    """Whether training runs on PyTorch/XLA in this process."""
+    return choice().name == "xla"
+
+
+class Runtime(Protocol):
+    """What the trainer needs of a device. Two implementations: `XlaRuntime` and `NativeRuntime`."""
+
+    name: str
+
+    def start(self) -> None:
+        """Get ready before anything touches a device (XLA: turn SPMD on). May be called many times."""
+
+    def device_count(self) -> int:
+        """How many devices one process drives as a mesh."""
+
+    def hardware(self) -> str:
+        """What the devices are, for the log."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's random numbers, where transformers' ``set_seed`` does not."""
+
+    def set_mesh(self, sizes: Mapping[str, int]) -> None:
+        """Arrange all devices as a mesh of named axes; the sizes multiply to `device_count`."""
+
+    def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
+        """Lay ``tensor`` out over the mesh, in place: dimension d over the axes ``axes[d]``, None meaning whole."""
+
+    def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+        """Matrix multiplications in ``dtype`` over float32 weights; None changes nothing."""
+
+    def use_checkpointing(self, model: nn.Module) -> None:
+        """Make layers that transformers marked for activation checkpointing recompute in a way the device supports."""
+
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
+        """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``."""
+
+    def step_boundary(self) -> None:
+        """End the recorded step: what was computed since the last boundary becomes one execution."""
+
+    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A small host tensor as data on the device. Rank 1 or more: XLA bakes scalars 0 and 1 into the program."""
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Device tensors as host tensors, in one stop of the device."""
+
+    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A state dict as host tensors, put together from shards; tied tensors stay tied."""
+
+    def compile_count(self) -> int:
+        """How many programs were compiled so far (0 where nothing compiles)."""
+
+
+@cache
+def current() -> Runtime:
+    """The runtime of this process."""
+    if is_xla():
+        from .xla import XlaRuntime
+
+        return XlaRuntime()
+    from .native import NativeRuntime
+
+    return NativeRuntime()

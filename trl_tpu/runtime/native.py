@@ -1,0 +1,60 @@
+"""Plain torch: a CPU or a CUDA device, with accelerate's own loaders around it."""
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from . import Axes
+
+
+class NativeRuntime:
+    """The `Runtime` for plain torch. One process drives one device; accelerate's launchers add more processes."""
+
+    name = "native"
+
+    def start(self) -> None:
+        """Plain torch needs no preparation."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def hardware(self) -> str:
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+
+    def seed(self, seed: int) -> None:
+        """transformers' ``set_seed`` has seeded every generator of plain torch."""
+
+    def set_mesh(self, sizes: Mapping[str, int]) -> None:
+        """One device: every axis has size 1, which the mesh arithmetic has checked."""
+
+    def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
+        """One device holds every tensor whole."""
+
+    def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    def use_checkpointing(self, model: nn.Module) -> None:
+        """torch.utils.checkpoint, which transformers uses, works here as it is."""
+
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
+        return batches
+
+    def step_boundary(self) -> None:
+        """Plain torch executes as it goes."""
+
+    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor.to(device)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach().cpu() for tensor in tensors]
+
+    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in state.items()}
+
+    def compile_count(self) -> int:
+        return 0

@@ -1,0 +1,175 @@
+"""PyTorch/XLA through SPMD: one process drives every device of the host as one mesh.
+
+References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+import torch_xla.distributed.parallel_loader as pl
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import nn
+from torch.utils.data import DataLoader
+from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
+
+from . import Axes
+
+
+class BatchSharding(xs.ShardingSpec):
+    """A ShardingSpec that also accepts specs which leave mesh axes out.
+
+    torch_xla 2.9 computes the tile assignment of a spec without a None dimension as if it named every axis
+    (https://github.com/pytorch/xla/issues/8012); the mesh's own method handles that case.
+    """
+
+    def __post_init__(self) -> None:
+        tiles, groups, replication, kind = self.mesh._get_op_sharding_args(self.partition_spec)
+        self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
+        self._sharding_type = xs.ShardingType(kind)
+
+
+class DeviceLoader:
+    """Batches on the device, uploaded by background threads, already split over the mesh.
+
+    Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
+    """
+
+    def __init__(self, batches: DataLoader, shardings: "Callable[[torch.Tensor], BatchSharding | None]") -> None:
+        self.batches = batches
+        self._shardings = shardings
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        loader = _ShardingLoader(self.batches, [torch_xla.device()], self._shardings)
+        try:
+            yield from loader.per_device_loader(torch_xla.device())
+        finally:
+            loader.close()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle for ``epoch``: samplers order their pairs by (seed, epoch)."""
+        for part in (getattr(self.batches.batch_sampler, "sampler", None), self.batches.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+
+class _ShardingLoader(pl.ParallelLoader):
+    """torch_xla's prefetching loader with a sharding per tensor, so that batches may have any keys and ranks."""
+
+    def __init__(
+        self, batches: DataLoader, devices: list[torch.device], shardings: Callable[[torch.Tensor], Any]
+    ) -> None:
+        self._shardings = shardings
+        super().__init__(batches, devices, loader_prefetch_size=4, device_prefetch_size=2)
+
+    def send_cpu_data_to_device(self, batches: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
+        return [{key: self._send(value, device) for key, value in batch.items()} for batch in batches]
+
+    def _send(self, value: Any, device: torch.device) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return xm.send_cpu_data_to_device([value], device, self._shardings(value))[0]
+
+
+class XlaRuntime:
+    """The `Runtime` for PyTorch/XLA."""
+
+    name = "xla"
+
+    def __init__(self) -> None:
+        self._mesh: xs.Mesh | None = None
+
+    def start(self) -> None:
+        if not xr.is_spmd():
+            xr.use_spmd()
+
+    def device_count(self) -> int:
+        return xr.global_runtime_device_count()
+
+    def hardware(self) -> str:
+        return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
+
+    def seed(self, seed: int) -> None:
+        torch_xla.manual_seed(seed)
+
+    def set_mesh(self, sizes: Mapping[str, int]) -> None:
+        count = self.device_count()
+        self._mesh = xs.Mesh(np.arange(count), tuple(sizes.values()), tuple(sizes))
+        xs.set_global_mesh(self._mesh)
+
+    def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
+        if any(axes):
+            xs.mark_sharding(tensor, self._mesh, axes)
+
+    def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+        return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    def use_checkpointing(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = functools.partial(_recompute, module)
+
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
+        return DeviceLoader(batches, functools.partial(self._batch_sharding, batch_axes))
+
+    def _batch_sharding(self, batch_axes: tuple[str, ...], tensor: torch.Tensor) -> BatchSharding | None:
+        shards = int(np.prod([self._mesh.shape()[axis] for axis in batch_axes]))
+        if tensor.dim() == 0 or shards == 1 or tensor.shape[0] % shards:
+            return None  # whole on every device: right for any batch, if not fast for a large one
+        return BatchSharding(self._mesh, (batch_axes, *([None] * (tensor.dim() - 1))))
+
+    def step_boundary(self) -> None:
+        torch_xla.sync()
+
+    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return xm.send_cpu_data_to_device([tensor], device)[0]
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+
+    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch_xla.sync()
+        whole = {id(t): _assemble(t.detach()) for t in state.values()}
+        return {name: whole[id(t)] for name, t in state.items()}
+
+    def compile_count(self) -> int:
+        return int(met.counter_value("UncachedCompile") or 0)
+
+
+def _recompute(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer so that its backward recomputes its forward, weights behind the barrier too.
+
+    torch_xla puts the weights of a bound method's module behind the optimization barrier, so that the backward does
+    not keep the forward's gathered weights; transformers hands a ``functools.partial`` here, hence the binding.
+    """
+
+    def forward(_: nn.Module, *inputs: Any) -> Any:
+        return function(*inputs)
+
+    return xla_checkpoint(MethodType(forward, layer), *args)
+
+
+def _assemble(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole host copy out of the local shards: unlike ``.cpu()`` it compiles nothing and replicates nothing."""
+    if tensor.device.type != "xla":
+        return tensor.cpu()
+    if not torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        return torch_xla._XLAC._xla_get_cpu_tensors([tensor])[0]
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for shard in xs.wrap_if_sharded(tensor).local_shards:
+        whole[shard.indices] = shard.unpadded_data
+    return whole

@@ -1,0 +1,1 @@
+"""The public API, at TRL's own module paths."""

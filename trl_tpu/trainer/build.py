@@ -1,0 +1,135 @@
+"""Finished objects for the trainer: a reward model with its tokenizer, and datasets of token pairs."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import runtime
+from ..data.collators import bucket_lengths
+from ..data.legacy import tokenize_legacy
+from ..data.tokenize import has_legacy_columns, prepare_preference_dataset
+from ..modeling.adapters import add_adapters, is_peft_model, prepare_adapters, warn_if_head_is_frozen
+from ..modeling.attention import use_static_attention
+from ..modeling.load import (
+    check_num_labels,
+    load_model,
+    load_processing_class,
+    set_chat_template,
+    set_eos_token,
+    set_pad_token,
+)
+from ..modeling.rewards import keep_score_head_in_float32
+from .reward_config import RewardConfig
+from .utils import disable_dropout_in_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A model with one output, and the tokenizer it agrees with on every special token."""
+
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase
+
+
+def build_reward_model(
+    model: Any,
+    args: RewardConfig,
+    processing_class: PreTrainedTokenizerBase | None,
+    quantization_config: Any | None,
+    peft_config: Any | None,
+) -> RewardModel:
+    """Load or check the model, settle its special tokens and chat template, and add adapters.
+
+    The order is TRL's, since each part reads what the one before wrote: seed (the caller's), model, tokenizer, eos,
+    chat template, adapters, dropout, pad token.
+
+    Raises:
+        TypeError, ValueError, ImportError: From the parts, which say what to do.
+    """
+    revision = None
+    if isinstance(model, str):
+        revision = (args.model_init_kwargs or {}).get("revision")
+        model = load_model(
+            model,
+            model_init_kwargs=args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+            quantization_config=quantization_config,
+        )
+    else:
+        ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        for name, value in ignored.items():
+            if value is not None:
+                logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
+        check_num_labels(model)
+    tokenizer = load_processing_class(
+        model, processing_class, revision=revision, trust_remote_code=args.trust_remote_code
+    )
+    tokenizer = set_eos_token(model, tokenizer, args.eos_token)
+    model, tokenizer, added_tokens = set_chat_template(model, tokenizer, args.chat_template_path)
+    checkpointing = bool(args.activation_checkpointing)
+    if peft_config is not None:
+        model = add_adapters(model, peft_config, added_tokens=added_tokens, gradient_checkpointing=checkpointing)
+    elif is_peft_model(model):
+        prepare_adapters(model, gradient_checkpointing=checkpointing)
+    warn_if_head_is_frozen(model)
+    if args.disable_dropout:
+        disable_dropout_in_model(model)
+    tokenizer = set_pad_token(model, tokenizer, args.pad_token)
+    _fit_to_device(model, args)
+    return RewardModel(model, tokenizer)
+
+
+def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
+    if args.bf16:
+        keep_score_head_in_float32(model)
+    if runtime.is_xla():
+        use_static_attention(model.get_base_model() if is_peft_model(model) else model)  # type: ignore[operator, arg-type]
+
+
+def build_dataset(
+    dataset: Any, processing_class: PreTrainedTokenizerBase, args: RewardConfig, name: str, old_columns: bool
+) -> Any:
+    """Token pairs from a dataset in any of the accepted forms; each of a dict of datasets.
+
+    Raises:
+        TypeError, ValueError: For data that cannot be trained on; the message names the dataset, the row and the fix.
+    """
+    if isinstance(dataset, Mapping):
+        return {key: build_dataset(each, processing_class, args, key, old_columns) for key, each in dataset.items()}
+    settings: dict[str, Any] = {"max_length": args.max_length, "num_proc": args.dataset_num_proc, "name": name}
+    if not old_columns:
+        prepared, _ = prepare_preference_dataset(dataset, processing_class, **settings)
+        return prepared
+    if has_legacy_columns(dataset.column_names or []):
+        return dataset
+    prepared, _ = tokenize_legacy(dataset, processing_class, **settings)
+    return prepared
+
+
+def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
+    """The row lengths that batches of ``dataset`` will have on a device that compiles once per length.
+
+    None where they cannot be planned: a stream without `max_length`, or rows with other columns.
+    """
+    if args.pad_to_multiple_of:
+        return None  # the user's own grid of lengths
+    longest = _longest(dataset)
+    longest = args.max_length if longest is None else longest
+    return bucket_lengths(longest) if longest else None
+
+
+def _longest(dataset: Any) -> int | None:
+    if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset):
+        return None
+    columns = [c for c in dataset.column_names if c in ("chosen_ids", "rejected_ids") or c.startswith("input_ids_")]
+    table = dataset.with_format("numpy", columns=columns)
+    lengths = (max(map(len, table[start : start + 1000][column])) for column in columns for start in range(0, len(table), 1000))
+    return int(np.max(list(lengths), initial=0)) or None

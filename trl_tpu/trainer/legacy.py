@@ -1,0 +1,63 @@
+"""The old API: spellings of TRL up to 0.23, turned into today's with a warning that names it."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+from ..data.collators import LEGACY_KEYS, RewardDataCollatorWithPadding
+from ..data.tokenize import has_legacy_columns
+from .reward_config import RewardConfig
+
+
+def today_args(args: TrainingArguments | None, max_length: int | None) -> TrainingArguments | None:
+    """``args`` as a RewardConfig, with the trainer argument ``max_length`` of TRL up to 0.13 in it."""
+    if args is not None and not isinstance(args, RewardConfig):
+        warnings.warn(
+            "A plain `TrainingArguments` as `args` is deprecated: use `trl_tpu.RewardConfig`.", FutureWarning, stacklevel=3
+        )
+        args = _as_reward_config(args)
+    if max_length is not None:
+        warnings.warn("`max_length` is deprecated here: use `RewardConfig(max_length=...)`.", FutureWarning, stacklevel=3)
+        args = dataclasses.replace(args or RewardConfig(), max_length=max_length)
+    return args
+
+
+def _as_reward_config(args: TrainingArguments) -> RewardConfig:
+    """The same settings as a RewardConfig; what only a RewardConfig has takes TRL's old defaults."""
+    values = {item.name: getattr(args, item.name) for item in dataclasses.fields(args) if item.init}
+    defaults = {item.name: item.default for item in dataclasses.fields(TrainingArguments)}
+    if str(getattr(args.optim, "value", args.optim)) == str(defaults["optim"]):
+        del values["optim"]  # transformers' default is a fused kernel; nobody chose it
+    return RewardConfig(**values, max_length=None)
+
+
+def today_processing_class(
+    processing_class: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, whichever of its two names it came by.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    if tokenizer is None:
+        return processing_class
+    if processing_class is not None:
+        raise ValueError("`tokenizer` is the old name of `processing_class`: give only `processing_class`.")
+    warnings.warn("`tokenizer` is deprecated: use `processing_class`.", FutureWarning, stacklevel=3)
+    return tokenizer
+
+
+def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
+    """Whether the dataset's columns or the collator are those of TRL up to 0.23; warns with today's spelling if so."""
+    columns = getattr(train_dataset, "column_names", None) or []
+    is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or has_legacy_columns(columns)
+    if is_old:
+        warnings.warn(
+            f"`RewardDataCollatorWithPadding` and the columns {', '.join(LEGACY_KEYS)} are deprecated: use "
+            "`DataCollatorForPreference` and the columns chosen_ids, rejected_ids (or raw chosen, rejected).",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return is_old

@@ -1,0 +1,53 @@
+"""Settings inherited from transformers that PyTorch/XLA cannot honour, each with what to do instead."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+
+class Limit(NamedTuple):
+    """A setting, what makes it impossible on XLA, and the way out."""
+
+    setting: str
+    is_impossible: Callable[[Any], bool]
+    instead: str
+
+
+_PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
+XLA_LIMITS = (
+    Limit("fsdp", bool, "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)"),
+    Limit("deepspeed", bool, "shard with mesh='fsdp=-1', which is ZeRO-3 without DeepSpeed"),
+    Limit("parallelism_config", bool, "arrange the devices with mesh"),
+    Limit("use_liger_kernel", bool, "leave it out: its Triton kernels are for GPUs, and XLA fuses by itself"),
+    Limit("auto_find_batch_size", bool, "set per_device_train_batch_size: every size tried would be compiled anew"),
+    Limit("torch_compile", bool, "leave it out: XLA compiles every step already"),
+    Limit("fp16", bool, "use bf16=True: XLA devices have no float16 loss scaling"),
+    Limit("fp16_full_eval", bool, "leave it out: evaluation runs in the training precision"),
+    Limit("bf16_full_eval", bool, "leave it out: with bf16=True evaluation computes in bfloat16 already"),
+    Limit("use_cpu", bool, f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}"),
+    Limit("optim", lambda name: "fused" in str(name), "use optim='adamw_torch', which XLA fuses by itself"),
+    Limit("optim", lambda name: "bit" in str(name), f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}"),
+    Limit(
+        "include_num_input_tokens_seen",
+        lambda value: value not in (False, "no"),
+        "read num_tokens in the logs, which counts them without stopping the device at every batch",
+    ),
+    Limit("neftune_noise_alpha", bool, f"leave it out, or {_PLAIN_TORCH}"),
+    Limit("torch_empty_cache_steps", bool, "leave it out: XLA plans memory when it compiles"),
+)
+
+
+def check_xla_limits(args: Any) -> None:
+    """Refuse settings that XLA cannot honour.
+
+    Raises:
+        ValueError: Names the setting, its value and what to do instead.
+    """
+    for limit in XLA_LIMITS:
+        value = getattr(args, limit.setting)
+        if limit.is_impossible(value):
+            shown = getattr(value, "value", value)
+            raise ValueError(f"{limit.setting}={shown!r} is impossible on PyTorch/XLA: {limit.instead}.")
+
+
+__all__ = ["XLA_LIMITS", "Limit", "check_xla_limits"]

@@ -1,0 +1,189 @@
+"""RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honour is refused here."""
+
+import logging
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
+
+from .. import runtime
+from ..parallel.mesh import MeshShape, parse_mesh
+from .limits import check_xla_limits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RewardConfig(TrainingArguments):
+    r"""Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, with `mesh` added.
+
+    Only what is special to reward models is described here; everything else is
+    [`~transformers.TrainingArguments`]'. `per_device_train_batch_size` counts pairs on each device of the mesh.
+
+    Parameters:
+        mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
+            How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
+            weights and batch, `data` only the batch. With plain torch there is one device.
+        model_init_kwargs (`dict[str, Any]`, *optional*):
+            For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
+            defaults to float32. On a command line: JSON.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether models and tokenizers may bring their own Python code from the Hub.
+        chat_template_path (`str`, *optional*):
+            A `.jinja` file, or a tokenizer's folder or hub id, whose chat template to use.
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            Whether to set every dropout probability to 0.
+        dataset_num_proc (`int`, *optional*):
+            Worker processes that tokenise.
+        eos_token (`str`, *optional*):
+            The end-of-sequence token; the tokenizer's own by default.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Pairs with a longer dialogue, in tokens, are left out, and counted in the log. `None` keeps all. Nothing is
+            truncated.
+        pad_to_multiple_of (`int` or `"auto"`, *optional*, defaults to `"auto"`):
+            Batch lengths are rounded up to a multiple of this. `"auto"` does not round on plain torch; on XLA it pads
+            to one of at most four lengths chosen from the data, since each length is compiled once.
+        center_rewards_coefficient (`float`, *optional*):
+            Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Not supported: activations are recomputed instead (`gradient_checkpointing`).
+        pad_token (`str`, *optional*):
+            Deprecated. Set the tokenizer's own `pad_token`.
+        evaluation_strategy (`str`, *optional*):
+            Deprecated. The name of `eval_strategy` up to TRL 0.9.
+
+    Raises:
+        ValueError: For a mesh that the devices do not fill, and for settings that XLA cannot honour.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    # defaults that differ from TrainingArguments', as in TRL
+    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
+    logging_steps: float = field(
+        default=10,
+        metadata={"help": "Log every this many steps; below 1, as a fraction of all training steps."},
+    )
+    gradient_checkpointing: bool = field(
+        default=True, metadata={"help": "Recompute activations in the backward pass to save memory."}
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute matrix products in bfloat16 over float32 weights. Unset, it is on unless `fp16` is; on a "
+            "CPU with plain torch, where it only costs, it is off."
+        },
+    )
+    lr_scheduler_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}."}
+    )
+    # differs from TRL: transformers' default is a fused kernel, which XLA does not have
+    optim: str = field(default="adamw_torch", metadata={"help": "The optimizer: a name of transformers' OptimizerNames."})
+
+    # the model
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of `from_pretrained`, when the trainer's `model` is a name. JSON on a command line."},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Whether models and tokenizers may bring their own Python code from the Hub."}
+    )
+    chat_template_path: str | None = field(
+        default=None, metadata={"help": "A .jinja file, or a tokenizer, whose chat template to use."}
+    )
+    disable_dropout: bool = field(default=True, metadata={"help": "Whether to disable dropout in the model."})
+
+    # the data
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Worker processes that tokenise."})
+    eos_token: str | None = field(
+        default=None, metadata={"help": "The end-of-sequence token; the tokenizer's own by default."}
+    )
+    max_length: int | None = field(
+        default=1024,
+        metadata={"help": "Pairs with a dialogue of more tokens are left out (never truncated). None keeps all pairs."},
+    )
+    pad_to_multiple_of: int | str | None = field(
+        default="auto",
+        metadata={"help": "Round batch lengths up to a multiple of this. 'auto': on XLA, a few lengths fit to the data."},
+    )
+
+    # the training
+    center_rewards_coefficient: float | None = field(
+        default=None, metadata={"help": "Pulls rewards towards mean zero. Recommended value: 0.01."}
+    )
+    activation_offloading: bool = field(
+        default=False, metadata={"help": "Not supported; activations are recomputed instead."}
+    )
+    mesh: str = field(
+        default="fsdp=-1", metadata={"help": "Axis sizes of the device mesh, such as 'data=2,fsdp=4'; -1 fills."}
+    )
+
+    # deprecated
+    pad_token: str | None = field(
+        default=None, metadata={"help": "Deprecated. Set the tokenizer's own `pad_token` instead."}
+    )
+    evaluation_strategy: str | None = field(default=None, metadata={"help": "Deprecated. Use `eval_strategy`."})
+
+    def __post_init__(self) -> None:
+        chosen = runtime.current()
+        chosen.start()  # transformers looks for the device below, and SPMD must be on before that
+        if runtime.is_xla():
+            check_xla_limits(self)
+        if self.bf16 is None:
+            can_compute_bf16 = runtime.is_xla() or self.use_cpu or is_torch_bf16_gpu_available()
+            self.bf16 = can_compute_bf16 and not self.fp16
+        if self.evaluation_strategy is not None:
+            warnings.warn("`evaluation_strategy` is deprecated: use `eval_strategy`.", FutureWarning, stacklevel=3)
+            self.eval_strategy = self.evaluation_strategy
+        if self.pad_token is not None:
+            warnings.warn(
+                "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
+                "tokenizer as `processing_class`.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+        with warnings.catch_warnings():
+            # our own default is spelled the way TRL spells it
+            warnings.filterwarnings("ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning)
+            super().__post_init__()
+        self.mesh_shape = parse_mesh(self.mesh, chosen.device_count())
+        if self.activation_offloading:
+            raise ValueError(
+                "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes activations "
+                "instead of storing them anywhere, or use a larger mesh."
+            )
+
+    @property
+    def train_batch_size(self) -> int:
+        """Pairs in a training batch, over all devices of the mesh."""
+        return self._over_mesh(self.per_device_train_batch_size, super().train_batch_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Pairs in an evaluation batch, over all devices of the mesh."""
+        return self._over_mesh(self.per_device_eval_batch_size, super().eval_batch_size)
+
+    def _over_mesh(self, per_device: int, native: int) -> int:
+        if not runtime.is_xla():
+            return native
+        shards = self.mesh_shape.batch_shards
+        if not self.accelerator_config.split_batches:
+            return per_device * shards
+        if per_device % shards:
+            raise ValueError(
+                f"With split_batches the batch of {per_device} pairs is divided over the mesh {self.mesh_shape}, but "
+                f"{per_device} / {shards} is no whole number. Choose a batch of {per_device + -per_device % shards} pairs."
+            )
+        return per_device
+
+
+def _multiple(value: int | str | None) -> int | None:
+    if isinstance(value, str):
+        return None if value.lower() in ("auto", "none", "null") else int(value)
+    return value
+
+
+__all__ = ["MeshShape", "RewardConfig"]

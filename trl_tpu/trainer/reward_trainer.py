@@ -1,0 +1,286 @@
+"""RewardTrainer: `trl.RewardTrainer`'s constructor and methods, on PyTorch/XLA or plain torch."""
+
+import inspect
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
+from transformers import (
+    DataCollator,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.trainer_utils import PredictionOutput
+
+from .. import runtime
+from ..data.collators import (
+    LEGACY_KEYS,
+    DataCollatorForPreference,
+    PadToLengths,
+    PairRows,
+    RewardDataCollatorWithPadding,
+)
+from ..data.legacy import _tokenize
+from ..modeling.adapters import is_peft_model
+from ..modeling.losses import masked_mean, pairwise_losses
+from ..modeling.rewards import PairBatch
+from .build import build_dataset, build_reward_model, planned_lengths
+from .evaluation import PairEvaluation
+from .legacy import today_args, today_processing_class, uses_old_columns
+from .model_card import make_model_card
+from .reward_config import RewardConfig
+
+EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+
+_OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
+
+
+class RewardTrainer(PairEvaluation):
+    """Trains a reward model on pairs of a chosen and a rejected dialogue.
+
+    The arguments are those of `trl.RewardTrainer`, in its order; `model_init` and the old names come last.
+
+    Args:
+        model: A model's name (hub id or folder), a sequence classifier with one label, or one with PEFT adapters.
+        args: A `RewardConfig`; by default one that writes to ``{model name}-Reward``.
+        data_collator: Makes batches; `DataCollatorForPreference` by default.
+        train_dataset: Preference pairs: `chosen` and `rejected` (text or messages), with `prompt` or not, and with
+            `margin` or not; or token ids in `chosen_ids` and `rejected_ids`. A stream needs `max_steps`.
+        eval_dataset: The same, or a dict of such datasets.
+        processing_class: The tokenizer; by default the one beside the model.
+        compute_metrics: Called with rewards of shape [pairs, 2] and zeros as labels.
+        callbacks: More callbacks.
+        optimizers: An optimizer and a scheduler instead of those that `args` names.
+        optimizer_cls_and_kwargs: An optimizer class and its arguments, instead.
+        preprocess_logits_for_metrics: Called with each batch's rewards [P, 2] and labels [P] before `compute_metrics`.
+        quantization_config: For a model given by name (plain torch on CUDA only).
+        peft_config: Train adapters instead of the model.
+        model_init: Makes the model, anew for each `train()`; instead of `model`.
+        tokenizer: Deprecated name of `processing_class`.
+        max_length: Deprecated here; set it in `RewardConfig`.
+
+    Raises:
+        TypeError, ValueError: Before anything is compiled, for arguments or data that cannot work.
+    """
+
+    loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
+    _tag_names = ["trl", "reward-trainer"]
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | None" = None,
+        args: RewardConfig | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: EvalDataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        quantization_config: Any | None = None,
+        peft_config: Any | None = None,
+        model_init: Callable[[], PreTrainedModel] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        self.runtime = runtime.current()
+        self.runtime.start()
+        args = today_args(args, max_length) or RewardConfig(f"{_base_name(model)}-Reward")
+        _check_arguments(model, model_init, train_dataset)
+        self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
+        self.mesh = args.mesh_shape
+        self.runtime.set_mesh(self.mesh.sizes)
+        self.compute_dtype = torch.bfloat16 if args.bf16 else None
+
+        set_seed(args.seed)  # before the model, whose score head may be random
+        self.runtime.seed(args.seed)
+        given_tokenizer = today_processing_class(processing_class, tokenizer)
+
+        def build(model: Any) -> PreTrainedModel:
+            built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
+            self.processing_class = built.processing_class
+            return built.model
+
+        built_model = build(model_init() if model_init is not None else model)
+        datasets = {
+            name: dataset and build_dataset(dataset, self.processing_class, args, name, self._old_columns)
+            for name, dataset in (("train", train_dataset), ("eval", eval_dataset))
+        }
+        super().__init__(
+            model=built_model,
+            args=args,
+            data_collator=data_collator or self._default_collator(args),
+            train_dataset=datasets["train"],
+            eval_dataset=datasets["eval"],
+            processing_class=self.processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        if model_init is not None:
+            self.model_init = lambda: build(model_init())
+        # Trainer computes a loss in evaluation only for models that return one, or when told so.
+        self.can_return_loss = True
+        self.label_names = []
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self.model.add_model_tags(self._tag_names)
+
+    # ---- data
+
+    def _default_collator(self, args: RewardConfig) -> Any:
+        if self._old_columns:
+            return RewardDataCollatorWithPadding(self.processing_class, pad_to_multiple_of=args.pad_to_multiple_of)
+        return DataCollatorForPreference(self.processing_class.pad_token_id, args.pad_to_multiple_of)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:
+            columns = list(LEGACY_KEYS) if self._old_columns else ["chosen_ids", "rejected_ids"]
+            self._signature_columns = [*columns, "margin"]
+
+    @property
+    def _padding_side(self) -> str:
+        return self.processing_class.padding_side if self._old_columns else "right"
+
+    @property
+    def planned_shapes(self) -> int | None:
+        lengths = planned_lengths(self.train_dataset, self.args)
+        return lengths and len(lengths)
+
+    def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
+        """On XLA: planned lengths, and pair rows; TRL's own layout for a subclass that computes its own loss."""
+        collate = self._get_collator_with_removed_columns(self.data_collator)
+        if not isinstance(self.data_collator, DataCollatorForPreference | RewardDataCollatorWithPadding):
+            return collate
+        pad_token_id, side = self.processing_class.pad_token_id, self._padding_side
+        lengths = planned_lengths(dataset, self.args)
+        if lengths is not None:
+            collate = PadToLengths(collate, lengths, pad_token_id, side)
+        if type(self).compute_loss is not RewardTrainer.compute_loss:
+            return collate
+        return PairRows(collate, batch_size, pad_token_id, side)
+
+    # ---- the loss
+
+    def read_batch(self, inputs: dict[str, Any]) -> PairBatch:
+        return PairBatch.read(inputs, self.processing_class.pad_token_id, self._padding_side)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean pairwise loss of a batch in any of the three layouts (see `PairBatch.read`).
+
+        Returns:
+            The loss, or the loss and the model's outputs; in the old API, the loss and a dict of `rewards_chosen` and
+            `rewards_rejected`, [P] each.
+        """
+        batch = self.read_batch(inputs)
+        extras = {key: value for key, value in inputs.items() if key not in _OWN_KEYS}
+        if _accepts_use_cache(self.model):
+            extras["use_cache"] = False
+        outputs = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL, **extras)
+        rewards_P2 = batch.by_pair(outputs.logits)
+        losses_P = pairwise_losses(rewards_P2, batch.margin_P, self.args.center_rewards_coefficient)
+        loss = masked_mean(losses_P, batch.mask_P)
+        if self.model.training:
+            self.reward_metrics.update(rewards_P2, batch.mask_P, batch.tokens)
+        if not return_outputs:
+            return loss
+        if self._old_columns:
+            return loss, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
+        return loss, outputs
+
+    # ---- evaluation on raw datasets
+
+    def evaluate(
+        self,
+        eval_dataset: EvalDataset | str | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate on raw or prepared pairs; by default on the trainer's own. Each of a dict keeps its name."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = build_dataset(eval_dataset, self.processing_class, self.args, "eval", self._old_columns)
+        return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
+        prepared = build_dataset(test_dataset, self.processing_class, self.args, "test", self._old_columns)
+        return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    # ---- logging and the card
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the averages of what a subclass put into ``self._metrics[mode]``, as TRL's subclasses do."""
+        mode = "train" if self.model.training else "eval"
+        prefix = "" if mode == "train" else "eval_"
+        logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
+        self._metrics[mode].clear()
+        super().log(logs, start_time)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write the model card, with TRL's tags, to ``output_dir/README.md``."""
+        if not self.is_world_process_zero():
+            return
+        base = getattr(self.model.config, "_name_or_path", "")
+        own_tags = [tags] if isinstance(tags, str) else list(tags or [])
+        name = model_name or Path(self.args.output_dir).name
+        card = make_model_card(
+            name,
+            location=self.hub_model_id or str(self.args.output_dir),
+            base_model=base if base and not os.path.isdir(base) else None,
+            dataset_name=dataset_name,
+            tags=[*own_tags, *self._tag_names],
+            versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
+        )
+        card.save(os.path.join(self.args.output_dir, "README.md"))
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        hub_id = self.args.hub_model_id
+        self.create_model_card(model_name=hub_id.split("/")[-1] if hub_id else None)
+        super()._save_checkpoint(model, trial)
+
+
+def _base_name(model: Any) -> str:
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return name.rstrip("/").split("/")[-1]
+
+
+def _check_arguments(model: Any, model_init: Any, train_dataset: Any) -> None:
+    if (model is None) == (model_init is None):
+        raise ValueError("The trainer needs either `model` or `model_init`, and not both.")
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        kind = type(train_dataset).__name__
+        hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
+        raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
+
+
+def _accepts_use_cache(model: nn.Module) -> bool:
+    base = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    parameters = inspect.signature(base.forward).parameters.values()  # type: ignore[union-attr]
+    return any(item.name == "use_cache" or item.kind is item.VAR_KEYWORD for item in parameters)
+
+
+__all__ = ["DataCollatorForPreference", "RewardTrainer", "_tokenize"]

@@ -1,0 +1,65 @@
+"""Names that scripts import from ``trl.trainer.utils``."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import EvalPrediction
+
+from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
+from ..data.formats import remove_none_values
+
+logger = logging.getLogger(__name__)
+
+
+def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
+    """How often the first of two predictions is the larger; pairs whose two predictions are equal do not count.
+
+    Args:
+        eval_pred: `predictions` of shape [pairs, 2], chosen first.
+    """
+    predictions_P2 = np.asarray(eval_pred.predictions)
+    decided_P = predictions_P2[:, 0] != predictions_P2[:, 1]
+    ties = int((~decided_P).sum())
+    if ties:
+        logger.warning(
+            f"There are {ties} out of {len(predictions_P2)} instances where the predictions for both options are equal. "
+            "These instances are ignored in the accuracy computation."
+        )
+    correct_P = predictions_P2[decided_P, 0] > predictions_P2[decided_P, 1]
+    return {"accuracy": float(correct_P.mean()) if len(correct_P) else 0.0}
+
+
+def disable_dropout_in_model(model: nn.Module) -> None:
+    """Set the probability of every `nn.Dropout` to 0, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0
+
+
+def pad(
+    tensors: Sequence[torch.Tensor],
+    padding_value: int = 0,
+    padding_side: str = "right",
+    pad_to_multiple_of: int | None = None,
+) -> torch.Tensor:
+    """Stack 1-D tensors of different lengths into one, filled with ``padding_value``: [tensors, longest]."""
+    longest = max(tensor.shape[0] for tensor in tensors)
+    length = longest + -longest % (pad_to_multiple_of or 1)
+    padded = tensors[0].new_full((len(tensors), length), padding_value)
+    for row, tensor in zip(padded, tensors, strict=True):
+        size = tensor.shape[0]
+        row[length - size if padding_side == "left" else 0 :][:size] = tensor
+    return padded
+
+
+__all__ = [
+    "DataCollatorForPreference",
+    "RewardDataCollatorWithPadding",
+    "compute_accuracy",
+    "disable_dropout_in_model",
+    "pad",
+    "remove_none_values",
+]

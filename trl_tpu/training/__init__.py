@@ -1,0 +1,1 @@
+"""The training step around the model: optimizer state, step boundaries, metrics, saving."""

@@ -1,0 +1,64 @@
+"""Warn when training keeps compiling: on XLA that is the difference between milliseconds and minutes a step."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+class RecompileGuard:
+    """Counts the programs that training steps compile, against the number that was planned.
+
+    A planned run compiles `programs_per_shape` programs for each distinct batch shape, `planned_shapes` shapes at most.
+    Compiles outside steps (evaluation, saving) are not counted: wrap those in `pause` and `resume`.
+
+    Args:
+        runtime: Counts compiles.
+        planned_shapes: How many batch shapes the loader plans; None when it cannot know.
+        programs_per_shape: Programs that a shape needs.
+        shared_programs: Programs that are compiled once (the optimizer's update, when gradients accumulate).
+    """
+
+    def __init__(
+        self, runtime: Runtime, planned_shapes: int | None, programs_per_shape: int = 1, shared_programs: int = 0
+    ) -> None:
+        self._runtime = runtime
+        self._allowed = shared_programs + programs_per_shape * (planned_shapes or 1)
+        self._planned_shapes = planned_shapes
+        self._shapes: Counter[str] = Counter()
+        self._compiled = 0
+        self._mark = runtime.compile_count()
+        self._warned_at = 0
+
+    def see(self, batch: Mapping[str, Any]) -> None:
+        """Note the shapes of a batch that a step is about to use."""
+        shapes = [f"{key} {list(value.shape)}" for key, value in batch.items() if isinstance(value, torch.Tensor)]
+        self._shapes[", ".join(shapes)] += 1
+
+    def pause(self) -> None:
+        """Count what steps compiled so far; what compiles until `resume` is somebody else's."""
+        self._compiled += self._runtime.compile_count() - self._mark
+
+    def resume(self) -> None:
+        self._mark = self._runtime.compile_count()
+
+    def check(self) -> None:
+        """Warn when steps compiled more programs than planned, at 1, 2, 4, ... programs too many."""
+        self.pause()
+        self.resume()
+        excess = self._compiled - self._allowed
+        if excess > 0 and excess >= 2 * self._warned_at:
+            self._warned_at = excess
+            shapes = "; ".join(f"{shape} ({count} times)" for shape, count in self._shapes.most_common(8))
+            planned = "not planned" if self._planned_shapes is None else f"planned: {self._planned_shapes}"
+            logger.warning(
+                f"The training step was compiled {self._compiled} times, {excess} more than planned; each compile can "
+                f"take minutes on a TPU. Batch shapes so far ({planned}): {shapes}. Give batches fewer shapes "
+                "(pad_to_multiple_of, or a collator that pads to fixed lengths), and read no device value in a step."
+            )

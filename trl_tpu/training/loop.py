@@ -1,0 +1,241 @@
+"""transformers' training loop with its edges replaced: placement, precision, loading, the step, logging, state.
+
+The loop itself is `transformers.Trainer`'s. Where its edges would stop an XLA device, compile a step anew or store
+state whole on every device, they are overridden here; on plain torch most overrides pass through.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers.trainer
+from accelerate.utils import gather_object
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..data.loader import host_batches, skip_batches, training_order
+from ..parallel.mesh import MeshShape
+from ..parallel.shard import ShardReport, shard_model
+from ..runtime import Runtime
+from .checkpoint import load_optimizer, load_progress, save_optimizer, save_progress
+from .export import export_model
+from .guard import RecompileGuard
+from .metrics import RewardMetrics, RewardSums, on_host
+from .step import GradientBuffers, prepare_optimizer
+
+
+class DeviceTrainer(Trainer):
+    """A Trainer whose every step is one program on the device.
+
+    Subclasses set `runtime`, `mesh` and `compute_dtype` before calling ``super().__init__``.
+    """
+
+    runtime: Runtime
+    mesh: MeshShape
+    compute_dtype: torch.dtype | None
+    shard_report: ShardReport | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reward_metrics = RewardMetrics(self.runtime, self.args.device)
+        self._gradients: GradientBuffers | None = None
+        self._guard = RecompileGuard(self.runtime, self.planned_shapes)
+        self.add_callback(_StepEdges(self))
+
+    @property
+    def planned_shapes(self) -> int | None:
+        """How many batch shapes training will see, where that is planned."""
+        return None
+
+    # ---- placement and precision
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Keep precision out of accelerate: on a TPU it would store every float32 tensor as bfloat16."""
+        built = super()._build_accelerator_args(**kwargs)
+        if built["mixed_precision"] == "bf16":
+            built["mixed_precision"] = "no"
+        return built
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        stack = super().compute_loss_context_manager()
+        stack.enter_context(self.runtime.autocast(self.compute_dtype, self.args.device))
+        return stack
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        super()._move_model_to_device(model, device)
+        self.shard_report = shard_model(model, self.mesh, self.runtime)
+
+    # ---- loading
+
+    def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
+        """What turns examples into a batch for the device; the collator itself unless a subclass plans shapes."""
+        return self.data_collator
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        """On XLA, our own loader: accelerate's replicates every batch and forgets its settings on resume."""
+        if self.runtime.name == "native":
+            return super()._get_dataloader(
+                dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
+            )
+        collate = self.device_collator(dataset, batch_size)
+        if hasattr(dataset, "remove_columns") and not isinstance(dataset, torch.utils.data.IterableDataset):
+            dataset = self._remove_unused_columns(dataset, description=description)
+        sampler = None
+        if not isinstance(dataset, torch.utils.data.IterableDataset) and sampler_fn is not None:
+            sampler = training_order(dataset, sampler_fn(dataset), self.args.data_seed)
+        batches = host_batches(dataset, collate, batch_size, sampler, self.args)
+        return self.runtime.loader(batches, self.mesh.batch_axes)  # type: ignore[return-value]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # A resumed epoch skips batches through accelerate, which rebuilds the loader without its sharding.
+        with _skipping(self._skip_batches) if self.runtime.name == "xla" else contextlib.nullcontext():
+            super()._run_epoch(*args, **kwargs)
+
+    def _skip_batches(self, loader: Any, count: int) -> Any:
+        return self.runtime.loader(skip_batches(loader.batches, count), self.mesh.batch_axes)
+
+    # ---- the step
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Also the moment when the optimizer is final and nothing is loaded into it yet: create its state."""
+        if self.runtime.name == "xla":
+            torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            prepare_optimizer(torch_optimizer, self.runtime)
+            accumulates = self.args.gradient_accumulation_steps > 1
+            self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self.runtime.use_checkpointing(self.model)
+        return prepared
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        self._guard.see(inputs)
+        if self._gradients is not None:
+            self._gradients.attach()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self._gradients is not None:
+            self.runtime.step_boundary()  # each micro-batch on its own, or they would unroll into one long program
+        return loss
+
+    # ---- logging: one stop of the device per log
+
+    def reset_loss(self) -> None:
+        """Start the loss sum anew, as a vector: XLA would bake a scalar 0 into the next step's program."""
+        self._tr_loss = self.runtime.upload(torch.zeros(1), self.args.device)
+
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: torch.Tensor | float | None,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._log_step(tr_loss, grad_norm, start_time, learning_rate)
+        self._guard.pause()
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
+        )
+        self._guard.resume()
+
+    def _log_step(
+        self, tr_loss: torch.Tensor, grad_norm: torch.Tensor | float | None, start_time: float, rate: float | None
+    ) -> None:
+        self.runtime.step_boundary()
+        norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
+        loss, norm, *sums = self.runtime.fetch([tr_loss, norm, *self.reward_metrics.device_sums])
+        open_sums, loss_sum = self._over_processes(on_host(sums), loss.item())
+        self.reset_loss()
+        steps = self.state.global_step - self._globalstep_last_logged
+        logs = {"loss": loss_sum / steps}
+        if grad_norm is not None:
+            logs["grad_norm"] = norm.item()
+        logs["learning_rate"] = self._get_learning_rate() if rate is None else rate
+        logs |= self.reward_metrics.close(open_sums)
+        self._total_loss_scalar += loss_sum
+        self._globalstep_last_logged = self.state.global_step
+        self.store_flos()
+        self.log(logs, start_time)
+
+    def _over_processes(self, sums: RewardSums, loss: float) -> tuple[RewardSums, float]:
+        """Sum the metrics and average the loss over accelerate's processes (on XLA there is one, for all devices)."""
+        if self.accelerator.num_processes == 1:
+            return sums, loss
+        everyone = gather_object([(sums, loss)])
+        return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
+
+    # ---- state
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, or its adapters, as safetensors with config and tokenizer beside it."""
+        if self.runtime.name == "native":
+            return super().save_model(output_dir, _internal_call)
+        self._save(output_dir or self.args.output_dir, state_dict=export_model(self.model, self.runtime))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        return None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        os.makedirs(output_dir, exist_ok=True)
+        if self.runtime.name == "native":
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            save_optimizer(self.optimizer, self.lr_scheduler, output_dir, self.runtime)
+        if self.args.should_save:
+            save_progress(self.reward_metrics, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if self.runtime.name == "native":
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            load_optimizer(torch_optimizer, self.lr_scheduler, checkpoint, self.runtime)
+        load_progress(self.reward_metrics, checkpoint)
+
+
+class _StepEdges(TrainerCallback):
+    """What has to happen inside the loop, at points where only callbacks are called."""
+
+    def __init__(self, trainer: DeviceTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        trainer = self._trainer
+        trainer.reset_loss()
+        accumulates = args.gradient_accumulation_steps > 1
+        trainer._guard = RecompileGuard(trainer.runtime, trainer.planned_shapes, shared_programs=int(accumulates))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer._guard.check()
+
+
+@contextlib.contextmanager
+def _skipping(skip: Callable[[Any, int], Any]) -> Iterator[None]:
+    """Let the loop skip batches through ``skip``; it calls a function by its module's name, not a method."""
+    original = transformers.trainer.skip_first_batches
+    transformers.trainer.skip_first_batches = skip
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = original

@@ -1,0 +1,134 @@
+"""What is logged about rewards: sums and counts on the device, read once per log and divided on the host."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime import Runtime
+
+_COUNTS = ("pairs", "correct", "ties", "tokens")
+_SUMS = ("reward", "margin")
+
+
+@dataclass
+class RewardSums:
+    """Everything the metrics need, over some pairs, on the host."""
+
+    pairs: int = 0
+    correct: int = 0
+    ties: int = 0
+    tokens: int = 0
+    reward: float = 0.0
+    margin: float = 0.0
+    lowest: float = float("inf")
+    highest: float = float("-inf")
+
+    def __add__(self, other: "RewardSums") -> "RewardSums":
+        """The sums over both sets of pairs."""
+        added = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_SUMS)}
+        return RewardSums(
+            **added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest)
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Means over pairs: strict accuracy (chosen > rejected), margin, tie rate; the rewards' minimum, mean, maximum."""
+        if not self.pairs:
+            return {}
+        return {
+            "min_reward": self.lowest,
+            "mean_reward": self.reward / (2 * self.pairs),
+            "max_reward": self.highest,
+            "accuracy": self.correct / self.pairs,
+            "margin": self.margin / self.pairs,
+            "tie_rate": self.ties / self.pairs,
+        }
+
+
+def sums_of(rewards_N2: torch.Tensor, tokens: int = 0) -> RewardSums:
+    """The sums of host rewards [N, 2], in float64."""
+    if not len(rewards_N2):
+        return RewardSums()
+    chosen_N, rejected_N = rewards_N2.double().unbind(-1)
+    return RewardSums(
+        pairs=len(chosen_N),
+        correct=int((chosen_N > rejected_N).sum()),
+        ties=int((chosen_N == rejected_N).sum()),
+        tokens=tokens,
+        reward=float((chosen_N + rejected_N).sum()),
+        margin=float((chosen_N - rejected_N).sum()),
+        lowest=float(rewards_N2.min()),
+        highest=float(rewards_N2.max()),
+    )
+
+
+class RewardMetrics:
+    """Adds up a training run's rewards on the device without stopping it.
+
+    `update` only records operations; `read` fetches. The sums are vectors, since XLA would bake a scalar 0 into the
+    program and compile the step anew after every log.
+    """
+
+    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+        self._runtime = runtime
+        self._device = device
+        self.num_tokens = 0  # in all batches up to the last read, over resumes
+        self._load(RewardSums())
+
+    def _load(self, sums: RewardSums) -> None:
+        def upload(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+            return self._runtime.upload(torch.tensor(values, dtype=dtype), self._device)
+
+        self._counts = upload([getattr(sums, name) for name in _COUNTS], torch.int32)
+        self._sums = upload([getattr(sums, name) for name in _SUMS], torch.float32)
+        self._lowest = upload([sums.lowest], torch.float32)
+        self._highest = upload([sums.highest], torch.float32)
+
+    @torch.no_grad()
+    def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor | None, tokens: torch.Tensor) -> None:
+        """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count."""
+        rewards_P2 = rewards_P2.detach().float()
+        mask_P = torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P
+        chosen_P, rejected_P = rewards_P2.unbind(-1)
+
+        def count(of_P: torch.Tensor) -> torch.Tensor:
+            return (of_P & mask_P).sum(dtype=torch.int32)
+
+        def total(of_P: torch.Tensor) -> torch.Tensor:
+            return torch.where(mask_P, of_P, 0.0).sum()
+
+        self._counts = self._counts + torch.stack(
+            [count(mask_P), count(chosen_P > rejected_P), count(chosen_P == rejected_P), tokens]
+        )
+        self._sums = self._sums + torch.stack([total(chosen_P + rejected_P), total(chosen_P - rejected_P)])
+        lowest_P = torch.where(mask_P, rewards_P2.amin(-1), float("inf"))
+        highest_P = torch.where(mask_P, rewards_P2.amax(-1), float("-inf"))
+        self._lowest = torch.minimum(self._lowest, lowest_P.min())
+        self._highest = torch.maximum(self._highest, highest_P.max())
+
+    @property
+    def device_sums(self) -> list[torch.Tensor]:
+        """The open sums; fetched, they are what `on_host` reads."""
+        return [self._counts, self._sums, self._lowest, self._highest]
+
+    def close(self, sums: RewardSums) -> dict[str, float]:
+        """Log ``sums``, the open ones (of all processes together), and start anew."""
+        self.num_tokens += sums.tokens
+        self._load(RewardSums())
+        return {"num_tokens": self.num_tokens, **sums.metrics()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to log the same numbers: the open sums and the tokens so far."""
+        return {"num_tokens": self.num_tokens, "open": vars(on_host(self._runtime.fetch(self.device_sums)))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.num_tokens = state["num_tokens"]
+        self._load(RewardSums(**state["open"]))
+
+
+def on_host(fetched: list[torch.Tensor]) -> RewardSums:
+    """Read fetched `RewardMetrics.device_sums`."""
+    counts, sums, lowest, highest = (tensor.tolist() for tensor in fetched)
+    named = dict(zip(_COUNTS, counts, strict=True)) | dict(zip(_SUMS, sums, strict=True))
+    return RewardSums(**named, lowest=lowest[0], highest=highest[0])

@@ -1,0 +1,81 @@
+"""Keep every training step the same program: optimizer state, learning rate and gradients as data on the device.
+
+XLA compiles a program for each distinct recorded step. A step changes when state appears in it (Adam's moments are
+made in step 1), when a number is baked in (a learning rate of exactly 0 or 1), or when gradients are sometimes absent.
+Each function here removes one of these; on plain torch they are harmless and unused.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch.optim import Optimizer
+
+from ..runtime import Runtime
+
+
+def prepare_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
+    """Create Adam's state before the first step, laid out like its parameters, and feed the learning rate as data.
+
+    Optimizers without torch's ``capturable`` option keep their own ways: they work, at the price of a few more compiles.
+    """
+    if "capturable" not in optimizer.defaults:
+        return
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+    _feed_learning_rate(optimizer, runtime)
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        _create_moments(optimizer)
+        runtime.step_boundary()
+
+
+def _create_moments(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+            # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
+            state = {name: parameter.detach() * 0 for name in names}
+            optimizer.state[parameter] = {"step": parameter.detach().flatten()[0].float() * 0, **state}
+
+
+def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
+    """For the duration of each step, the groups' learning rates are device data; around it they are plain floats.
+
+    So schedulers, logs and checkpoints see floats, and no value of the rate changes the program.
+    """
+    host_rates: list[float] = []
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+
+    def to_device(*_: object) -> None:
+        host_rates[:] = [group["lr"] for group in optimizer.param_groups]
+        on_device = {rate: runtime.upload(torch.tensor([rate]), device)[0] for rate in set(host_rates)}
+        for group in optimizer.param_groups:
+            group["lr"] = on_device[group["lr"]]
+
+    def to_host(*_: object) -> None:
+        for group, rate in zip(optimizer.param_groups, host_rates, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(to_device)
+    optimizer.register_step_post_hook(to_host)
+
+
+class GradientBuffers:
+    """Gradients that always exist while micro-batches accumulate, so that the first is no program of its own.
+
+    ``attach`` puts a zeroed buffer where a gradient is missing; after each optimizer step the buffers are zeroed.
+    """
+
+    def __init__(self, optimizer: Optimizer, runtime: Runtime) -> None:
+        parameters: Iterable[torch.nn.Parameter] = (p for group in optimizer.param_groups for p in group["params"])
+        self._buffers = {parameter: parameter.detach() * 0 for parameter in parameters}
+        runtime.step_boundary()
+        optimizer.register_step_post_hook(self._zero)
+
+    def attach(self) -> None:
+        for parameter, buffer in self._buffers.items():
+            if parameter.grad is None:
+                parameter.grad = buffer
+
+    def _zero(self, *_: object) -> None:
+        for buffer in self._buffers.values():
+            buffer.zero_()
