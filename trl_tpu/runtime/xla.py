@@ -4,13 +4,16 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's compiler logs to stderr from C++, at every compile
+
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
@@ -19,9 +22,9 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
-from torch_xla.utils.checkpoint import checkpoint as xla_checkpoint
 
 from . import Axes
+from .remat import recompute
 
 
 class BatchSharding(xs.ShardingSpec):
@@ -121,7 +124,7 @@ class XlaRuntime:
     def use_checkpointing(self, model: nn.Module) -> None:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = functools.partial(_recompute, module)
+                module._gradient_checkpointing_func = functools.partial(recompute, module)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._batch_sharding, batch_axes))
@@ -147,20 +150,8 @@ class XlaRuntime:
         return {name: whole[id(t)] for name, t in state.items()}
 
     def compile_count(self) -> int:
-        return int(met.counter_value("UncachedCompile") or 0)
-
-
-def _recompute(layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer so that its backward recomputes its forward, weights behind the barrier too.
-
-    torch_xla puts the weights of a bound method's module behind the optimization barrier, so that the backward does
-    not keep the forward's gathered weights; transformers hands a ``functools.partial`` here, hence the binding.
-    """
-
-    def forward(_: nn.Module, *inputs: Any) -> Any:
-        return function(*inputs)
-
-    return xla_checkpoint(MethodType(forward, layer), *args)
+        compiles = met.metric_data("CompileTime")
+        return compiles[0] if compiles else 0
 
 
 def _assemble(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,5 +162,7 @@ def _assemble(tensor: torch.Tensor) -> torch.Tensor:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor])[0]
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     for shard in xs.wrap_if_sharded(tensor).local_shards:
-        whole[shard.indices] = shard.unpadded_data
+        if shard.indices is Ellipsis:  # whole on this device
+            return shard.data
+        whole[tuple(shard.indices)] = shard.data[tuple(slice(0, part.stop - part.start) for part in shard.indices)]
     return whole

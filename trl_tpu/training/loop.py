@@ -123,12 +123,28 @@ class DeviceTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         self._guard.see(inputs)
+        self._end_micro_batch()
         if self._gradients is not None:
             self._gradients.attach()
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None:
+            self._end_micro_batch()
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        self._end_micro_batch()
+        return super()._clip_grad_norm(model)
+
+    def _end_micro_batch(self) -> None:
+        """Execute each micro-batch on its own, or all of a step would unroll into one long program.
+
+        Called before the next micro-batch and before the update, not after the micro-batch: the loop adds up its loss
+        after `training_step`, and that belongs to the same program.
+        """
         if self._gradients is not None:
-            self.runtime.step_boundary()  # each micro-batch on its own, or they would unroll into one long program
-        return loss
+            self.runtime.step_boundary()
 
     # ---- logging: one stop of the device per log
 
