@@ -196,8 +196,8 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
             module.named_parameters()
         ):
             logger.warning(
-                f"The score head `{name}` is adapted but its own weight is frozen and not saved with the adapter: a new "
-                f"head is another one after reloading. {fix}"
+                f"The score head `{name}` is adapted but its own weight is frozen and not saved with the adapter: a "
+                f"new head is another one after reloading. {fix}"
             )
 
 

@@ -145,7 +145,7 @@ class XlaRuntime:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        torch_xla.sync()
+        torch_xla.sync(wait=True)  # reading a shard while it is computed fails
         whole = {id(t): _assemble(t.detach()) for t in state.values()}
         return {name: whole[id(t)] for name, t in state.items()}
 

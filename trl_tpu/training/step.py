@@ -12,6 +12,10 @@ from torch.optim import Optimizer
 
 from ..runtime import Runtime
 
+# torch's capturable Adam divides by the learning rate, so that 0 makes NaN of a parameter whose gradient was always 0.
+# This rate moves nothing: its product with any update is far below what float32 resolves beside a weight.
+_SMALLEST_RATE = 1e-30
+
 
 def prepare_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
     """Create Adam's state before the first step, laid out like its parameters, and feed the learning rate as data.
@@ -47,7 +51,9 @@ def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
 
     def to_device(*_: object) -> None:
         host_rates[:] = [group["lr"] for group in optimizer.param_groups]
-        on_device = {rate: runtime.upload(torch.tensor([rate]), device)[0] for rate in set(host_rates)}
+        on_device = {
+            rate: runtime.upload(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0] for rate in set(host_rates)
+        }
         for group in optimizer.param_groups:
             group["lr"] = on_device[group["lr"]]
 

@@ -1,0 +1,225 @@
+"""Adapters follow the flags, train what they should, reload to the same rewards, and warn where they would not."""
+
+import importlib.util
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import trl
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from trl.trainer import utils as reference
+
+from trl_tpu import runtime
+from trl_tpu.modeling import adapters
+from trl_tpu.trainer.model_config import ModelConfig
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
+
+
+def tiny(kind: Any = LlamaForSequenceClassification, **kwargs: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return kind(LlamaConfig(vocab_size=32, num_key_value_heads=1, pad_token_id=0, num_labels=1, **sizes, **kwargs))
+
+
+def trainable(model: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"lora_r": 4, "lora_alpha": 3, "lora_dropout": 0.0, "use_rslora": True, "lora_modules_to_save": ["score"]},
+        {"lora_target_modules": ["all-linear"], "use_dora": True},
+        {"lora_target_modules": ["q_proj", "v_proj"], "lora_target_parameters": ["mlp.experts"]},
+        {"use_peft": False},
+    ],
+)
+def test_the_lora_configuration_is_trls(flags: dict[str, Any]) -> None:
+    flags = {"use_peft": True, "lora_task_type": "SEQ_CLS", **flags}
+    ours = adapters.get_peft_config(ModelConfig(**flags))
+    theirs: Any = reference.get_peft_config(trl.ModelConfig(**flags))
+    assert (ours is None) == (not flags["use_peft"])
+    assert ours == theirs and (ours is None or ours.to_dict() == theirs.to_dict())
+
+
+def test_the_default_flags_train_the_score_head() -> None:
+    model = adapters.add_adapters(
+        tiny(), adapters.get_peft_config(ModelConfig(use_peft=True)), gradient_checkpointing=False
+    )
+    names = trainable(model)
+    assert "base_model.model.score.modules_to_save.default.weight" in names
+    assert all("lora_" in name or "modules_to_save" in name for name in names)
+    with pytest.raises(AttributeError):  # TRL's default, which is why ours differs
+        adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"), gradient_checkpointing=False)
+
+
+def test_the_model_and_its_output_are_those_of_peft_and_the_callers_config_stays() -> None:
+    given = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["score"])
+    before = given.to_dict()
+    torch.manual_seed(1)
+    model = adapters.add_adapters(tiny(), given, added_tokens=[3, 4], gradient_checkpointing=True)
+    assert given.to_dict() == before and given.trainable_token_indices is None
+    torch.manual_seed(1)
+    expected = peft.get_peft_model(
+        tiny(),
+        peft.LoraConfig(
+            target_modules=["q_proj"], modules_to_save=["score"], trainable_token_indices={"embed_tokens": [3, 4]}
+        ),
+    )
+    assert trainable(model) == trainable(expected)
+    torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {"embed_tokens": [3, 4]}),
+        ([4, 9], {"embed_tokens": [4, 9, 3]}),
+        ({"embed_tokens": [9]}, {"embed_tokens": [9, 3, 4]}),
+    ],
+)
+def test_added_tokens_join_those_that_train_already(given: Any, expected: dict[str, list[int]]) -> None:
+    config = peft.LoraConfig(trainable_token_indices=given)
+    model: Any = adapters.add_adapters(tiny(), config, added_tokens=[3, 4], gradient_checkpointing=False)
+    assert model.peft_config["default"].trainable_token_indices == expected
+    before = model.get_input_embeddings().weight.detach().clone()
+    model(IDS.clamp(max=4)).logits.sum().backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
+    changed = (model.get_input_embeddings().weight != before).any(dim=1).nonzero().flatten().tolist()
+    assert changed == [4]  # of the trained ones, the only one in the batch
+
+
+def test_added_tokens_need_nothing_where_all_embeddings_train_and_are_reported_where_they_cannot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole: Any = adapters.add_adapters(
+        tiny(), peft.LoraConfig(modules_to_save=["embed_tokens"]), added_tokens=[3], gradient_checkpointing=False
+    )
+    assert whole.peft_config["default"].trainable_token_indices is None and not caplog.records
+    config = peft.IA3Config(task_type="SEQ_CLS")
+    adapters.add_adapters(tiny(), config, added_tokens=[3], gradient_checkpointing=False)
+    assert "modules_to_save=['embed_tokens']" in caplog.text
+
+
+def test_adapters_get_gradients_through_recomputed_layers() -> None:
+    grads = {}
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        model: Any = adapters.add_adapters(tiny(), peft.LoraConfig(), gradient_checkpointing=checkpointing)
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.train()
+        model(IDS, use_cache=False).logits.sum().backward()
+        grads[checkpointing] = {name: p.grad for name, p in model.named_parameters() if "lora_B" in name}
+    assert all(grad is not None and grad.abs().max() > 0 for grad in grads[True].values())
+    torch.testing.assert_close(grads[True], grads[False])
+
+
+def test_wrong_combinations_are_refused() -> None:
+    with pytest.raises(TypeError, match="must be a `peft.PeftConfig` instance.*got dict"):
+        adapters.add_adapters(tiny(), {"r": 4}, gradient_checkpointing=False)  # type: ignore[arg-type]
+    model: Any = adapters.add_adapters(tiny(), peft.LoraConfig(), gradient_checkpointing=False)
+    with pytest.raises(ValueError, match="`PeftModel` instance together with a `peft_config`"):
+        adapters.add_adapters(model, peft.LoraConfig(), gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (peft.LoraConfig(), "`score` is frozen.*modules_to_save=\\['score'\\] or task_type='SEQ_CLS'"),
+        (peft.LoraConfig(target_modules="all-linear"), "`score` is adapted but its own weight is frozen"),
+        (peft.LoraConfig(task_type="SEQ_CLS"), None),
+        (peft.LoraConfig(modules_to_save=["score"]), None),
+        (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"), None),
+        (None, None),
+    ],
+)
+def test_a_head_that_stays_random_is_reported_and_left_alone(
+    config: Any, message: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny()
+    if config is not None:
+        model = adapters.add_adapters(model, config, gradient_checkpointing=False)
+    before = trainable(model)
+    adapters.warn_if_head_is_frozen(model)
+    assert trainable(model) == before
+    assert [record.levelno for record in caplog.records] == ([] if message is None else [logging.WARNING])
+    if message is not None:
+        assert any(re.search(message, record.getMessage()) for record in caplog.records)
+
+
+@pytest.mark.parametrize("config", [peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(modules_to_save=["score"])])
+def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraConfig, tmp_path: Path) -> None:
+    tiny(LlamaForCausalLM).save_pretrained(tmp_path / "base")
+    base = LlamaForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    model: Any = adapters.add_adapters(base, config, gradient_checkpointing=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in trainable(model):
+                parameter.normal_(std=0.5)
+    expected = model.eval()(IDS).logits
+    model.save_pretrained(tmp_path / "adapters")
+    reloaded: Any = adapters.load_adapted_model(str(tmp_path / "adapters"), num_labels=1)
+    torch.testing.assert_close(reloaded.eval()(IDS).logits, expected)
+
+
+@pytest.mark.parametrize(
+    "config", [peft.LoraConfig(), peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(trainable_token_indices=[3])]
+)
+def test_adapter_names_are_those_of_the_saved_tensors(config: peft.LoraConfig, tmp_path: Path) -> None:
+    model: Any = adapters.add_adapters(tiny(), config, gradient_checkpointing=False)
+    state = model.state_dict(keep_vars=True)
+    names = adapters.adapter_names(model, state)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    assert sorted(tuple(state[name].shape) for name in names) == sorted(tuple(t.shape) for t in written.values())
+    assert {name for name in names if not state[name].requires_grad} == set()
+
+
+def test_quantization_is_refused_on_xla_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed, so no process here trains on XLA")
+    monkeypatch.setenv("USE_TORCH_XLA", "1")
+    runtime.choice.cache_clear()
+    try:
+        for flag in ("load_in_4bit", "load_in_8bit"):
+            with pytest.raises(ValueError, match=f"`{flag}` needs bitsandbytes.*CUDA.*--dtype bfloat16 --use_peft"):
+                adapters.get_quantization_config(ModelConfig(**{flag: True}))
+        assert adapters.get_quantization_config(ModelConfig()) is None
+    finally:
+        monkeypatch.undo()
+        runtime.choice.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": True, "dtype": "bfloat16"},
+        {"load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"},
+        {},
+    ],
+)
+def test_quantization_on_plain_torch_is_trls(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome(make: Any, config: Any) -> Any:
+        try:
+            made = make(config(**flags))
+        except Exception as error:  # bitsandbytes is not installed, say
+            return type(error)
+        return made and made.to_dict()
+
+    monkeypatch.setenv("USE_TORCH_XLA", "0")
+    runtime.choice.cache_clear()
+    try:
+        ours = outcome(adapters.get_quantization_config, ModelConfig)
+        assert ours == outcome(reference.get_quantization_config, trl.ModelConfig)
+        assert (ours is None) == (not flags)
+    finally:
+        monkeypatch.undo()
+        runtime.choice.cache_clear()

@@ -1,0 +1,230 @@
+"""Datasets load by Hub id, folder, file or synthetic name, alone or mixed, and broken ones say where."""
+
+import dataclasses
+import gzip
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import trl
+import trl.scripts.utils as reference
+
+from trl_tpu.scripts import datafiles, utils
+from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
+
+ROWS = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(10)]
+
+CLASSES = [
+    (DatasetConfig, reference.DatasetConfig),
+    (DatasetMixtureConfig, trl.DatasetMixtureConfig),
+    (ScriptArguments, trl.ScriptArguments),
+]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def folder(tmp_path: Path, name: str, size: int) -> Path:
+    jsonl(tmp_path / name / "train.jsonl", [{"prompt": f"{name}{i}", "index": i} for i in range(size)])
+    return tmp_path / name
+
+
+@pytest.mark.parametrize(("ours", "theirs"), CLASSES, ids=lambda c: c.__name__)
+def test_fields_order_types_and_defaults_are_trls(ours: Any, theirs: Any) -> None:
+    hints, reference_hints = typing.get_type_hints(ours), typing.get_type_hints(theirs)
+    for got, expected in zip(dataclasses.fields(ours), dataclasses.fields(theirs), strict=True):
+        assert (got.name, got.default, got.default_factory) == (
+            expected.name,
+            expected.default,
+            expected.default_factory,
+        )
+        if got.name != "datasets":  # list[DatasetConfig], of one module or the other
+            assert hints[got.name] == reference_hints[got.name]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    dataset = datasets.Dataset.from_list(rows)
+    name, separator = path.name, "\t" if ".tsv" in path.name else ","
+    if ".parquet" in name:
+        dataset.to_parquet(path)
+    elif ".csv" in name or ".tsv" in name:
+        dataset.to_csv(path, sep=separator)
+    elif name == "array.json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif name.endswith(".gz"):
+        path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
+    else:
+        jsonl(path, rows)
+
+
+@pytest.mark.parametrize(
+    "name", ["d.jsonl", "d.json", "array.json", "d.parquet", "d.csv", "d.tsv", "d.jsonl.gz", "D.JSONL"]
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_one_local_file_is_a_dataset_with_the_split_train(name: str, streaming: bool, tmp_path: Path) -> None:
+    write(tmp_path / name, ROWS)
+    splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / name), dataset_streaming=streaming))
+    assert list(splits) == ["train"] and list(splits["train"]) == ROWS
+    mixture = DatasetMixtureConfig([DatasetConfig(str(tmp_path / name), columns=["chosen"])], streaming=streaming)
+    assert list(get_dataset(mixture)["train"]) == [{"chosen": row["chosen"]} for row in ROWS]
+
+
+def test_a_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
+    jsonl(tmp_path / "data" / "train.jsonl", ROWS[:7])
+    jsonl(tmp_path / "data" / "test.jsonl", ROWS[7:])
+    splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / "data")))
+    assert {name: rows.to_list() for name, rows in splits.items()} == {"train": ROWS[:7], "test": ROWS[7:]}
+    with pytest.raises(ValueError, match="no split 'dev'; its splits are: '(train|test)', '(train|test)'"):
+        datafiles.pick_split(splits, "dev", "the data")
+
+
+def test_a_slice_of_a_file(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "d.jsonl", ROWS)
+    mixture = DatasetMixtureConfig([DatasetConfig(str(path), split="train[:30%]")])
+    assert get_dataset(mixture)["train"].to_list() == ROWS[:3]
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "./no/such/folder/data.parquet", "~/no-such-file.csv.gz"])
+def test_a_missing_file_is_named(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match="There is no data file.*" + name.split("/")[-1]):
+        load_named_dataset(ScriptArguments(dataset_name=name))
+
+
+def test_a_file_of_no_known_format_and_data_files_for_a_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.xyz").write_text("x")
+    with pytest.raises(ValueError, match="suffix names no format"):
+        load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / "data.xyz")))
+    path = jsonl(tmp_path / "d.jsonl", ROWS)
+    with pytest.raises(ValueError, match="is a file already"):
+        get_dataset(DatasetMixtureConfig([DatasetConfig(str(path), data_files="other.jsonl")]))
+    with pytest.raises(ValueError, match="must be provided"):
+        load_named_dataset(ScriptArguments())
+
+
+GOOD = b'{"chosen": "a", "rejected": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "d.jsonl",
+            GOOD * 2 + b'{"chosen": "a", "rejec\n' + GOOD,
+            r"d.jsonl is broken: line 3: Invalid control character",
+        ),
+        ("d.jsonl", GOOD + b"\n" + b'{"chosen": "a" "rejected": "b"}\n', r"line 3: Expecting ',' delimiter \(column"),
+        ("d.jsonl", GOOD * 3 + b'{"chosen": "cut', r"line 4: Unterminated"),
+        ("d.json", b'[\n{"chosen": "a", "rejected": "b"},\n{"chosen" "a"}\n]', r"line 3: Expecting ':'"),
+        ("d.jsonl.gz", gzip.compress(GOOD + b"oops\n"), r"d.jsonl.gz is broken: line 2: Expecting value"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_first_bad_line(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "data" / name
+    path.parent.mkdir()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_named_dataset(ScriptArguments(dataset_name=str(path)))
+    with pytest.raises(ValueError, match=message):  # also when it lies in a folder
+        load_named_dataset(ScriptArguments(dataset_name=str(path.parent)))
+
+
+def test_good_files_have_no_bad_line(tmp_path: Path) -> None:
+    for name in ("d.jsonl", "array.json"):
+        write(tmp_path / name, ROWS)
+        assert datafiles.first_bad_line(tmp_path / name) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (GOOD + b'{"chosen": "\xff", "rejected": "b"}\n', "line 2: not UTF-8 (invalid start byte)"),
+        (b"[1,\n2,\n\xff]", "line 3: not UTF-8 (invalid start byte)"),
+        (GOOD + b"17\n", "line 2: a row must be a JSON object with a name for each column, not int"),
+    ],
+)
+def test_the_first_bad_line_says_what_is_wrong(content: bytes, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(content)
+    assert datafiles.first_bad_line(tmp_path / "d.jsonl") == fault
+
+
+@pytest.mark.parametrize(
+    "fractions", [(None, None, None), (1, 1, 1), (0.75, 0.25, 0.5), (0.1, 0.0, 0.7), (3, 2, 1), (0.01, 0.9, 0.09)]
+)
+def test_a_mixture_has_trls_rows_in_trls_order(fractions: tuple[float | None, ...], tmp_path: Path) -> None:
+    folders = [folder(tmp_path, name, size) for name, size in (("a", 13), ("b", 40), ("c", 7))]
+    parts = [{"path": str(f), "fraction": fraction} for f, fraction in zip(folders, fractions, strict=True)]
+    ours = get_dataset(DatasetMixtureConfig(datasets=list(parts)))
+    theirs = trl.get_dataset(trl.DatasetMixtureConfig(datasets=list(parts)))
+    assert {k: v.to_list() for k, v in ours.items()} == {k: v.to_list() for k, v in theirs.items()}
+    assert len(ours["train"]) > 0
+
+
+def test_streaming_gives_the_same_rows(tmp_path: Path) -> None:
+    parts = [DatasetConfig(str(folder(tmp_path, name, 5))) for name in ("a", "b")]
+    stream = get_dataset(DatasetMixtureConfig(parts, streaming=True))
+    assert isinstance(stream, datasets.IterableDatasetDict)
+    assert list(stream["train"]) == get_dataset(DatasetMixtureConfig(parts))["train"].to_list()
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 2), (2.0, 2), (0.25, 3)])
+def test_the_held_out_rows_are_the_same_on_every_run(size: float, rows: int, tmp_path: Path) -> None:
+    mixture = DatasetMixtureConfig([DatasetConfig(str(jsonl(tmp_path / "d.jsonl", ROWS)))], test_split_size=size)
+    first, second = get_dataset(mixture), get_dataset(mixture)
+    assert (len(first["train"]), len(first["test"])) == (10 - rows, rows)
+    assert first["test"].to_list() == second["test"].to_list()
+    together = first["train"].to_list() + first["test"].to_list()
+    assert sorted(row["prompt"] for row in together) == [row["prompt"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("fractions", "options", "message"),
+    [
+        ((0.5, None), {}, "must be set for either all datasets"),
+        ((0.5, 0.5), {"streaming": True}, "not supported with streaming"),
+        ((1.0, -0.5), {}, "must not be negative.*-0.5"),
+        ((0.0, 0.0), {}, "one at least must be above 0"),
+        ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size=0.5` is not supported"),
+    ],
+)
+def test_a_mixture_that_cannot_be_made_is_refused(
+    fractions: tuple[float | None, ...], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    parts = [DatasetConfig(str(folder(tmp_path, f"d{i}", 4)), fraction=f) for i, f in enumerate(fractions)]
+    with pytest.raises(ValueError, match=message):
+        get_dataset(DatasetMixtureConfig(parts, **options))
+
+
+def test_an_empty_mixture_is_refused_and_the_callers_list_stays() -> None:
+    with pytest.raises(ValueError, match="No datasets were loaded"):
+        get_dataset(DatasetMixtureConfig())
+    given = [{"path": "x"}]
+    assert DatasetMixtureConfig(given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]  # type: ignore
+
+
+def test_synthetic_names_load_with_no_file_and_in_mixtures() -> None:
+    splits = load_named_dataset(ScriptArguments(dataset_name="synthetic:numbers"))
+    assert {"train", "test"} <= set(splits) and {"chosen", "rejected"} <= set(splits["train"].column_names)
+    part = DatasetConfig("synthetic:numbers", split="test")
+    assert get_dataset(DatasetMixtureConfig([part]))["train"].to_list() == splits["test"].to_list()
+    stream = get_dataset(DatasetMixtureConfig([part], streaming=True))
+    assert next(iter(stream["train"])) == splits["test"][0]
+
+
+def test_utils_has_the_names_that_scripts_import_from_trls_module() -> None:
+    for name in ("TrlParser", "ScriptArguments", "DatasetConfig", "DatasetMixtureConfig", "get_dataset"):
+        assert getattr(utils, name).__module__.startswith("trl_tpu.scripts")
+    utils_names = {"init_zero_verbose", "TrlParser"}
+    assert utils_names <= set(dir(utils)) and utils_names <= set(dir(reference))

@@ -1,0 +1,190 @@
+"""TrlParser reads flags and YAML as TRL's does, and says clearly what it cannot read."""
+
+import argparse
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import trl
+from trl.scripts.utils import TrlParser as ReferenceParser
+
+from trl_tpu.scripts.parser import TrlParser
+
+TRL_TYPES = (trl.ScriptArguments, trl.RewardConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
+WORDS = ("none", "NULL", "5", "0.5", "-1", "true", "no", "abc", "", '{"a": 1}', "auto", "steps")
+
+
+@dataclass
+class Arguments:
+    steps: int
+    name: str = "default"
+    rate: float | None = 0.5
+    size: int | str | None = None
+    quiet: bool | None = None
+    mode: Literal["fast", "slow"] = "fast"
+    when: str = field(default="no", metadata={"choices": ["no", "steps"]})
+    extra: dict[str, Any] | None = None
+    names: list[str] | None = None
+    loud: bool = True
+
+
+def config_file(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return ["--config", str(path)]
+
+
+def flags(parser: argparse.ArgumentParser) -> dict[tuple[str, ...], argparse.Action]:
+    return {tuple(action.option_strings): action for action in parser._actions}
+
+
+def converted(action: argparse.Action, word: str) -> Any:
+    try:
+        return action.type(word) if callable(action.type) else word
+    except Exception as error:
+        return type(error)
+
+
+def test_every_flag_of_trls_reward_command_reads_words_as_trls_parser_does() -> None:
+    ours, theirs = flags(TrlParser(TRL_TYPES)), flags(ReferenceParser(TRL_TYPES))
+    assert ours.keys() == theirs.keys() and len(ours) > 100
+    for name, action in ours.items():
+        reference = theirs[name]
+        for attribute in ("dest", "nargs", "const", "default", "choices", "required"):
+            assert getattr(action, attribute) == getattr(reference, attribute), (name, attribute)
+        if action.dest == "liger_kernel_config":  # a dict field: TRL's flag for it takes no spelling of a dict at all
+            assert (converted(action, '{"a": 1}'), converted(reference, '{"a": 1}')) == ({"a": 1}, ValueError)
+        else:
+            assert [converted(action, w) for w in WORDS] == [converted(reference, w) for w in WORDS], name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--output_dir", "o", "--max_length", "none", "--learning_rate", "3e-5"],
+        ["--model_name_or_path", "m", "--lora_target_modules", "q_proj", "v_proj", "--use_peft"],
+        ["--lora_target_modules", "all-linear", "--no_disable_dropout", "--dataset_name", "d"],
+        ["--eval_strategy", "steps", "--eval_steps", "7", "--pad_to_multiple_of", "64", "--report_to", "none"],
+        ["--model_init_kwargs", '{"dtype": "bfloat16"}', "--datasets", "a", "b", "--test_split_size", "0.1"],
+    ],
+)
+def test_a_command_line_and_the_same_values_in_yaml_give_what_trl_gives(words: list[str], tmp_path: Path) -> None:
+    words = [*words, "--use_cpu", "--bf16", "false"]
+    ours, theirs = TrlParser(TRL_TYPES), ReferenceParser(TRL_TYPES)
+    expected = theirs.parse_args_and_config(words)
+    for got, reference in zip(ours.parse_args_and_config(words), expected, strict=True):
+        left, right = dataclasses.asdict(got), dataclasses.asdict(reference)
+        for state in (left, right):  # objects without equality, or with the time in them
+            for key in ("accelerator_config", "logging_dir", "distributed_state", "deepspeed_plugin"):
+                state.pop(key, None)
+        assert left == right
+    yaml = "steps: 3\nrate: 1e-4\nextra: {a: [1, 2]}\nnames: [x, y]\nsize: none\nquiet: true\n"
+    values = config_file(tmp_path, yaml)
+    assert TrlParser(Arguments).parse_args_and_config(values) == ReferenceParser(Arguments).parse_args_and_config(
+        values
+    )
+
+
+def test_the_command_line_wins_over_yaml_which_wins_over_defaults_and_serves_required_fields(tmp_path: Path) -> None:
+    words = config_file(tmp_path, "steps: 3\nname: yaml\nrate: null\n")
+    (args,) = TrlParser(Arguments).parse_args_and_config([*words, "--name", "flag"])
+    assert (args.steps, args.name, args.rate, args.mode) == (3, "flag", None, "fast")
+    path = words[1]
+    (args,) = TrlParser(Arguments).parse_args_and_config([f"--config={path}", "--steps", "4"])
+    assert (args.steps, args.name) == (4, "yaml")
+
+
+def test_none_clears_an_optional_number_and_stays_a_word_for_text() -> None:
+    words = ["--steps", "1", "--rate", "None", "--name", "none", "--size", "none"]
+    (args,) = TrlParser(Arguments).parse_args_and_config(words)
+    assert (args.rate, args.name, args.size) == (None, "none", "none")
+
+
+def test_a_dict_field_takes_a_json_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    (args,) = TrlParser(Arguments).parse_args_and_config(["--steps", "1", "--extra", '{"a": {"b": 1.5}}'])
+    assert args.extra == {"a": {"b": 1.5}}
+    for word in ("[1]", "{broken"):
+        with pytest.raises(SystemExit):
+            TrlParser(Arguments).parse_args_and_config(["--steps", "1", "--extra", word])
+        assert "--extra" in capsys.readouterr().err
+
+
+def test_env_is_exported_and_is_no_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_TPU_TEST_A", "before")
+    monkeypatch.delenv("TRL_TPU_TEST_B", raising=False)
+    text = "env:\n  TRL_TPU_TEST_A: after\n  TRL_TPU_TEST_B: 8\nsteps: 1\n"
+    TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, text))
+    exported = os.environ["TRL_TPU_TEST_A"], os.environ.pop("TRL_TPU_TEST_B")
+    assert exported == ("after", "8")
+
+
+def test_unknown_keys_and_flags_are_named_with_the_closest_known(tmp_path: Path) -> None:
+    words = config_file(tmp_path, "steps: 1\nnmae: x\nzzzz: 2\n")
+    parser = TrlParser(Arguments)
+    with pytest.raises(ValueError, match=r"config file: `--nmae` \(did you mean `name`\?\), `--zzzz`"):
+        parser.parse_args_and_config(words)
+    assert len(parser.parse_args_and_config(words, fail_with_unknown_args=False)) == 1
+    with pytest.raises(ValueError, match=r"command line: `--rat3=1` \(did you mean `rate`\?\)"):
+        TrlParser(Arguments).parse_args_and_config(["--steps", "1", "--rat3=1"])
+
+
+def test_the_words_left_over_come_back_as_trl_returns_them(tmp_path: Path) -> None:
+    words = [*config_file(tmp_path, "steps: 1\nother: 2\n"), "--more", "3"]
+    for options in ({}, {"separate_remaining_strings": True}):
+        got = TrlParser(Arguments).parse_args_and_config(words, return_remaining_strings=True, **options)
+        reference = ReferenceParser(Arguments).parse_args_and_config(words, return_remaining_strings=True, **options)
+        assert got == reference
+
+
+def test_subparsers_take_yaml_defaults(tmp_path: Path) -> None:
+    parser = TrlParser()
+    subparsers = parser.add_subparsers(dest="command", parser_class=TrlParser)
+    subparsers.add_parser("one", dataclass_types=[Arguments])
+    subparsers.add_parser("two", dataclass_types=[Arguments])
+    words = config_file(tmp_path, "steps: 5\n")
+    for command in ("one", "two"):
+        (got,) = parser.parse_args_and_config([command, *words, "--name", command])
+        assert (got.steps, got.name) == (5, command)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1\n- 2\n", "YAML mapping"),
+        ("just text", "YAML mapping"),
+        ("", "YAML mapping"),
+        ("a: [1", "not valid YAML"),
+        ("env: text\nsteps: 1", "`env` field should be a dict"),
+        ("steps: 1\nmode: quick", "`mode: quick` is not one of fast, slow"),
+        ("steps: 1\nwhen: no", 'not one of no, steps.*write "no"'),
+    ],
+)
+def test_yaml_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, text))
+
+
+def test_config_needs_a_file_and_is_nobodys_field(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs the path"):
+        TrlParser(Arguments).parse_args_and_config(["--config"])
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        TrlParser(Arguments).parse_args_and_config(["--config", str(tmp_path / "nowhere.yaml")])
+
+    @dataclass
+    class Taken:
+        config: str = ""
+
+    with pytest.raises(ValueError, match="has a field named 'config'"):
+        TrlParser([Taken])
+
+
+def test_a_wrong_value_exits_with_one_line_and_the_users_dataclass_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {f.name: f.type for f in dataclasses.fields(Arguments)}
+    with pytest.raises(SystemExit) as exit_:
+        TrlParser(Arguments, prog="prog").parse_args_and_config(["--steps", "many"])
+    assert exit_.value.code == 2
+    assert "invalid int value: 'many'" in capsys.readouterr().err.splitlines()[0]
+    assert {f.name: f.type for f in dataclasses.fields(Arguments)} == before

@@ -1,0 +1,65 @@
+"""The command ``trl-tpu``. Asking it for help imports no torch."""
+
+import argparse
+import importlib
+import importlib.metadata
+import platform
+import sys
+
+from trl_tpu.scripts.config_file import take_config
+
+COMMANDS = {
+    "reward": "train a reward model on preference pairs",
+    "score": "score texts, conversations or pairs with a saved reward model",
+    "env": "print the versions and the runtime, for a bug report",
+}
+PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "datasets", "peft", "safetensors", "trl_tpu")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The words after the command's name; ``sys.argv[1:]`` when None.
+
+    Returns:
+        The exit status: 0 for success.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="trl-tpu", description="Reward models on TPUs.", allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, help_text in COMMANDS.items():
+        subparsers.add_parser(name, help=help_text, add_help=False)
+    command = parser.parse_args(argv[:1]).command
+    if command is None:
+        parser.print_help()
+        return 0
+    words = argv[1:]
+    if command == "env":
+        argparse.ArgumentParser(prog="trl-tpu env", description=COMMANDS["env"]).parse_args(words)
+        print(environment())
+        return 0
+    try:
+        take_config(words)  # for its `env`, which must be there before anything below is imported
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"trl-tpu {command}: error: {error}\n")
+    return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
+
+
+def environment() -> str:
+    """Versions of Python and of the packages, and which runtime trains and why, a line each."""
+    lines = [f"python: {platform.python_version()} ({platform.platform()})"]
+    for package in PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        lines.append(f"{package}: {version}")
+    from trl_tpu import runtime  # imports torch
+
+    choice = runtime.choice()
+    return "\n".join([*lines, f"runtime: {choice.name} ({choice.reason})"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

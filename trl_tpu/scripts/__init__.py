@@ -1,0 +1,1 @@
+"""The main jobs, one a file, and what their command lines share."""

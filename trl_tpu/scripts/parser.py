@@ -1,0 +1,164 @@
+"""TrlParser: dataclasses from a command line, with a YAML file for defaults."""
+
+import argparse
+import copy
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Callable, Iterable
+from types import NoneType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+from transformers.hf_argparser import HfArgumentParser
+
+from trl_tpu.scripts.config_file import take_config
+
+T = TypeVar("T")
+
+
+class TrlParser(HfArgumentParser):
+    """An [`~transformers.HfArgumentParser`] that also reads a YAML file, as TRL's parser of this name does.
+
+    The values of ``--config FILE`` become the defaults of the flags, so the command line wins; its ``env`` section is
+    exported to the environment. Flags of optional fields that are not strings accept ``none`` and ``null``; flags of
+    dict fields take a JSON object.
+
+    Args:
+        dataclass_types: One dataclass or several; none may have a field named ``config``.
+        **kwargs: Passed on to [`argparse.ArgumentParser`].
+
+    Raises:
+        ValueError: A dataclass has a field named ``config``.
+    """
+
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
+        if dataclass_types is None:
+            types: list[Any] = []
+        else:
+            types = list(dataclass_types) if isinstance(dataclass_types, Iterable) else [dataclass_types]
+        for type_ in types:
+            if any(field.name == "config" for field in dataclasses.fields(type_)):
+                raise ValueError(
+                    f"Dataclass {type_.__name__} has a field named 'config'. That name is reserved for the YAML file "
+                    "of `--config`; rename the field."
+                )
+        super().__init__(dataclass_types=types, **kwargs)
+
+    @staticmethod
+    def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+        members = get_args(field.type)
+        # the base class narrows `field.type` in place: give it a copy, so that the user's dataclass stays as it was
+        HfArgumentParser._parse_dataclass_field(parser, copy.copy(field))
+        action = parser._option_string_actions[f"--{field.name}"]
+        if get_origin(action.type) is dict or action.type is dict:
+            action.type = _json_object
+        takes_one_value = action.nargs is None and action.choices is None and bool not in members
+        if NoneType in members and takes_one_value and callable(action.type) and action.type is not str:
+            action.type = _or_none(action.type)
+
+    def parse_args_and_config(
+        self,
+        args: Iterable[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
+    ) -> tuple[Any, ...]:
+        """Parse the command line and the YAML file that ``--config`` names.
+
+        Args:
+            args: Command-line words; ``sys.argv[1:]`` when left out.
+            return_remaining_strings: Append the words that no flag took, the file's first, instead of failing on them.
+            fail_with_unknown_args: Whether a key of the file that no flag has is an error.
+            separate_remaining_strings: With `return_remaining_strings`, append two lists: the file's, the flags'.
+
+        Returns:
+            The dataclass instances, in the order of the constructor, then the words that were left.
+
+        Raises:
+            ValueError: Unknown flags or keys, a file that is no YAML mapping, or a value outside a flag's choices.
+        """
+        values, words = take_config(sys.argv[1:] if args is None else list(args))
+        unknown_keys = self.set_defaults_with_config(**values)
+        *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
+        if return_remaining_strings:
+            if separate_remaining_strings:
+                return (*parsed, unknown_keys, unknown_words)
+            return (*parsed, unknown_keys + unknown_words)
+        if unknown_words:
+            raise self.unknown_arguments(unknown_words, "on the command line")
+        if unknown_keys and fail_with_unknown_args:
+            raise self.unknown_arguments(unknown_keys, "in the config file")
+        return tuple(parsed)
+
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        """Make the values the defaults of the flags of that name, here and in subparsers; they are then not required.
+
+        Returns:
+            What no flag took, as command-line words: ``["--name", "value", ...]``.
+
+        Raises:
+            ValueError: A value that is not among the flag's choices.
+        """
+        taken: set[str] = set()
+        for action in _actions(self):
+            if action.dest in kwargs:
+                _check_choice(action, kwargs[action.dest])
+                action.default = kwargs[action.dest]
+                action.required = False
+                taken.add(action.dest)
+        return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
+
+    def unknown_arguments(self, words: list[str], where: str) -> ValueError:
+        """The error to raise for words that no flag takes; it names the flags that are spelt most like them."""
+        known = {action.dest for action in _actions(self)}
+        named = [word for word in words if word.startswith("--")] or words
+        described = []
+        for word in named:
+            name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            close = difflib.get_close_matches(name, known, n=1)
+            described.append(f"`{word}` (did you mean `{close[0]}`?)" if close else f"`{word}`")
+        return ValueError(f"Unknown arguments {where}: {', '.join(described)}. Correct or remove them.")
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
+        self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for the flags.\n")
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Every flag of the parser and of its subparsers."""
+    found: list[argparse.Action] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [inner for subparser in action.choices.values() for inner in _actions(subparser)]
+        else:
+            found.append(action)
+    return found
+
+
+def _check_choice(action: argparse.Action, value: Any) -> None:
+    """argparse checks the choices of flags but not of defaults, where the values of a file go."""
+    if action.choices is None or value is None:
+        return
+    choices = [str(choice) for choice in action.choices]
+    # an Enum member prints as its class and name, its value is the spelling
+    if str(getattr(value, "value", value)) not in choices:
+        hint = (
+            ' YAML reads an unquoted no, off, yes or on as a boolean: write "no".' if isinstance(value, bool) else ""
+        )
+        raise ValueError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.{hint}")
+
+
+def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:
+    def parse(word: str) -> T | None:
+        return None if word.lower() in ("none", "null") else convert(word)
+
+    parse.__name__ = getattr(convert, "__name__", "value")  # argparse names it in "invalid int value: ..."
+    return parse
+
+
+def _json_object(word: str) -> dict[str, Any]:
+    value = json.loads(word)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object such as '{{\"a\": 1}}', not {word}")
+    return value

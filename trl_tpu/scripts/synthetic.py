@@ -1,0 +1,155 @@
+"""What the quickstart trains on, made on the spot, with no network and no hub: a tiny model and a preference task.
+
+The task has a right answer, so that a held-out accuracy says whether the whole road works. A question names two
+numbers and asks which is larger, or which is smaller; the chosen answer is right, the rejected answer is the other
+number. An answer that is right under one question is wrong under the other, so a reward model must read the prompt and
+not just rank the answers. All dialogues have the same number of tokens: a run has one shape and compiles once.
+"""
+
+import os
+import random
+from collections.abc import Callable
+from itertools import accumulate, combinations
+from typing import Any
+
+import datasets
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SEED = 0
+
+NUMBERS = range(10, 50)
+SMALLEST_GAP = 4
+QUESTION_WORDS = ("larger", "smaller")
+# Each pair of numbers gives 4 questions (2 words, 2 orders): 2,048 to train on and 512 to test on.
+TRAIN_NUMBER_PAIRS, TEST_NUMBER_PAIRS = 512, 128
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+Message = dict[str, Any]
+
+
+def question(word: str, first: int, second: int) -> list[Message]:
+    """The prompt: one user message."""
+    return [{"role": "user", "content": f"Which is {word}, {first} or {second}?"}]
+
+
+def answer(number: int) -> list[Message]:
+    """The completion: one assistant message, the bare number."""
+    return [{"role": "assistant", "content": str(number)}]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer that spells any text, and holds each word of the task as one token.
+
+    Nothing is trained: the merges build every word from its first letter on, a longer prefix at each merge.
+    """
+    words = ["Which", "is", "or", *QUESTION_WORDS, *map(str, NUMBERS)]
+    prefixes = dict.fromkeys(prefix for word in words for prefix in accumulate(["Ġ", *word]))
+    merges = [(prefix[:-1], prefix[-1]) for prefix in prefixes if len(prefix) > 1]
+    specials = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokens = dict.fromkeys([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *prefixes])
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )
+
+
+def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A causal language model of about 140,000 random float32 weights, the same at every call.
+
+    Each dimension is a multiple of 8, so that 8 devices shard it evenly.
+    """
+    config = LlamaConfig(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        return LlamaForCausalLM(config)
+
+
+def number_comparisons() -> datasets.DatasetDict:
+    """Preference pairs in splits "train" (2,048) and "test" (512): columns prompt, chosen, rejected; conversational.
+
+    A pair of numbers belongs to one split with all its questions, so that no test question repeats a trained
+    comparison in another order or with the other word.
+    """
+    pairs = [(low, high) for low, high in combinations(NUMBERS, 2) if high - low >= SMALLEST_GAP]
+    shuffler = random.Random(SEED)
+    shuffler.shuffle(pairs)
+    split_pairs = {
+        "train": pairs[TEST_NUMBER_PAIRS : TEST_NUMBER_PAIRS + TRAIN_NUMBER_PAIRS],
+        "test": pairs[:TEST_NUMBER_PAIRS],
+    }
+    splits = {}
+    for split, number_pairs in split_pairs.items():
+        rows = [
+            {"prompt": question(word, *order), "chosen": answer(right), "rejected": answer(wrong)}
+            for low, high in number_pairs
+            for word, right, wrong in zip(QUESTION_WORDS, (high, low), (low, high), strict=True)
+            for order in ((low, high), (high, low))
+        ]
+        shuffler.shuffle(rows)
+        splits[split] = datasets.Dataset.from_list(rows)
+    return datasets.DatasetDict(splits)
+
+
+MODELS: dict[str, Callable[[PreTrainedTokenizerFast], LlamaForCausalLM]] = {"synthetic:tiny": tiny_model}
+DATASETS: dict[str, Callable[[], datasets.DatasetDict]] = {"synthetic:numbers": number_comparisons}
+
+# The right and the wrong answer to one question of the test split, to score once the model is trained.
+EXAMPLES = [question("larger", 29, 41) + answer(41), question("larger", 29, 41) + answer(29)]
+
+
+def resolve_model(name: str, folder: str) -> str:
+    """Make the model that `name` stands for, with its tokenizer, in a new folder under `folder`.
+
+    Args:
+        name: one of MODELS.
+        folder: where the model's own folder goes; made if missing.
+
+    Returns:
+        The model's folder, which `from_pretrained` loads.
+
+    Raises:
+        ValueError: if no model has this name.
+    """
+    if name not in MODELS:
+        raise ValueError(f"There is no synthetic model {name!r}; the known ones are {', '.join(MODELS)}.")
+    path = os.path.join(folder, name.replace(":", "-"))
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(path)
+    MODELS[name](tokenizer).save_pretrained(path)
+    return path
+
+
+def load_dataset(name: str) -> datasets.DatasetDict:
+    """The preference data that `name`, one of DATASETS, stands for, in splits "train" and "test".
+
+    Raises:
+        ValueError: if no dataset has this name.
+    """
+    if name not in DATASETS:
+        raise ValueError(f"There is no synthetic dataset {name!r}; the known ones are {', '.join(DATASETS)}.")
+    return DATASETS[name]()

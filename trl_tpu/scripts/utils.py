@@ -1,0 +1,205 @@
+"""What the scripts share: the arguments that name their data, and the functions that load it."""
+
+import logging
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trl_tpu.scripts.parser import TrlParser
+
+if TYPE_CHECKING:
+    from datasets import DatasetDict, IterableDatasetDict
+
+__all__ = [
+    "DatasetConfig",
+    "DatasetMixtureConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "get_dataset",
+    "init_zero_verbose",
+    "load_named_dataset",
+]
+
+logger = logging.getLogger(__name__)
+
+SPLIT_SEED = 42  # TRL draws a new test split on every run, which mixes training and test rows on a resume
+
+
+@dataclass
+class DatasetConfig:
+    """One dataset of a mixture; the fields are the arguments of [`~datasets.load_dataset`].
+
+    Args:
+        path: A Hub id, a local folder, a local file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``), or
+            ``synthetic:NAME``.
+        name: Configuration of the dataset.
+        data_dir: Folder inside the dataset.
+        data_files: Files of the dataset.
+        split: Split to load; slices such as ``train[:50%]`` work.
+        columns: Columns to keep; all when None.
+        fraction: Share of the mixture, for all of its datasets or none. Shares are normalised to sum to one, and the
+            mixture is as large as it can be without repeating a row: the first `round(share * size)` rows of each
+            dataset are kept.
+    """
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, str] | None = None
+    split: str = "train"
+    columns: list[str] | None = None
+    fraction: float | None = None
+
+
+@dataclass
+class DatasetMixtureConfig:
+    """Several datasets, concatenated: the ``datasets:`` section of a YAML file.
+
+    Args:
+        datasets: The datasets; mappings become [`DatasetConfig`].
+        streaming: Whether to stream them.
+        test_split_size: Rows (a count, or a share below 1) to hold out as the split ``test``; none when None.
+    """
+
+    datasets: list[DatasetConfig] = field(
+        default_factory=list, metadata={"help": "Datasets of the mixture; give them in the YAML file of `--config`."}
+    )
+    streaming: bool = field(default=False, metadata={"help": "Whether to stream the datasets of the mixture."})
+    test_split_size: float | None = field(
+        default=None,
+        metadata={
+            "help": "How many rows of the mixture to hold out as the split `test`: a count, or a share below 1. None "
+            "without a value."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
+
+
+@dataclass
+class ScriptArguments:
+    """Where a script's data is. All but `ignore_bias_buffers` is overruled by the ``datasets:`` of a mixture.
+
+    Args:
+        dataset_name: A Hub id, a local folder, a local file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``), or
+            ``synthetic:NAME``.
+        dataset_config: Configuration of the dataset.
+        dataset_train_split: Split to train on.
+        dataset_test_split: Split to evaluate on.
+        dataset_streaming: Whether to stream the dataset.
+        ignore_bias_buffers: Kept for scripts that set it; it works around a fault of DistributedDataParallel.
+    """
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Hub id, local folder or local file (.jsonl, .json, .parquet, .csv) of the dataset."},
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    dataset_streaming: bool = field(default=False, metadata={"help": "Whether to stream the dataset."})
+    ignore_bias_buffers: bool = field(
+        default=False,
+        metadata={"help": "Debug argument for DistributedDataParallel: leave out the buffers of bias and mask."},
+    )
+
+
+def init_zero_verbose() -> None:
+    """Log errors only, by rich where it is installed, and send warnings to the log."""
+    from transformers.utils import is_rich_available
+
+    handler: logging.Handler = logging.StreamHandler()
+    if is_rich_available():
+        from rich.logging import RichHandler
+
+        handler = RichHandler()
+    logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[handler], level=logging.ERROR)
+
+    def to_log(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        logging.warning(f"{filename}:{lineno}: {category.__name__}: {message}")
+
+    warnings.showwarning = to_log
+
+
+def load_named_dataset(script_args: ScriptArguments) -> "DatasetDict | IterableDatasetDict":
+    """Load every split of the dataset that `script_args` names.
+
+    Raises:
+        ValueError: No `dataset_name`, or a broken file (the error names its first bad line).
+        FileNotFoundError: The name spells a local file, and there is none.
+    """
+    from trl_tpu.scripts.datafiles import load
+
+    if script_args.dataset_name is None:
+        raise ValueError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
+    return load(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | IterableDatasetDict":
+    """Load the datasets of a mixture and concatenate them, in order.
+
+    Args:
+        mixture_config: The mixture.
+
+    Returns:
+        The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
+
+    Raises:
+        ValueError: No datasets; fractions for some only, negative, or all zero; fractions or a test split while
+            streaming; a split that is not there.
+    """
+    import datasets
+
+    from trl_tpu.scripts.datafiles import load
+
+    if not mixture_config.datasets:
+        raise ValueError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
+    parts = []
+    for part in mixture_config.datasets:
+        dataset = load(
+            part.path,
+            name=part.name,
+            data_dir=part.data_dir,
+            data_files=part.data_files,
+            split=part.split,
+            streaming=mixture_config.streaming,
+        )
+        parts.append(dataset if part.columns is None else dataset.select_columns(part.columns))
+    parts = _take_fractions(parts, mixture_config)
+    mixture = datasets.concatenate_datasets(parts)
+    test_size = mixture_config.test_split_size
+    if mixture_config.streaming:
+        if test_size is not None:
+            raise ValueError(
+                f"`test_split_size={test_size}` is not supported with streaming datasets, whose length is unknown. "
+                "Leave one of the two out."
+            )
+        return datasets.IterableDatasetDict({"train": mixture})
+    logger.info(f"The mixture has {len(mixture)} rows from {len(parts)} datasets")
+    if test_size is None:
+        return datasets.DatasetDict({"train": mixture})
+    # a command line can only give a float: 200.0 means 200 rows
+    rows = int(test_size) if test_size >= 1 and float(test_size).is_integer() else test_size
+    return mixture.train_test_split(test_size=rows, seed=SPLIT_SEED)
+
+
+def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> list[Any]:
+    """The first rows of each part, so that the parts have the asked shares of the largest mixture without repeats."""
+    fractions = [part.fraction for part in mixture_config.datasets]
+    given = [fraction for fraction in fractions if fraction is not None]
+    if not given:
+        return parts
+    if len(given) < len(fractions):
+        raise ValueError(
+            f"`fraction` must be set for either all datasets in the mixture or none of them; they are {fractions}."
+        )
+    if mixture_config.streaming:
+        raise ValueError(
+            "Using a dataset `fraction` is not supported with streaming datasets, whose length is unknown."
+        )
+    if min(given) < 0 or sum(given) == 0:
+        raise ValueError(f"`fraction` must not be negative, and one at least must be above 0; they are {fractions}.")
+    shares = [fraction / sum(given) for fraction in given]
+    size = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
+    return [part.select(range(round(share * size))) for part, share in zip(parts, shares, strict=True)]
