@@ -60,7 +60,9 @@ def tiny_tokenizer(texts: list[str], vocab_size: int = 2000) -> PreTrainedTokeni
     return fast
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerFast, hidden: int = 32, layers: int = 2) -> LlamaForSequenceClassification:
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast, hidden: int = 32, layers: int = 2
+) -> LlamaForSequenceClassification:
     """A random Llama reward model whose dimensions 8 devices divide."""
     set_seed(0)
     config = LlamaConfig(

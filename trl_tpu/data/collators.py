@@ -53,8 +53,8 @@ class RewardDataCollatorWithPadding:
     """TRL's collator up to 0.23: the two halves of the pairs, each padded on the tokenizer's side.
 
     Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
-    and may have a float `margin`. The batch has the same keys, [P, longest of that half], `margin`, [P], and
-    ``return_loss=True``.
+    and may have a `margin`, a float or a list of one. The batch has the same keys, [P, longest of that half],
+    `margin`, [P], and ``return_loss=True``.
 
     Args:
         tokenizer: Pads, with its own pad token and side.
@@ -87,7 +87,8 @@ class RewardDataCollatorWithPadding:
             batch |= {f"input_ids_{half}": padded["input_ids"], f"attention_mask_{half}": padded["attention_mask"]}
         batch["return_loss"] = True
         if "margin" in features[0]:
-            batch["margin"] = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
+            margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
+            batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
         return batch
 
     def _pad(self, features: list[dict[str, Any]], half: str) -> Mapping[str, torch.Tensor]:

@@ -1,17 +1,69 @@
-"""Tokenising as TRL 0.14 to 0.23 did it: four columns, no end-of-sequence token added."""
+"""The data of TRL up to 0.23: four columns of tokens, made without adding an end-of-sequence token."""
 
 import logging
 from collections.abc import Mapping
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trl_tpu.data import checks
+from trl_tpu.data.collators import LEGACY_KEYS
 from trl_tpu.data.formats import maybe_apply_chat_template
 from trl_tpu.data.tokenize import DataReport, keep_fitting
 
 logger = logging.getLogger(__name__)
+
+_IDS = ("input_ids_chosen", "input_ids_rejected")
+
+
+def prepare_legacy_dataset(
+    dataset: Dataset | IterableDataset,
+    processing_class: PreTrainedTokenizerBase,
+    *,
+    max_length: int | None,
+    num_proc: int | None,
+    name: str,
+) -> tuple[Dataset | IterableDataset, DataReport | None]:
+    """Pairs in the columns of TRL up to 0.23: checked where they are there, made from raw rows where not.
+
+    Pairs longer than ``max_length`` are left out of both, with a warning (those versions kept tokenised ones).
+
+    Args, result and errors are those of `trl_tpu.data.tokenize.prepare_preference_dataset`; raw rows cannot stream.
+    """
+    columns = checks.column_names(dataset, name)
+    missing = [key for key in LEGACY_KEYS if key not in columns]
+    if len(missing) == len(LEGACY_KEYS):
+        _check_no_new_columns(columns, name)
+        return tokenize_legacy(dataset, processing_class, max_length=max_length, num_proc=num_proc, name=name)
+    if missing:
+        raise ValueError(
+            f"The {name} dataset lacks {', '.join(missing)}; its columns are {sorted(columns)}. The columns of TRL up to "
+            f"0.23 are {', '.join(LEGACY_KEYS)}; today's are chosen_ids and rejected_ids, without masks."
+        )
+    if isinstance(dataset, IterableDataset):
+        settings = {"max_length": max_length, "name": name}
+        return dataset.filter(_fits, with_indices=True, fn_kwargs=settings), None
+    checks.check_margins(dataset, name, nested=True)
+    return keep_fitting(dataset, _IDS, max_length=max_length, name=name)
+
+
+def _check_no_new_columns(columns: list[str], name: str) -> None:
+    if set(checks.TOKEN_COLUMNS) <= set(columns):
+        raise ValueError(
+            f"`RewardDataCollatorWithPadding` reads the columns {', '.join(LEGACY_KEYS)}, but the {name} dataset has "
+            f"today's: {', '.join(checks.TOKEN_COLUMNS)}. Leave `data_collator` out, or pass `DataCollatorForPreference`."
+        )
+
+
+def _fits(row: Mapping[str, Any], index: int, max_length: int | None, name: str) -> bool:
+    """Whether a streamed pair is short enough; checks it on the way, with the errors of a dataset that is no stream."""
+    if "margin" in row:
+        checks.check_margin(row["margin"], index, name, nested=True)
+    lengths = [0 if row[key] is None else len(row[key]) for key in _IDS]
+    if not all(lengths):
+        raise ValueError(f"Row {index} of the {name} dataset: a dialogue needs at least one token. Remove such rows.")
+    return max_length is None or max(lengths) <= max_length
 
 
 def _tokenize(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
@@ -64,7 +116,7 @@ def tokenize_legacy(
         num_proc=num_proc,
         desc=f"Tokenizing {name} dataset",
     )
-    return keep_fitting(dataset, ("input_ids_chosen", "input_ids_rejected"), max_length=max_length, name=name)
+    return keep_fitting(dataset, _IDS, max_length=max_length, name=name)
 
 
 def _render(row: dict[str, Any], index: int, processing_class: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.utils.data import (
 from transformers import TrainingArguments
 
 
-def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int) -> Sampler[int]:
+def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
     """The order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
 
     Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose keeps its own order.

@@ -61,8 +61,10 @@ def parse_mesh(spec: str, devices: int) -> MeshShape:
         if axis in seen:
             raise ValueError(f"mesh {spec!r}: axis {axis!r} is given twice.")
         seen.add(axis)
-        if not text.removeprefix("-").isdigit() or (int(text) < 1 and int(text) != -1):
-            raise ValueError(f"mesh {spec!r}: the size of {axis!r} must be a positive integer, or -1 for what is left.")
+        if not text.removeprefix("-").isdecimal() or (int(text) < 1 and int(text) != -1):
+            raise ValueError(
+                f"mesh {spec!r}: the size of {axis!r} must be a positive integer, or -1 for what is left."
+            )
         sizes[axis] = int(text)
     return MeshShape(**_fill(spec, sizes, devices))
 

@@ -32,11 +32,13 @@ class ShardReport:
     def __str__(self) -> str:
         whole = [name for name, placement in self.placements.items() if not placement.is_sharded]
         lines = [
-            f"mesh {self.mesh} on {self.mesh.devices} device(s): parameters take {_mib(self.bytes_per_device)} a device "
-            f"of {_mib(self.total_bytes)} in all"
+            f"mesh {self.mesh} on {self.mesh.devices} device(s): parameters take {_mib(self.bytes_per_device)} a "
+            f"device of {_mib(self.total_bytes)} in all"
         ]
         if self.mesh.fsdp > 1:
-            lines.append(f"  sharded over fsdp: {len(self.placements) - len(whole)} of {len(self.placements)} parameters")
+            lines.append(
+                f"  sharded over fsdp: {len(self.placements) - len(whole)} of {len(self.placements)} parameters"
+            )
             for name in whole:
                 lines.append(f"  replicated: {name} ({_mib(self.sizes[name])}; {self.placements[name].reason})")
         return "\n".join(lines)

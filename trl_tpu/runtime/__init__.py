@@ -83,6 +83,9 @@ class Runtime(Protocol):
     def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A small host tensor as data on the device. Rank 1 or more: XLA bakes scalars 0 and 1 into the program."""
 
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor whole on every device, as part of the recorded step: so it can be fetched without a new program."""
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Device tensors as host tensors, in one stop of the device."""
 

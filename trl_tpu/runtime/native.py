@@ -50,6 +50,9 @@ class NativeRuntime:
     def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
 
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
 

@@ -50,8 +50,15 @@ class _Recompute(torch.autograd.Function):
         gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
         xm.optimization_barrier_([*weights, *tensors, *(gradient for gradient in gradients if gradient is not None)])
         saved = iter(tensors)
-        args = [next(saved) if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)]
-        with xm.fork_rng(), torch.enable_grad(), torch.autocast("xla", **ctx.autocast), _weights_of(ctx.layer, weights):
+        args = [
+            next(saved) if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        ]
+        with (
+            xm.fork_rng(),
+            torch.enable_grad(),
+            torch.autocast("xla", **ctx.autocast),
+            _weights_of(ctx.layer, weights),
+        ):
             xm.set_rng_state(ctx.seed)
             outputs = ctx.function(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -70,9 +77,7 @@ class _Recompute(torch.autograd.Function):
             )
         )
         weight_gradients = [next(found) if weight.requires_grad else None for weight in weights]
-        arg_gradients = [
-            next(found) if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in args
-        ]
+        arg_gradients = [next(found) if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in args]
         return (None, None, None, *weight_gradients, *arg_gradients)
 
 

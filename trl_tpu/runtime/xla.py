@@ -65,7 +65,8 @@ class DeviceLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for ``epoch``: samplers order their pairs by (seed, epoch)."""
-        for part in (getattr(self.batches.batch_sampler, "sampler", None), self.batches.dataset):
+        parts: tuple[Any, ...] = (getattr(self.batches.batch_sampler, "sampler", None), self.batches.dataset)
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
@@ -85,16 +86,14 @@ class _ShardingLoader(pl.ParallelLoader):
     def _send(self, value: Any, device: torch.device) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return xm.send_cpu_data_to_device([value], device, self._shardings(value))[0]
+        return xm.send_cpu_data_to_device([value], device, self._shardings(value))[0]  # type: ignore[index]
 
 
 class XlaRuntime:
     """The `Runtime` for PyTorch/XLA."""
 
     name = "xla"
-
-    def __init__(self) -> None:
-        self._mesh: xs.Mesh | None = None
+    _mesh: xs.Mesh  # of `set_mesh`
 
     def start(self) -> None:
         if not xr.is_spmd():
@@ -124,7 +123,7 @@ class XlaRuntime:
     def use_checkpointing(self, model: nn.Module) -> None:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = functools.partial(recompute, module)
+                module._gradient_checkpointing_func = functools.partial(recompute, module)  # type: ignore[assignment]
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._batch_sharding, batch_axes))
@@ -139,7 +138,10 @@ class XlaRuntime:
         torch_xla.sync()
 
     def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return xm.send_cpu_data_to_device([tensor], device)[0]
+        return xm.send_cpu_data_to_device([tensor], device)[0]  # type: ignore[index]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return xs.mark_sharding_with_gradients(tensor, self._mesh, (None,) * tensor.dim())
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])

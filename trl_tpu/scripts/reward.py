@@ -62,6 +62,8 @@ def main(
     )
     # not `accelerator.print`, which prints nothing on XLA: there accelerate numbers the only local process -1
     main_process = trainer.is_world_process_zero()
+    if main_process:
+        print(trainer.describe())
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint))
     trainer.save_model(output_dir)
     if main_process:

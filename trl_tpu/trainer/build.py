@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -11,9 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
+from ..data.checks import check_token_ids
 from ..data.collators import bucket_lengths
-from ..data.legacy import tokenize_legacy
-from ..data.tokenize import has_legacy_columns, prepare_preference_dataset
+from ..data.legacy import prepare_legacy_dataset
+from ..data.tokenize import prepare_preference_dataset
 from ..modeling.adapters import add_adapters, is_peft_model, prepare_adapters, warn_if_head_is_frozen
 from ..modeling.attention import use_static_attention
 from ..modeling.load import (
@@ -56,10 +57,11 @@ def build_reward_model(
     """
     revision = None
     if isinstance(model, str):
-        revision = (args.model_init_kwargs or {}).get("revision")
+        model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
+        revision = (model_init_kwargs or {}).get("revision")
         model = load_model(
             model,
-            model_init_kwargs=args.model_init_kwargs,
+            model_init_kwargs=model_init_kwargs,
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
         )
@@ -95,23 +97,29 @@ def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
 
 
 def build_dataset(
-    dataset: Any, processing_class: PreTrainedTokenizerBase, args: RewardConfig, name: str, old_columns: bool
+    dataset: Any,
+    model: PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase,
+    args: RewardConfig,
+    name: str,
+    old_columns: bool,
 ) -> Any:
-    """Token pairs from a dataset in any of the accepted forms; each of a dict of datasets.
+    """Token pairs that ``model`` can read, from a dataset in any of the accepted forms; each of a dict of datasets.
 
     Raises:
         TypeError, ValueError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
     if isinstance(dataset, Mapping):
-        return {key: build_dataset(each, processing_class, args, key, old_columns) for key, each in dataset.items()}
+        return {
+            key: build_dataset(each, model, processing_class, args, key, old_columns) for key, each in dataset.items()
+        }
     settings: dict[str, Any] = {"max_length": args.max_length, "num_proc": args.dataset_num_proc, "name": name}
-    if not old_columns:
-        prepared, _ = prepare_preference_dataset(dataset, processing_class, **settings)
-        return prepared
-    if has_legacy_columns(dataset.column_names or []):
-        return dataset
-    prepared, _ = tokenize_legacy(dataset, processing_class, **settings)
-    return prepared
+    prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    # before, so that errors number the rows as they came; after, for the ids that the tokenizer makes
+    dataset = check_token_ids(dataset, num_embeddings, name)
+    prepared, _ = prepare(dataset, processing_class, **settings)
+    return check_token_ids(prepared, num_embeddings, name)
 
 
 def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
@@ -131,5 +139,9 @@ def _longest(dataset: Any) -> int | None:
         return None
     columns = [c for c in dataset.column_names if c in ("chosen_ids", "rejected_ids") or c.startswith("input_ids_")]
     table = dataset.with_format("numpy", columns=columns)
-    lengths = (max(map(len, table[start : start + 1000][column])) for column in columns for start in range(0, len(table), 1000))
+    lengths = (
+        max(map(len, table[start : start + 1000][column]))
+        for column in columns
+        for start in range(0, len(table), 1000)
+    )
     return int(np.max(list(lengths), initial=0)) or None

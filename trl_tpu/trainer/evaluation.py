@@ -68,7 +68,7 @@ class PairEvaluation(DeviceTrainer):
             if self.args.batch_eval_metrics and self.compute_metrics is not None:
                 self.runtime.step_boundary()
                 prediction = self._prediction(*collected.fetch_last(self.runtime))
-                metrics = self.compute_metrics(prediction, compute_result=step == last)
+                metrics = self.compute_metrics(prediction, compute_result=step == last)  # type: ignore[call-arg]
         self.runtime.step_boundary()
         losses_N, rewards_N2, predictions_N, pairs_of_batch = collected.fetch(self.runtime)
         if self.compute_metrics is not None and not self.args.batch_eval_metrics:
@@ -87,7 +87,8 @@ class PairEvaluation(DeviceTrainer):
     def _model_for_evaluation(self) -> nn.Module:
         model = self.model
         if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
-            model = model.to(dtype=torch.float16 if self.args.fp16_full_eval else torch.bfloat16, device=self.args.device)
+            dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16
+            model = model.to(dtype=dtype, device=self.args.device)  # type: ignore[call-arg]
         model.eval()
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
@@ -101,17 +102,19 @@ class PairEvaluation(DeviceTrainer):
         rewards_P2: torch.Tensor | None,
         labels_P: torch.Tensor | None,
     ) -> None:
-        assert rewards_P2 is not None
+        assert rewards_P2 is not None and labels_P is not None
         mask_P = inputs.get("pair_mask")
-        mask_P = torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P.to(rewards_P2.device)
+        mask_P = (
+            torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P.to(rewards_P2.device)
+        )
         predictions = rewards_P2.softmax(-1) if self.predicts_preferences else rewards_P2
         if self.preprocess_logits_for_metrics is not None:
             predictions = self.preprocess_logits_for_metrics(predictions, labels_P)
         losses_P = loss.expand(len(rewards_P2))
-        batch = [losses_P, rewards_P2, predictions, mask_P]
+        batch = [losses_P, rewards_P2, predictions, mask_P.int()]
         if self.accelerator.num_processes > 1:  # accelerate's processes: on XLA there is one, for all devices
             batch = [self.accelerator.gather_for_metrics(tensor.contiguous()) for tensor in batch]
-        collected.add(batch)
+        collected.add([self.runtime.gather(tensor) for tensor in batch])
 
     def _prediction(self, losses_N: torch.Tensor, predictions_N: np.ndarray) -> EvalPrediction:
         losses = losses_N.numpy() if "loss" in self.args.include_for_metrics else None
@@ -131,15 +134,16 @@ class _Collected:
 
     def fetch_last(self, runtime: Any) -> tuple[torch.Tensor, np.ndarray]:
         losses_P, _, predictions_P, mask_P = runtime.fetch(self._batches[-1])
+        mask_P = mask_P.bool()
         return losses_P[mask_P], predictions_P[mask_P].float().numpy()
 
     def fetch(self, runtime: Any) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, list[int]]:
-        """Losses [N] in float64, rewards [N, 2], predictions [N, ...] of the real pairs, and the pairs of each batch."""
+        """Of the real pairs: losses [N] in float64, rewards [N, 2], predictions [N, ...]; and each batch's pairs."""
         host = runtime.fetch([tensor for batch in self._batches for tensor in batch])
         batches = [host[start : start + 4] for start in range(0, len(host), 4)]
         if not batches:
             return torch.zeros(0), torch.zeros(0, 2), np.zeros((0, 2), dtype=np.float32), []
         losses, rewards, predictions = (
-            torch.cat([batch[part][batch[3]] for batch in batches]) for part in range(3)
+            torch.cat([batch[part][batch[3].bool()] for batch in batches]) for part in range(3)
         )
         return losses.double(), rewards, predictions.float().numpy(), [int(batch[3].sum()) for batch in batches]

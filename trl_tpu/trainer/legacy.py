@@ -1,5 +1,6 @@
 """The old API: spellings of TRL up to 0.23, turned into today's with a warning that names it."""
 
+import copy
 import dataclasses
 import warnings
 from typing import Any
@@ -7,30 +8,42 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..data.collators import LEGACY_KEYS, RewardDataCollatorWithPadding
-from ..data.tokenize import has_legacy_columns
 from .reward_config import RewardConfig
 
 
-def today_args(args: TrainingArguments | None, max_length: int | None) -> TrainingArguments | None:
+def today_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
     """``args`` as a RewardConfig, with the trainer argument ``max_length`` of TRL up to 0.13 in it."""
-    if args is not None and not isinstance(args, RewardConfig):
+    if not isinstance(args, RewardConfig):
         warnings.warn(
-            "A plain `TrainingArguments` as `args` is deprecated: use `trl_tpu.RewardConfig`.", FutureWarning, stacklevel=3
+            "A plain `TrainingArguments` as `args` is deprecated: use `trl_tpu.RewardConfig`.",
+            FutureWarning,
+            stacklevel=3,
         )
         args = _as_reward_config(args)
     if max_length is not None:
-        warnings.warn("`max_length` is deprecated here: use `RewardConfig(max_length=...)`.", FutureWarning, stacklevel=3)
-        args = dataclasses.replace(args or RewardConfig(), max_length=max_length)
+        warnings.warn(
+            "`max_length` is deprecated here: use `RewardConfig(max_length=...)`.", FutureWarning, stacklevel=3
+        )
+        args = copy.copy(args)  # the caller's stays as it is
+        args.max_length = max_length
     return args
 
 
 def _as_reward_config(args: TrainingArguments) -> RewardConfig:
-    """The same settings as a RewardConfig; what only a RewardConfig has takes TRL's old defaults."""
+    """The same settings as a RewardConfig; no `max_length`, which was TRL's default then.
+
+    What a subclass of TrainingArguments adds comes along: callbacks and overridden methods may read it.
+    """
     values = {item.name: getattr(args, item.name) for item in dataclasses.fields(args) if item.init}
     defaults = {item.name: item.default for item in dataclasses.fields(TrainingArguments)}
     if str(getattr(args.optim, "value", args.optim)) == str(defaults["optim"]):
         del values["optim"]  # transformers' default is a fused kernel; nobody chose it
-    return RewardConfig(**values, max_length=None)
+    known = {item.name for item in dataclasses.fields(RewardConfig)}
+    config = RewardConfig(**({"max_length": None} | {key: value for key, value in values.items() if key in known}))
+    for name, value in values.items():
+        if name not in known:
+            setattr(config, name, value)
+    return config
 
 
 def today_processing_class(
@@ -52,7 +65,7 @@ def today_processing_class(
 def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
     """Whether the dataset's columns or the collator are those of TRL up to 0.23; warns with today's spelling if so."""
     columns = getattr(train_dataset, "column_names", None) or []
-    is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or has_legacy_columns(columns)
+    is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(LEGACY_KEYS) & set(columns))
     if is_old:
         warnings.warn(
             f"`RewardDataCollatorWithPadding` and the columns {', '.join(LEGACY_KEYS)} are deprecated: use "

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
-
 class Limit(NamedTuple):
     """A setting, what makes it impossible on XLA, and the way out."""
 
@@ -15,7 +14,9 @@ class Limit(NamedTuple):
 
 _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
 XLA_LIMITS = (
-    Limit("fsdp", bool, "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)"),
+    Limit(
+        "fsdp", bool, "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)"
+    ),
     Limit("deepspeed", bool, "shard with mesh='fsdp=-1', which is ZeRO-3 without DeepSpeed"),
     Limit("parallelism_config", bool, "arrange the devices with mesh"),
     Limit("use_liger_kernel", bool, "leave it out: its Triton kernels are for GPUs, and XLA fuses by itself"),
@@ -26,7 +27,11 @@ XLA_LIMITS = (
     Limit("bf16_full_eval", bool, "leave it out: with bf16=True evaluation computes in bfloat16 already"),
     Limit("use_cpu", bool, f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}"),
     Limit("optim", lambda name: "fused" in str(name), "use optim='adamw_torch', which XLA fuses by itself"),
-    Limit("optim", lambda name: "bit" in str(name), f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}"),
+    Limit(
+        "optim",
+        lambda name: "bit" in str(name),
+        f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
+    ),
     Limit(
         "include_num_input_tokens_seen",
         lambda value: value not in (False, "no"),

@@ -12,8 +12,8 @@ _CARD = """---
 
 # {name}
 
-This is a reward model{base}{data}: it gives a dialogue a scalar reward, higher for the better answer. It was trained with
-[trl_tpu](https://pypi.org/project/trl-tpu/), which mirrors [TRL](https://github.com/huggingface/trl).
+This is a reward model{base}{data}: it gives a dialogue a scalar reward, higher for the better answer. It was trained
+with [trl_tpu](https://pypi.org/project/trl-tpu/), which mirrors [TRL](https://github.com/huggingface/trl).
 
 ## Quick start
 
@@ -71,6 +71,8 @@ def make_model_card(
             location=location,
             base=f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
             data=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})" if dataset_name else "",
-            versions=", ".join(f"{library} {version}" for library, version in ({"trl_tpu": __version__} | versions).items()),
+            versions=", ".join(
+                f"{library} {version}" for library, version in ({"trl_tpu": __version__} | versions).items()
+            ),
         )
     )

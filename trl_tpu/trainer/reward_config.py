@@ -3,9 +3,10 @@
 import logging
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
@@ -69,7 +70,7 @@ class RewardConfig(TrainingArguments):
     gradient_checkpointing: bool = field(
         default=True, metadata={"help": "Recompute activations in the backward pass to save memory."}
     )
-    bf16: bool | None = field(
+    bf16: bool | None = field(  # type: ignore[assignment]  # TRL's type: None is "not set" until __post_init__
         default=None,
         metadata={
             "help": "Compute matrix products in bfloat16 over float32 weights. Unset, it is on unless `fp16` is; on a "
@@ -80,12 +81,16 @@ class RewardConfig(TrainingArguments):
         default=None, metadata={"help": "Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}."}
     )
     # differs from TRL: transformers' default is a fused kernel, which XLA does not have
-    optim: str = field(default="adamw_torch", metadata={"help": "The optimizer: a name of transformers' OptimizerNames."})
+    optim: str = field(
+        default="adamw_torch", metadata={"help": "The optimizer: a name of transformers' OptimizerNames."}
+    )
 
     # the model
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "Arguments of `from_pretrained`, when the trainer's `model` is a name. JSON on a command line."},
+        metadata={
+            "help": "Arguments of `from_pretrained`, when the trainer's `model` is a name. JSON on a command line."
+        },
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Whether models and tokenizers may bring their own Python code from the Hub."}
@@ -102,11 +107,15 @@ class RewardConfig(TrainingArguments):
     )
     max_length: int | None = field(
         default=1024,
-        metadata={"help": "Pairs with a dialogue of more tokens are left out (never truncated). None keeps all pairs."},
+        metadata={
+            "help": "Pairs with a dialogue of more tokens are left out (never truncated). None keeps all pairs."
+        },
     )
     pad_to_multiple_of: int | str | None = field(
         default="auto",
-        metadata={"help": "Round batch lengths up to a multiple of this. 'auto': on XLA, a few lengths fit to the data."},
+        metadata={
+            "help": "Round batch lengths up to a multiple of this. 'auto': on XLA, a few lengths fit to the data."
+        },
     )
 
     # the training
@@ -147,13 +156,15 @@ class RewardConfig(TrainingArguments):
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         with warnings.catch_warnings():
             # our own default is spelled the way TRL spells it
-            warnings.filterwarnings("ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning)
+            warnings.filterwarnings(
+                "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
+            )
             super().__post_init__()
         self.mesh_shape = parse_mesh(self.mesh, chosen.device_count())
         if self.activation_offloading:
             raise ValueError(
-                "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes activations "
-                "instead of storing them anywhere, or use a larger mesh."
+                "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes "
+                "activations instead of storing them anywhere, or use a larger mesh."
             )
 
     @property
@@ -170,12 +181,14 @@ class RewardConfig(TrainingArguments):
         if not runtime.is_xla():
             return native
         shards = self.mesh_shape.batch_shards
-        if not self.accelerator_config.split_batches:
+        config = cast(AcceleratorConfig, self.accelerator_config)  # __post_init__ has read its other forms
+        if not config.split_batches:
             return per_device * shards
         if per_device % shards:
             raise ValueError(
                 f"With split_batches the batch of {per_device} pairs is divided over the mesh {self.mesh_shape}, but "
-                f"{per_device} / {shards} is no whole number. Choose a batch of {per_device + -per_device % shards} pairs."
+                f"{per_device} / {shards} is no whole number. Choose a batch of "
+                f"{per_device + -per_device % shards} pairs."
             )
         return per_device
 

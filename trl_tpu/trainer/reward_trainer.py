@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -39,7 +39,12 @@ from .legacy import today_args, today_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .reward_config import RewardConfig
 
-EvalDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+# Here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
+runtime.current().start()
+
+EvalDataset: TypeAlias = (
+    Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
+)
 
 _OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
 
@@ -72,6 +77,8 @@ class RewardTrainer(PairEvaluation):
         TypeError, ValueError: Before anything is compiled, for arguments or data that cannot work.
     """
 
+    args: RewardConfig
+    processing_class: PreTrainedTokenizerBase
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     _tag_names = ["trl", "reward-trainer"]
 
@@ -96,7 +103,7 @@ class RewardTrainer(PairEvaluation):
     ) -> None:
         self.runtime = runtime.current()
         self.runtime.start()
-        args = today_args(args, max_length) or RewardConfig(f"{_base_name(model)}-Reward")
+        args = today_args(args or RewardConfig(f"{_base_name(model)}-Reward"), max_length)
         _check_arguments(model, model_init, train_dataset)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.mesh = args.mesh_shape
@@ -110,19 +117,21 @@ class RewardTrainer(PairEvaluation):
         def build(model: Any) -> PreTrainedModel:
             built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
             self.processing_class = built.processing_class
+            built.model.add_model_tags(self._tag_names)
             return built.model
 
         built_model = build(model_init() if model_init is not None else model)
         datasets = {
-            name: dataset and build_dataset(dataset, self.processing_class, args, name, self._old_columns)
+            name: build_dataset(dataset, built_model, self.processing_class, args, name, self._old_columns)
             for name, dataset in (("train", train_dataset), ("eval", eval_dataset))
+            if dataset is not None
         }
         super().__init__(
             model=built_model,
             args=args,
             data_collator=data_collator or self._default_collator(args),
-            train_dataset=datasets["train"],
-            eval_dataset=datasets["eval"],
+            train_dataset=datasets.get("train"),
+            eval_dataset=datasets.get("eval"),
             processing_class=self.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -136,19 +145,33 @@ class RewardTrainer(PairEvaluation):
         self.can_return_loss = True
         self.label_names = []
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        self.model.add_model_tags(self._tag_names)
+
+    def describe(self) -> str:
+        """What trains where, for the start of a log: runtime, mesh, what is sharded, batches and their shapes."""
+        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
+        lengths = planned_lengths(self.train_dataset, self.args) if self.runtime.name == "xla" else None
+        padded = f"padded to {' or '.join(map(str, lengths))} tokens" if lengths else "padded to their longest"
+        return "\n".join(
+            [
+                f"Training on {self.runtime.hardware()}: {runtime.choice().reason}",
+                f"Computing in {precision}",
+                str(self.shard_report),
+                f"Batches of {self._train_batch_size} pairs, {padded}",
+            ]
+        )
 
     # ---- data
 
     def _default_collator(self, args: RewardConfig) -> Any:
+        multiple = cast("int | None", args.pad_to_multiple_of)  # the config has read its text forms
         if self._old_columns:
-            return RewardDataCollatorWithPadding(self.processing_class, pad_to_multiple_of=args.pad_to_multiple_of)
-        return DataCollatorForPreference(self.processing_class.pad_token_id, args.pad_to_multiple_of)
+            return RewardDataCollatorWithPadding(self.processing_class, pad_to_multiple_of=multiple)
+        return DataCollatorForPreference(self.processing_class.pad_token_id, multiple)
 
     def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:
+        if self._signature_columns is None:  # type: ignore[has-type]
             columns = list(LEGACY_KEYS) if self._old_columns else ["chosen_ids", "rejected_ids"]
-            self._signature_columns = [*columns, "margin"]
+            self._signature_columns = [*columns, "margin"]  # type: ignore[assignment]
 
     @property
     def _padding_side(self) -> str:
@@ -157,7 +180,7 @@ class RewardTrainer(PairEvaluation):
     @property
     def planned_shapes(self) -> int | None:
         lengths = planned_lengths(self.train_dataset, self.args)
-        return lengths and len(lengths)
+        return None if lengths is None else len(lengths)
 
     def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
         """On XLA: planned lengths, and pair rows; TRL's own layout for a subclass that computes its own loss."""
@@ -216,15 +239,19 @@ class RewardTrainer(PairEvaluation):
     ) -> dict[str, float]:
         """Evaluate on raw or prepared pairs; by default on the trainer's own. Each of a dict keeps its name."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = build_dataset(eval_dataset, self.processing_class, self.args, "eval", self._old_columns)
-        return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+            eval_dataset = self._prepared(eval_dataset, "eval")
+        dataset: Any = eval_dataset  # datasets' class, which transformers types as torch's
+        return super().evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
-        prepared = build_dataset(test_dataset, self.processing_class, self.args, "test", self._old_columns)
+        prepared = self._prepared(test_dataset, "test")
         return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        return build_dataset(dataset, self.model, self.processing_class, self.args, name, self._old_columns)
 
     # ---- logging and the card
 
@@ -236,7 +263,7 @@ class RewardTrainer(PairEvaluation):
         self._metrics[mode].clear()
         super().log(logs, start_time)
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # TRL's signature
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write the model card, with TRL's tags, to ``output_dir/README.md``."""
@@ -244,16 +271,16 @@ class RewardTrainer(PairEvaluation):
             return
         base = getattr(self.model.config, "_name_or_path", "")
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
-        name = model_name or Path(self.args.output_dir).name
+        folder = str(self.args.output_dir)
         card = make_model_card(
-            name,
-            location=self.hub_model_id or str(self.args.output_dir),
+            model_name or Path(folder).name,
+            location=self.hub_model_id or folder,
             base_model=base if base and not os.path.isdir(base) else None,
             dataset_name=dataset_name,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
         )
-        card.save(os.path.join(self.args.output_dir, "README.md"))
+        card.save(os.path.join(folder, "README.md"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         hub_id = self.args.hub_model_id

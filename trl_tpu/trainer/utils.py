@@ -25,8 +25,8 @@ def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
     ties = int((~decided_P).sum())
     if ties:
         logger.warning(
-            f"There are {ties} out of {len(predictions_P2)} instances where the predictions for both options are equal. "
-            "These instances are ignored in the accuracy computation."
+            f"There are {ties} out of {len(predictions_P2)} instances where the predictions for both options are "
+            "equal. These instances are ignored in the accuracy computation."
         )
     correct_P = predictions_P2[decided_P, 0] > predictions_P2[decided_P, 1]
     return {"accuracy": float(correct_P.mean()) if len(correct_P) else 0.0}

@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 class RecompileGuard:
     """Counts the programs that training steps compile, against the number that was planned.
 
-    A planned run compiles `programs_per_shape` programs for each distinct batch shape, `planned_shapes` shapes at most.
-    Compiles outside steps (evaluation, saving) are not counted: wrap those in `pause` and `resume`.
+    A planned run compiles `programs_per_shape` programs for each distinct batch shape, and sees at most
+    `planned_shapes` shapes. Compiles outside steps (evaluation, saving) are not counted: wrap those in `pause` and
+    `resume`.
 
     Args:
         runtime: Counts compiles.

@@ -13,8 +13,9 @@ import torch
 import transformers.trainer
 from accelerate.utils import gather_object
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..data.loader import host_batches, skip_batches, training_order
 from ..parallel.mesh import MeshShape
@@ -36,6 +37,8 @@ class DeviceTrainer(Trainer):
     runtime: Runtime
     mesh: MeshShape
     compute_dtype: torch.dtype | None
+    model: PreTrainedModel  # or one of peft, which hands its attributes on
+    optimizer: Optimizer
     shard_report: ShardReport | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -234,9 +237,7 @@ class _StepEdges(TrainerCallback):
     def __init__(self, trainer: DeviceTrainer) -> None:
         self._trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = self._trainer
         trainer.reset_loss()
         accumulates = args.gradient_accumulation_steps > 1

@@ -28,12 +28,10 @@ class RewardSums:
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """The sums over both sets of pairs."""
         added = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_SUMS)}
-        return RewardSums(
-            **added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest)
-        )
+        return RewardSums(**added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest))
 
     def metrics(self) -> dict[str, float]:
-        """Means over pairs: strict accuracy (chosen > rejected), margin, tie rate; the rewards' minimum, mean, maximum."""
+        """Means over pairs: strict accuracy (chosen > rejected), margin, tie rate; rewards' minimum, mean, maximum."""
         if not self.pairs:
             return {}
         return {

@@ -20,7 +20,7 @@ _SMALLEST_RATE = 1e-30
 def prepare_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
     """Create Adam's state before the first step, laid out like its parameters, and feed the learning rate as data.
 
-    Optimizers without torch's ``capturable`` option keep their own ways: they work, at the price of a few more compiles.
+    Optimizers without torch's ``capturable`` option keep their own ways: they work, with a few more compiles.
     """
     if "capturable" not in optimizer.defaults:
         return

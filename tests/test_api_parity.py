@@ -1,0 +1,285 @@
+"""The API is that of the installed trl, but for the differences that are listed here with their reasons.
+
+Each area lists its differences as texts. A new one (from a later trl, say) fails until it is listed; so does a listed
+one that is gone.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import trl
+import trl.trainer.reward_trainer
+from transformers import HfArgumentParser
+
+import trl_tpu
+import trl_tpu.trainer.reward_trainer
+
+_OTHER_METHODS = "trl_tpu trains reward models only; this belongs to another way of training"
+_GENERATION = "serves trainers that generate or see images; reward models read text"
+_INTERNAL = "a part of the trainer's own structure, beside TRL's API"
+
+INTENDED: dict[str, dict[str, str]] = {
+    "RewardConfig's fields": {
+        "default of optim: 'adamw_torch_fused', ours 'adamw_torch'": (
+            "the fused kernel does not exist on XLA; the update rule is the same"
+        ),
+        "type of optim: transformers.training_args.OptimizerNames | str, ours <class 'str'>": (
+            "a text reads the same on a command line; an enum is accepted as before"
+        ),
+        "ours alone: mesh": "how the devices of one process are arranged, which TRL leaves to accelerate",
+        "ours alone: evaluation_strategy": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
+    },
+    "RewardConfig's values once made": {
+        "{}: TRL raises ValueError, ours has bf16=False": (
+            "TRL's default asks for bf16 and so fails on a CPU without use_cpu; ours trains in float32 there"
+        ),
+    },
+    "RewardTrainer's parameters": {
+        "default of model: <class 'inspect._empty'>, ours None": "model_init can be given instead",
+        "ours alone: model_init": "transformers' own, which TRL had up to 0.23: a new model for each trial",
+        "ours alone: tokenizer": "the name of processing_class up to TRL 0.11",
+        "ours alone: max_length": "where max_length was given up to TRL 0.13",
+    },
+    "RewardTrainer's methods": {
+        "parameters of training_step: args, kwargs; ours model, inputs, num_items_in_batch": (
+            "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
+        ),
+        "ours alone: describe": "the log's first lines: devices, precision, sharding",
+        "ours alone: device_collator": _INTERNAL,
+        "ours alone: planned_shapes": _INTERNAL,
+        "ours alone: predicts_preferences": _INTERNAL,
+        "ours alone: read_batch": _INTERNAL,
+        "ours alone: reset_loss": _INTERNAL,
+        "ours alone: rewards_of": _INTERNAL,
+        "ours alone: shard_report": _INTERNAL,
+    },
+    "DataCollatorForPreference's fields": {},
+    "top-level names": {
+        **{
+            f"TRL's alone: {name}": _OTHER_METHODS
+            for method in ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "SFT")
+            for name in (f"{method}Config", f"{method}Trainer")
+        },
+        **{
+            f"TRL's alone: {name}": _OTHER_METHODS
+            for name in ("BEMACallback", "SyncRefModelCallback", "create_reference_model", "pack_dataset")
+        },
+        **{
+            f"TRL's alone: {name}": _GENERATION
+            for name in (
+                "LogCompletionsCallback",
+                "WeaveCallback",
+                "add_response_schema",
+                "get_training_chat_template",
+                "prepare_multimodal_messages",
+                "supports_tool_calling",
+            )
+        },
+        "TRL's alone: RichProgressCallback": "decoration of the progress bar, not of reward models",
+        "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",
+    },
+    "parameters of the top-level functions and classes": {
+        "RewardConfig ours alone: mesh": "see RewardConfig's fields",
+        "RewardConfig ours alone: evaluation_strategy": "see RewardConfig's fields",
+        "default of RewardConfig optim: 'adamw_torch_fused', ours 'adamw_torch'": "see RewardConfig's fields",
+        "default of RewardTrainer model: <class 'inspect._empty'>, ours None": "see RewardTrainer's parameters",
+        "RewardTrainer ours alone: model_init": "see RewardTrainer's parameters",
+        "RewardTrainer ours alone: tokenizer": "see RewardTrainer's parameters",
+        "RewardTrainer ours alone: max_length": "see RewardTrainer's parameters",
+        "default of ModelConfig lora_task_type: 'CAUSAL_LM', ours 'SEQ_CLS'": "peft refuses a classifier otherwise",
+    },
+}
+
+
+def _names(theirs: typing.Iterable[str], ours: typing.Iterable[str]) -> Iterator[str]:
+    theirs, ours = list(theirs), list(ours)
+    yield from (f"TRL's alone: {name}" for name in theirs if name not in ours)
+    yield from (f"ours alone: {name}" for name in ours if name not in theirs)
+
+
+def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
+    reference, own = ({field.name: field for field in dataclasses.fields(each)} for each in (theirs, ours))
+    yield from _names(reference, own)
+    hints, own_hints = typing.get_type_hints(theirs), typing.get_type_hints(ours)
+    for name in reference.keys() & own.keys():
+        field, own_field = reference[name], own[name]
+        if (field.default, field.default_factory) != (own_field.default, own_field.default_factory):
+            yield f"default of {name}: {_shown(field.default)}, ours {_shown(own_field.default)}"
+        if hints[name] != own_hints[name]:
+            yield f"type of {name}: {hints[name]}, ours {own_hints[name]}"
+        if (field.init, field.metadata.get("choices")) != (own_field.init, own_field.metadata.get("choices")):
+            yield f"choices of {name}"
+    order = [name for name in own if name in reference]
+    if order != [name for name in reference if name in own]:
+        yield f"order: {order}"
+
+
+def _shown(default: Any) -> str:
+    return repr(getattr(default, "value", default))
+
+
+def _parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[str]:
+    reference, own = (inspect.signature(each).parameters for each in (theirs, ours))
+    yield from _names(reference, own)
+    if [name for name in own if name in reference] != list(reference):
+        yield f"order: {', '.join(own)}"
+    for name in reference.keys() & own.keys():
+        if _shown(reference[name].default) != _shown(own[name].default):
+            yield f"default of {name}: {_shown(reference[name].default)}, ours {_shown(own[name].default)}"
+        if reference[name].kind != own[name].kind:
+            yield f"kind of {name}: {reference[name].kind}, ours {own[name].kind}"
+
+
+def config_fields() -> Iterator[str]:
+    yield from _dataclass_fields(trl.RewardConfig, trl_tpu.RewardConfig)
+    yield from (
+        f"dict field {text}"
+        for text in _names(trl.RewardConfig._VALID_DICT_FIELDS, trl_tpu.RewardConfig._VALID_DICT_FIELDS)
+    )
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"use_cpu": True},
+    {"fp16": True},
+    {"bf16": False},
+    {"bf16": False, "pad_to_multiple_of": "8"},
+    {"bf16": False, "pad_to_multiple_of": "none"},
+    {"bf16": False, "pad_to_multiple_of": 16},
+    {"bf16": False, "model_init_kwargs": '{"dtype": "bfloat16"}', "lr_scheduler_kwargs": '{"num_cycles": 2}'},
+    {"bf16": False, "gradient_checkpointing_kwargs": '{"use_reentrant": true}', "pad_token": "<pad>"},
+    {"bf16": False, "max_length": None, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 0.5},
+    {"bf16": False, "eval_strategy": "steps", "logging_strategy": "no"},
+    {"bf16": False, "logging_steps": 0},
+]
+
+
+def _made(config: Any, settings: dict[str, Any]) -> dict[str, Any] | ValueError:
+    try:
+        values = vars(config("out", **settings))
+    except ValueError as error:
+        return error
+    return {key: str(value) for key, value in values.items() if not key.startswith(("_", "distributed_state"))}
+
+
+def config_values() -> Iterator[str]:
+    for settings in SETTINGS:
+        theirs = _made(trl.RewardConfig, settings)
+        ours = _made(trl_tpu.RewardConfig, settings | {"optim": "adamw_torch_fused"})
+        if isinstance(theirs, ValueError) and isinstance(ours, ValueError):
+            if str(theirs) != str(ours):
+                yield f"{settings}: TRL raises {theirs!r}, ours {ours!r}"
+        elif isinstance(theirs, ValueError):
+            assert isinstance(ours, dict)
+            yield f"{settings}: TRL raises {type(theirs).__name__}, ours has bf16={ours['bf16']}"
+        elif isinstance(ours, ValueError):
+            yield f"{settings}: ours raises {ours!r}"
+        else:
+            different = {
+                key: (theirs[key], ours[key]) for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]
+            }
+            if different:
+                yield f"{settings}: {different}"
+
+
+def trainer_methods() -> Iterator[str]:
+    reference, own = (
+        [name for name in dir(each) if not name.startswith("_")] for each in (trl.RewardTrainer, trl_tpu.RewardTrainer)
+    )
+    yield from _names(reference, own)
+    for name in (name for name in reference if name in own and callable(getattr(trl.RewardTrainer, name))):
+        theirs, ours = getattr(trl.RewardTrainer, name), getattr(trl_tpu.RewardTrainer, name)
+        if list(_parameters(theirs, ours)):
+            shown = [", ".join(list(inspect.signature(each).parameters)[1:]) for each in (theirs, ours)]
+            yield f"parameters of {name}: {shown[0]}; ours {shown[1]}"
+
+
+def function_parameters() -> Iterator[str]:
+    for name in sorted(set(trl_tpu.__all__) & set(dir(trl))):
+        theirs, ours = getattr(trl, name), getattr(trl_tpu, name)
+        if callable(theirs):
+            for text in _parameters(theirs, ours):
+                yield f"default of {name} {text[11:]}" if text.startswith("default of ") else f"{name} {text}"
+
+
+def top_level_names() -> Iterator[str]:
+    names = [name for name in dir(trl) if not name.startswith("_") and not inspect.ismodule(getattr(trl, name))]
+    yield from _names(names, (name for name in trl_tpu.__all__ if not name.startswith("_")))
+
+
+AREAS: dict[str, Callable[[], Iterator[str]]] = {
+    "RewardConfig's fields": config_fields,
+    "RewardConfig's values once made": config_values,
+    "RewardTrainer's parameters": lambda: _parameters(trl.RewardTrainer.__init__, trl_tpu.RewardTrainer.__init__),
+    "RewardTrainer's methods": trainer_methods,
+    "DataCollatorForPreference's fields": lambda: _dataclass_fields(
+        trl.trainer.reward_trainer.DataCollatorForPreference,
+        trl_tpu.trainer.reward_trainer.DataCollatorForPreference,
+    ),
+    "top-level names": top_level_names,
+    "parameters of the top-level functions and classes": function_parameters,
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("area", AREAS)
+def test_differences_from_trl_are_the_intended_ones(area: str) -> None:
+    found, intended = set(AREAS[area]()), INTENDED[area]
+    assert found - intended.keys() == set(), "differences without a reason"
+    assert intended.keys() - found == set(), "listed, but no longer different"
+    assert all(intended.values())
+
+
+def test_trls_own_parameters_come_first_so_that_positional_arguments_mean_the_same() -> None:
+    theirs, ours = (list(inspect.signature(each).parameters) for each in (trl.RewardTrainer, trl_tpu.RewardTrainer))
+    assert ours[: len(theirs)] == theirs
+
+
+def test_the_command_line_has_trls_flags_and_the_two_of_our_own() -> None:
+    theirs, ours = (
+        set(HfArgumentParser(each)._option_string_actions) for each in (trl.RewardConfig, trl_tpu.RewardConfig)
+    )
+    assert ours - theirs == {"--mesh", "--evaluation_strategy", "--evaluation-strategy"}
+    assert theirs - ours == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("trainer", ["ModelConfig", "RewardConfig", "RewardTrainer", "get_peft_config", "get_quantization_config"]),
+        ("trainer.reward_config", ["RewardConfig"]),
+        ("trainer.reward_trainer", ["RewardTrainer", "DataCollatorForPreference"]),
+        ("trainer.model_config", ["ModelConfig"]),
+        ("trainer.utils", ["pad", "disable_dropout_in_model", "remove_none_values"]),
+        ("scripts", ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"]),
+        ("scripts.utils", ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset"]),
+        ("scripts.reward", ["main", "make_parser"]),
+        ("cli", ["main"]),
+        ("data_utils", ["apply_chat_template", "is_conversational", "unpair_preference_dataset"]),
+        ("chat_template_utils", ["clone_chat_template"]),
+    ],
+)
+def test_names_are_at_trls_module_paths(module: str, names: list[str]) -> None:
+    theirs = importlib.import_module(f"trl.{module}")
+    ours = importlib.import_module(f"trl_tpu.{module}")
+    for name in names:
+        assert hasattr(theirs, name)
+        assert callable(getattr(ours, name))
+
+
+def test_importing_the_package_is_light_and_every_public_name_can_be_imported() -> None:
+    heavy = "torch, torch_xla, transformers, datasets, jax, trl".split(", ")
+    code = f"import sys, trl_tpu; print([name for name in {heavy} if name in sys.modules])"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
+    for name in trl_tpu.__all__:
+        assert getattr(trl_tpu, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'DPOTrainer'"):
+        _ = trl_tpu.DPOTrainer

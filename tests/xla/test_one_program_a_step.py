@@ -1,0 +1,77 @@
+"""A training step is one program and one execution, and nothing is read from the device between logs."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import tiny
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+from transformers import TrainerCallback
+
+from trl_tpu import RewardTrainer
+
+
+class Counts(NamedTuple):
+    compiles: int
+    executions: int
+    device_to_host: int
+
+
+def count() -> Counts:
+    xm.wait_device_ops()  # executions are counted when they have run
+
+    def total(*metrics: str) -> int:
+        return sum((met.metric_data(metric) or [0])[0] for metric in metrics)
+
+    return Counts(total("CompileTime"), total("ExecuteTime", "ExecuteReplicatedTime"), total("TransferFromDeviceTime"))
+
+
+class CountAtSteps(TrainerCallback):
+    """Counts when a step begins: the step before has just been executed."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, Counts] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.at[state.global_step] = count()
+
+    def between(self, first: int, last: int) -> Counts:
+        return Counts(*(after - before for before, after in zip(self.at[first], self.at[last], strict=True)))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_counters_over_20_steps(config: Callable[..., Any], model_folder: str, accumulation: int) -> None:
+    """Warm-up from a rate of 0, decay to 0, an epoch's end and a short last batch are all within the 20 steps."""
+    steps, logs_every = 22, 10
+    args = config(
+        max_steps=steps, warmup_steps=3, logging_steps=logs_every, gradient_accumulation_steps=accumulation
+    )
+    counter = CountAtSteps()
+    pairs = tiny.made_up_pairs(15 * 8 * accumulation - 5)
+    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
+    trainer.train()
+
+    over_20 = counter.between(1, 21)
+    executions_a_step = 1 if accumulation == 1 else accumulation + 1  # one a micro-batch, and one for the update
+    assert over_20.compiles == 0
+    assert over_20.executions == 20 * executions_a_step
+    assert over_20.device_to_host == 2  # steps 10 and 20 log, one read each
+    assert counter.between(1, 9) == Counts(0, 8 * executions_a_step, 0)
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[-1] < rates[0]
+
+
+def test_evaluation_compiles_once_for_all_batches(config: Callable[..., Any], model_folder: str) -> None:
+    """21 pairs in batches of 8: the short last batch is the same program, and a second evaluation is none at all."""
+    trainer = RewardTrainer(model_folder, config(), train_dataset=tiny.made_up_pairs(8))
+    held_out = tiny.made_up_pairs(21, seed=1)
+    before = count()
+    first = trainer.evaluate(held_out)
+    between = count()
+    second = trainer.evaluate(held_out)
+    after = count()
+    assert between.compiles - before.compiles <= 2  # the forward, and slicing of what came before it
+    assert after.compiles == between.compiles
+    assert after.device_to_host - between.device_to_host <= 13  # 3 batches of 4 tensors, and the token count: at the end
+    assert first["eval_loss"] == second["eval_loss"]

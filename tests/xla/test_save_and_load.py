@@ -1,0 +1,111 @@
+"""What is saved from XLA loads in plain torch, and gives the same rewards."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from trl_tpu import RewardTrainer
+
+_SCORE = """
+import json, sys, torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+assert "torch_xla" not in sys.modules
+folder, kind, texts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+if kind == "adapter":
+    from peft import AutoPeftModelForSequenceClassification as AutoModelForSequenceClassification
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32).eval()
+assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id
+assert tokenizer.chat_template
+with torch.no_grad():
+    print(json.dumps([model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]))
+"""
+
+
+def score_in_plain_torch(folder: Path, kind: str, pairs: Any) -> torch.Tensor:
+    """The rewards [pairs, 2] that the saved model gives in a process without torch_xla."""
+    texts = [prompt + answer + "<eos>" for row in pairs for prompt in [row["prompt"]] for answer in (row["chosen"], row["rejected"])]
+    process = subprocess.run(
+        [sys.executable, "-c", _SCORE, str(folder), kind, json.dumps(texts)],
+        env=os.environ | {"USE_TORCH_XLA": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return torch.tensor(json.loads(process.stdout.splitlines()[-1])).view(-1, 2)
+
+
+def test_saved_model_gives_the_same_rewards(config: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
+    args = config(max_steps=3, logging_steps=3)
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
+    trainer.train()
+    held_out = tiny.made_up_pairs(5, seed=1)
+    rewards_P2 = torch.from_numpy(trainer.predict(held_out).predictions)
+    trainer.save_model(str(tmp_path / "saved"))
+    files = os.listdir(tmp_path / "saved")
+    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= set(files)
+    reloaded_P2 = score_in_plain_torch(tmp_path / "saved", "model", held_out)
+    torch.testing.assert_close(rewards_P2, reloaded_P2, atol=1e-5, rtol=0)
+    started = load_file(f"{model_folder}/model.safetensors")
+    trained = load_file(tmp_path / "saved" / "model.safetensors")
+    assert started.keys() == trained.keys()
+    assert all(started[name].shape == trained[name].shape for name in started)
+    assert not torch.equal(started["score.weight"], trained["score.weight"])
+
+
+def test_lora_trains_saves_and_leaves_the_base_frozen(
+    config: Callable[..., Any], model_folder: str, tmp_path: Path
+) -> None:
+    args = config(max_steps=3, logging_steps=3)
+    trainer = RewardTrainer(
+        model_folder, args, train_dataset=tiny.made_up_pairs(40), peft_config=LoraConfig(task_type="SEQ_CLS", r=8)
+    )
+    runtime = trainer.runtime
+    before = runtime.to_host(dict(trainer.model.named_parameters()))
+    trainer.train()
+    after = runtime.to_host(dict(trainer.model.named_parameters()))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(before[name], after[name]) is not parameter.requires_grad, name
+    held_out = tiny.made_up_pairs(4, seed=1)
+    rewards_P2 = torch.from_numpy(trainer.predict(held_out).predictions)
+    trainer.save_model(str(tmp_path / "adapter"))
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all("lora_" in name or "score" in name for name in saved)
+    reloaded_P2 = score_in_plain_torch(tmp_path / "adapter", "adapter", held_out)
+    torch.testing.assert_close(rewards_P2, reloaded_P2, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resumed_run_equals_the_uninterrupted_one(
+    config: Callable[..., Any], model_folder: str, tmp_path: Path, accumulation: int
+) -> None:
+    """Losses, metrics and the token count; the log at step 5 spans the save at step 3."""
+    settings = {
+        "max_steps": 6,
+        "logging_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "logging_strategy": "steps",
+        "gradient_accumulation_steps": accumulation,
+        "warmup_steps": 2,
+    }
+    pairs = tiny.made_up_pairs(60)
+    whole = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
+    whole.train()
+    resumed = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for key in ("num_tokens", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "grad_norm"):
+        assert resumed.state.log_history[0][key] == pytest.approx(whole.state.log_history[0][key], rel=1e-6), key
+    weights = [trainer.runtime.to_host(dict(trainer.model.named_parameters())) for trainer in (whole, resumed)]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)

@@ -1,0 +1,65 @@
+"""On eight devices: what is sharded, and that no device holds it whole."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "xla"))
+
+import tiny  # noqa: E402
+from conftest import config, model_folder  # noqa: E402, F401
+
+from trl_tpu import RewardTrainer  # noqa: E402
+
+
+def bytes_on_a_device(tensor: torch.Tensor) -> int:
+    if not torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        return tensor.numel() * tensor.element_size()
+    return max(shard.data.numel() * shard.data.element_size() for shard in xs.wrap_if_sharded(tensor).local_shards)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=-1", "data=2,fsdp=4"])
+def test_weights_and_optimizer_state_are_split_over_fsdp(
+    config: Callable[..., Any], model_folder: str, mesh: str  # noqa: F811
+) -> None:
+    args = config(max_steps=2, logging_steps=1, mesh=mesh)
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
+    trainer.train()
+    torch_xla.sync(wait=True)
+    fsdp = args.mesh_shape.fsdp
+    for name, parameter in trainer.model.named_parameters():
+        whole = parameter.numel() * parameter.element_size()
+        assert bytes_on_a_device(parameter.detach()) == whole // fsdp, name
+        state = trainer.optimizer.optimizer.state[parameter]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert bytes_on_a_device(state[moment]) == whole // fsdp, f"{moment} of {name}"
+    assert trainer.shard_report is not None
+    assert trainer.shard_report.bytes_per_device * fsdp == trainer.shard_report.total_bytes
+    assert torch.isfinite(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])).all()
+
+
+def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model_folder: str) -> None:  # noqa: F811
+    """Also after skipping batches, as a resumed run does."""
+    trainer = RewardTrainer(model_folder, config(), train_dataset=tiny.made_up_pairs(40))
+    loader = trainer.get_train_dataloader()
+    for batches in (loader, trainer._skip_batches(loader, 2)):
+        for batch in batches:
+            for key, value in batch.items():
+                whole = value.numel() * value.element_size()
+                assert bytes_on_a_device(value) == whole // 8, key
+    assert len(trainer._skip_batches(loader, 2)) == len(loader) - 2
+
+
+def test_the_batch_counts_pairs_on_every_device(config: Callable[..., Any], model_folder: str) -> None:  # noqa: F811
+    args = config(per_device_train_batch_size=3)
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
+    assert args.train_batch_size == 24
+    assert trainer.get_total_train_batch_size(args) == 24
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[:2] == (24, 2)
