@@ -72,9 +72,7 @@ def rewards_alone(model: LlamaForSequenceClassification, pairs: Dataset) -> torc
     """Rewards [N, 2] in float64, each dialogue in a forward of its own."""
     exact = copy.deepcopy(model).double().eval()
     with torch.no_grad():
-        rewards = [
-            [exact(torch.tensor([row[f"input_ids_{half}"]])).logits.item() for half in HALVES] for row in pairs
-        ]
+        rewards = [[exact(torch.tensor([row[f"input_ids_{half}"]])).logits.item() for half in HALVES] for row in pairs]
     return torch.tensor(rewards, dtype=torch.float64)
 
 
@@ -175,8 +173,10 @@ def test_pad_equal_to_eos_reads_the_reward_where_transformers_does(old: Old, tmp
     old.tokenizer.pad_token, old.tokenizer.padding_side = old.tokenizer.eos_token, side
     end = [old.tokenizer.eos_token_id]
     pairs = old.pairs.map(
-        lambda row: {f"input_ids_{half}": row[f"input_ids_{half}"] + end for half in HALVES}
-        | {f"attention_mask_{half}": row[f"attention_mask_{half}"] + [1] for half in HALVES}
+        lambda row: (
+            {f"input_ids_{half}": row[f"input_ids_{half}"] + end for half in HALVES}
+            | {f"attention_mask_{half}": row[f"attention_mask_{half}"] + [1] for half in HALVES}
+        )
     )
     trainer = RewardTrainer(model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=pairs)
     assert trainer.model.config.pad_token_id == end[0]

@@ -1,7 +1,7 @@
 """An old script runs on eight XLA devices, from its plain `TrainingArguments` on, with the numbers of plain torch.
 
-Each run is a process of its own, so that the script is what starts the devices. Tolerance 1e-4: float32 sums in another
-order over three steps.
+Each run is a process of its own, so that the script is what starts the devices. Tolerance 1e-4: float32 sums in
+another order over three steps.
 """
 
 import json
@@ -26,7 +26,7 @@ def run_old_script(folder: Path, environment: dict[str, str], pairs_per_device: 
     out = folder / "out.json"
     process = subprocess.run(
         [sys.executable, str(TESTS / "old_script.py"), str(folder / "model"), str(pairs_per_device), str(out)],
-        env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(TESTS.parent)])},
+        env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)},
         capture_output=True,
         text=True,
     )

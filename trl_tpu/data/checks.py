@@ -154,7 +154,7 @@ def check_token_ids(dataset: Any, num_embeddings: int, name: str) -> Any:
     """
     if isinstance(dataset, IterableDataset):
         settings = {"num_embeddings": num_embeddings, "name": name}
-        return dataset.map(_check_row_of_ids, with_indices=True, fn_kwargs=settings)
+        return dataset.map(_check_row_of_ids, with_indices=True, fn_kwargs=settings, features=dataset.features)
     if not isinstance(dataset, Dataset):
         return dataset
     for key in (column for column in ID_COLUMNS if column in dataset.column_names):
@@ -172,14 +172,14 @@ def check_token_ids(dataset: Any, num_embeddings: int, name: str) -> Any:
 
 def _check_row_of_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str) -> dict[str, Any]:
     for key in (column for column in ID_COLUMNS if column in row):
-        for token_id in row[key] or []:
-            if not 0 <= token_id < num_embeddings:
-                raise ValueError(
-                    f"Row {index} of the {name} dataset: `{key}` holds the token id {token_id}, but the model's "
-                    f"embedding table has {num_embeddings} rows (ids 0 to {num_embeddings - 1}). Tokenize with the "
-                    "model's own tokenizer, or after adding tokens call "
-                    "`model.resize_token_embeddings(len(tokenizer))`."
-                )
+        ids = np.asarray(row[key])
+        outside = (ids < 0) | (ids >= num_embeddings) if np.issubdtype(ids.dtype, np.integer) else np.zeros(0, bool)
+        if outside.any():
+            raise ValueError(
+                f"Row {index} of the {name} dataset: `{key}` holds the token id {ids[outside][0]}, but the model's "
+                f"embedding table has {num_embeddings} rows (ids 0 to {num_embeddings - 1}). Tokenize with the model's "
+                "own tokenizer, or after adding tokens call `model.resize_token_embeddings(len(tokenizer))`."
+            )
     return {}
 
 

@@ -38,8 +38,8 @@ def prepare_legacy_dataset(
         return tokenize_legacy(dataset, processing_class, max_length=max_length, num_proc=num_proc, name=name)
     if missing:
         raise ValueError(
-            f"The {name} dataset lacks {', '.join(missing)}; its columns are {sorted(columns)}. The columns of TRL up to "
-            f"0.23 are {', '.join(LEGACY_KEYS)}; today's are chosen_ids and rejected_ids, without masks."
+            f"The {name} dataset lacks {', '.join(missing)}; its columns are {sorted(columns)}. The columns of TRL up "
+            f"to 0.23 are {', '.join(LEGACY_KEYS)}; today's are chosen_ids and rejected_ids, without masks."
         )
     if isinstance(dataset, IterableDataset):
         settings = {"max_length": max_length, "name": name}
@@ -52,12 +52,13 @@ def _check_no_new_columns(columns: list[str], name: str) -> None:
     if set(checks.TOKEN_COLUMNS) <= set(columns):
         raise ValueError(
             f"`RewardDataCollatorWithPadding` reads the columns {', '.join(LEGACY_KEYS)}, but the {name} dataset has "
-            f"today's: {', '.join(checks.TOKEN_COLUMNS)}. Leave `data_collator` out, or pass `DataCollatorForPreference`."
+            f"today's: {', '.join(checks.TOKEN_COLUMNS)}. Leave `data_collator` out, or pass a "
+            "`DataCollatorForPreference`."
         )
 
 
 def _fits(row: Mapping[str, Any], index: int, max_length: int | None, name: str) -> bool:
-    """Whether a streamed pair is short enough; checks it on the way, with the errors of a dataset that is no stream."""
+    """Whether a streamed pair is short enough; raises for a bad one, as it would be for one of a whole dataset."""
     if "margin" in row:
         checks.check_margin(row["margin"], index, name, nested=True)
     lengths = [0 if row[key] is None else len(row[key]) for key in _IDS]

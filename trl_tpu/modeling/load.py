@@ -279,13 +279,20 @@ def set_pad_token(
         The tokenizer, a copy where it had to change.
 
     Raises:
-        ValueError: the token is not in the vocabulary, or there is none.
+        ValueError: the token is not in the vocabulary, there is none, or the model has no embedding for it.
     """
     token = pad_token or processing_class.pad_token or processing_class.eos_token
     _check_in_vocabulary(processing_class, "pad_token", token)
     if processing_class.pad_token != token:
         processing_class = copy.deepcopy(processing_class)
         processing_class.pad_token = token
+    embeddings: Any = model.get_input_embeddings()
+    if processing_class.pad_token_id >= embeddings.weight.shape[0]:
+        raise ValueError(
+            f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the model's embedding table has "
+            f"{embeddings.weight.shape[0]} rows. After adding tokens call "
+            "`model.resize_token_embeddings(len(tokenizer))`."
+        )
     model.config.get_text_config().pad_token_id = processing_class.pad_token_id
     if processing_class.pad_token_id == processing_class.eos_token_id:
         logger.warning(

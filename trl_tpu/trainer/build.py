@@ -115,7 +115,8 @@ def build_dataset(
         }
     settings: dict[str, Any] = {"max_length": args.max_length, "num_proc": args.dataset_num_proc, "name": name}
     prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    num_embeddings = embeddings.weight.shape[0]
     # before, so that errors number the rows as they came; after, for the ids that the tokenizer makes
     dataset = check_token_ids(dataset, num_embeddings, name)
     prepared, _ = prepare(dataset, processing_class, **settings)

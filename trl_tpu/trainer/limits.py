@@ -26,10 +26,10 @@ XLA_LIMITS = (
     Limit("fp16_full_eval", bool, "leave it out: evaluation runs in the training precision"),
     Limit("bf16_full_eval", bool, "leave it out: with bf16=True evaluation computes in bfloat16 already"),
     Limit("use_cpu", bool, f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}"),
-    Limit("optim", lambda name: "fused" in str(name), "use optim='adamw_torch', which XLA fuses by itself"),
+    Limit("optim", lambda name: "fused" in name, "use optim='adamw_torch', which XLA fuses by itself"),
     Limit(
         "optim",
-        lambda name: "bit" in str(name),
+        lambda name: any(mark in name for mark in ("bit", "bnb", "ademamix")),
         f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
     ),
     Limit(
@@ -50,9 +50,9 @@ def check_xla_limits(args: Any) -> None:
     """
     for limit in XLA_LIMITS:
         value = getattr(args, limit.setting)
+        value = getattr(value, "value", value)  # an enum's text
         if limit.is_impossible(value):
-            shown = getattr(value, "value", value)
-            raise ValueError(f"{limit.setting}={shown!r} is impossible on PyTorch/XLA: {limit.instead}.")
+            raise ValueError(f"{limit.setting}={value!r} is impossible on PyTorch/XLA: {limit.instead}.")
 
 
 __all__ = ["XLA_LIMITS", "Limit", "check_xla_limits"]

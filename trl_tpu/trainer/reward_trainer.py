@@ -276,7 +276,7 @@ class RewardTrainer(PairEvaluation):
             model_name or Path(folder).name,
             location=self.hub_model_id or folder,
             base_model=base if base and not os.path.isdir(base) else None,
-            dataset_name=dataset_name,
+            dataset_name=dataset_name if dataset_name and not os.path.exists(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
         )
