@@ -13,10 +13,10 @@
 For LoRA add `--use_peft --learning_rate 1.0e-4`; to upload the result, `--push_to_hub`.
 """
 
-from datasets import load_dataset
 from transformers import AutoModelForSequenceClassification, HfArgumentParser
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, get_quantization_config
+from trl_tpu.scripts.utils import load_named_dataset
 
 
 def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: ModelConfig) -> None:
@@ -31,7 +31,7 @@ def main(script_args: ScriptArguments, training_args: RewardConfig, model_args: 
         quantization_config=get_quantization_config(model_args),
         trust_remote_code=training_args.trust_remote_code,
     )
-    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    dataset = load_named_dataset(script_args)  # a hub id, a folder, or a .jsonl, .parquet or .csv file
 
     trainer = RewardTrainer(
         model=model,

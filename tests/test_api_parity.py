@@ -33,8 +33,8 @@ INTENDED: dict[str, dict[str, str]] = {
         "type of optim: transformers.training_args.OptimizerNames | str, ours <class 'str'>": (
             "a text reads the same on a command line; an enum is accepted as before"
         ),
-        "ours alone: mesh": "how the devices of one process are arranged, which TRL leaves to accelerate",
-        "ours alone: evaluation_strategy": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
+        "ours alone: mesh = 'fsdp=-1'": "how the devices of one process are arranged, which TRL leaves to accelerate",
+        "ours alone: evaluation_strategy = None": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
     },
     "RewardConfig's values once made": {
         "{}: TRL raises ValueError, ours has bf16=False": (
@@ -106,7 +106,8 @@ def _names(theirs: typing.Iterable[str], ours: typing.Iterable[str]) -> Iterator
 
 def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
     reference, own = ({field.name: field for field in dataclasses.fields(each)} for each in (theirs, ours))
-    yield from _names(reference, own)
+    for text in _names(reference, own):
+        yield f"{text} = {own[text[12:]].default!r}" if text.startswith("ours alone") else text
     hints, own_hints = typing.get_type_hints(theirs), typing.get_type_hints(ours)
     for name in reference.keys() & own.keys():
         field, own_field = reference[name], own[name]
@@ -149,6 +150,7 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"use_cpu": True},
     {"fp16": True},
+    {"fp16": True, "use_cpu": True},
     {"bf16": False},
     {"bf16": False, "pad_to_multiple_of": "8"},
     {"bf16": False, "pad_to_multiple_of": "none"},
@@ -275,7 +277,7 @@ def test_names_are_at_trls_module_paths(module: str, names: list[str]) -> None:
 
 
 def test_importing_the_package_is_light_and_every_public_name_can_be_imported() -> None:
-    heavy = "torch, torch_xla, transformers, datasets, jax, trl".split(", ")
+    heavy = ["torch", "torch_xla", "transformers", "datasets", "jax", "trl"]
     code = f"import sys, trl_tpu; print([name for name in {heavy} if name in sys.modules])"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "[]"

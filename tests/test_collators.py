@@ -42,6 +42,7 @@ def in_old_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+@settings(deadline=None)
 @given(examples, st.sampled_from([None, 1, 7, 8]), st.integers(0, 5), st.booleans())
 def test_the_collator_gives_trls_batch(
     rows: list[dict[str, Any]], multiple: int | None, pad_token_id: int, has_margin: bool
@@ -57,6 +58,7 @@ def test_the_collator_gives_trls_batch(
         assert torch.equal(ours[key], theirs[key])
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 6), st.sampled_from([1, 8, 64, 128]))
 def test_bucket_lengths_cover_the_longest_in_few_even_steps(longest: int, most: int, multiple: int) -> None:
     lengths = bucket_lengths(longest, most, multiple)
@@ -68,6 +70,7 @@ def test_bucket_lengths_cover_the_longest_in_few_even_steps(longest: int, most: 
         assert longer <= 2 * shorter + multiple  # at most about half of a row is padding
 
 
+@settings(deadline=None)
 @given(examples, st.booleans())
 def test_padding_to_lengths_takes_the_shortest_that_fits_and_only_pads(rows: list[dict[str, Any]], old: bool) -> None:
     lengths = (4, 8, 16)
@@ -98,6 +101,7 @@ def left_padding_tokenizer() -> Any:
     return tokenizer
 
 
+@settings(deadline=None)
 @given(examples, st.integers(0, 3), st.booleans())
 def test_pair_rows_keep_pairs_together_and_fill_a_short_batch(
     rows: list[dict[str, Any]], missing: int, has_margin: bool

@@ -1,9 +1,9 @@
-"""The pairwise loss and its gradients equal a float64 computation of the formula; the margin belongs to its own pair."""
+"""The pairwise loss and its gradients equal a float64 computation of the formula; a margin is its own pair's."""
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_tpu.modeling.losses import masked_mean, pairwise_losses
@@ -19,6 +19,7 @@ def formula(rewards_P2: np.ndarray, margin_P: np.ndarray, coefficient: float | N
     return np.logaddexp(0.0, rejected + margin_P - chosen) + (coefficient or 0.0) * (chosen + rejected) ** 2
 
 
+@settings(deadline=None)
 @given(pairs, coefficients)
 def test_losses_are_the_formula(values: list[tuple[float, float, float]], coefficient: float | None) -> None:
     table = np.array(values, dtype=np.float64)
@@ -30,6 +31,7 @@ def test_losses_are_the_formula(values: list[tuple[float, float, float]], coeffi
     np.testing.assert_allclose(without, formula(table[:, :2], np.zeros(len(table)), coefficient), rtol=1e-5, atol=1e-5)
 
 
+@settings(deadline=None)
 @given(pairs, coefficients)
 def test_gradients_are_the_formulas(values: list[tuple[float, float, float]], coefficient: float | None) -> None:
     table = torch.tensor(values, dtype=torch.float32)
@@ -70,7 +72,7 @@ def test_the_mean_is_over_the_pairs_that_the_mask_keeps() -> None:
     assert values.grad.tolist() == [0.5, 0.0, 0.5, 0.0]
 
 
-def test_a_pair_that_is_masked_out_cannot_spoil_the_mean_or_its_gradient() -> None:
+def test_a_pair_that_is_masked_out_cannot_spoil_the_mean_or_another_pairs_gradient() -> None:
     rewards_P2 = torch.tensor([[1.0, 0.0], [float("nan"), 0.0], [float("inf"), 0.0]], requires_grad=True)
     mask = torch.tensor([True, False, False])
     loss = masked_mean(pairwise_losses(rewards_P2), mask)

@@ -4,7 +4,7 @@ import re
 from math import prod
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_tpu.parallel.mesh import AXES, MeshShape, parse_mesh
@@ -12,6 +12,7 @@ from trl_tpu.parallel.mesh import AXES, MeshShape, parse_mesh
 counts = st.integers(1, 512)
 
 
+@settings(deadline=None)
 @given(counts, counts)
 def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsdp: int) -> None:
     devices = data * fsdp
@@ -28,12 +29,14 @@ def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsd
     assert parse_mesh(str(shape), devices) == shape
 
 
+@settings(deadline=None)
 @given(counts)
 def test_an_axis_that_is_not_named_has_size_one(devices: int) -> None:
     assert parse_mesh("fsdp=-1", devices) == MeshShape(fsdp=devices)
     assert parse_mesh("data=-1", devices) == MeshShape(data=devices)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 64), counts)
 def test_sizes_that_do_not_multiply_show_the_equation_and_meshes_that_work(data: int, fsdp: int, devices: int) -> None:
     if data * fsdp == devices:
@@ -45,6 +48,7 @@ def test_sizes_that_do_not_multiply_show_the_equation_and_meshes_that_work(data:
     assert_works(message, devices)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 64), counts)
 def test_a_size_that_does_not_divide_the_devices_shows_the_fraction(data: int, devices: int) -> None:
     if devices % data == 0:

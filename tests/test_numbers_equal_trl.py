@@ -1,7 +1,7 @@
 """The loss of every step, and all that is logged with it, equals trl.RewardTrainer's in plain torch.
 
-Each run is a process of its own, since a process holds one runtime. Tolerance 1e-4: float32 sums taken in another order
-over 50 steps; what we see is below 1e-6.
+Each run is a process of its own, since a process holds one runtime. Tolerance 1e-4: float32 sums taken in another
+order over 50 steps; what we see is below 1e-6.
 """
 
 import json

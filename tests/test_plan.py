@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 from torch import nn
@@ -30,6 +30,7 @@ class RecordingRuntime(NativeRuntime):
 shapes = st.lists(st.integers(1, 40), max_size=4).map(tuple)
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(2, 16))
 def test_one_largest_divisible_dimension_is_split_and_the_first_of_equals(shape: tuple[int, ...], fsdp: int) -> None:
     placement = plan_parameters({"w": shape}, MeshShape(fsdp=fsdp))["w"]
@@ -45,6 +46,7 @@ def test_one_largest_divisible_dimension_is_split_and_the_first_of_equals(shape:
         assert placement.reason == f"no dimension of {list(shape)} is divisible by fsdp={fsdp}"
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(1, 8))
 def test_the_data_axis_splits_no_parameter(shape: tuple[int, ...], data: int) -> None:
     placement = plan_parameters({"w": shape}, MeshShape(data=data))["w"]

@@ -44,9 +44,7 @@ class CountAtSteps(TrainerCallback):
 def test_counters_over_20_steps(config: Callable[..., Any], model_folder: str, accumulation: int) -> None:
     """Warm-up from a rate of 0, decay to 0, an epoch's end and a short last batch are all within the 20 steps."""
     steps, logs_every = 22, 10
-    args = config(
-        max_steps=steps, warmup_steps=3, logging_steps=logs_every, gradient_accumulation_steps=accumulation
-    )
+    args = config(max_steps=steps, warmup_steps=3, logging_steps=logs_every, gradient_accumulation_steps=accumulation)
     counter = CountAtSteps()
     pairs = tiny.made_up_pairs(15 * 8 * accumulation - 5)
     trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
@@ -73,5 +71,5 @@ def test_evaluation_compiles_once_for_all_batches(config: Callable[..., Any], mo
     after = count()
     assert between.compiles - before.compiles <= 2  # the forward, and slicing of what came before it
     assert after.compiles == between.compiles
-    assert after.device_to_host - between.device_to_host <= 13  # 3 batches of 4 tensors, and the token count: at the end
+    assert after.device_to_host - between.device_to_host <= 13  # at the end: 3 batches of 4 tensors, the token count
     assert first["eval_loss"] == second["eval_loss"]

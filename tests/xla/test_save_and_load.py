@@ -34,7 +34,7 @@ with torch.no_grad():
 
 def score_in_plain_torch(folder: Path, kind: str, pairs: Any) -> torch.Tensor:
     """The rewards [pairs, 2] that the saved model gives in a process without torch_xla."""
-    texts = [prompt + answer + "<eos>" for row in pairs for prompt in [row["prompt"]] for answer in (row["chosen"], row["rejected"])]
+    texts = [row["prompt"] + row[answer] + "<eos>" for row in pairs for answer in ("chosen", "rejected")]
     process = subprocess.run(
         [sys.executable, "-c", _SCORE, str(folder), kind, json.dumps(texts)],
         env=os.environ | {"USE_TORCH_XLA": "0"},

@@ -27,7 +27,9 @@ def bytes_on_a_device(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("mesh", ["fsdp=-1", "data=2,fsdp=4"])
 def test_weights_and_optimizer_state_are_split_over_fsdp(
-    config: Callable[..., Any], model_folder: str, mesh: str  # noqa: F811
+    config: Callable[..., Any],  # noqa: F811
+    model_folder: str,  # noqa: F811
+    mesh: str,
 ) -> None:
     args = config(max_steps=2, logging_steps=1, mesh=mesh)
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
@@ -42,7 +44,8 @@ def test_weights_and_optimizer_state_are_split_over_fsdp(
             assert bytes_on_a_device(state[moment]) == whole // fsdp, f"{moment} of {name}"
     assert trainer.shard_report is not None
     assert trainer.shard_report.bytes_per_device * fsdp == trainer.shard_report.total_bytes
-    assert torch.isfinite(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])).all()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert torch.isfinite(torch.tensor(losses)).all()
 
 
 def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model_folder: str) -> None:  # noqa: F811

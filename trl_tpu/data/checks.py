@@ -177,8 +177,8 @@ def _check_row_of_ids(row: Mapping[str, Any], index: int, num_embeddings: int, n
         if outside.any():
             raise ValueError(
                 f"Row {index} of the {name} dataset: `{key}` holds the token id {ids[outside][0]}, but the model's "
-                f"embedding table has {num_embeddings} rows (ids 0 to {num_embeddings - 1}). Tokenize with the model's "
-                "own tokenizer, or after adding tokens call `model.resize_token_embeddings(len(tokenizer))`."
+                f"embedding table has {num_embeddings} rows (ids 0 to {num_embeddings - 1}). Tokenize with the "
+                "model's own tokenizer, or after adding tokens call `model.resize_token_embeddings(len(tokenizer))`."
             )
     return {}
 

@@ -84,7 +84,7 @@ class Runtime(Protocol):
         """A small host tensor as data on the device. Rank 1 or more: XLA bakes scalars 0 and 1 into the program."""
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor whole on every device, as part of the recorded step: so it can be fetched without a new program."""
+        """The tensor whole on every device, in the recorded step itself, so that fetching it needs no new program."""
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Device tensors as host tensors, in one stop of the device."""

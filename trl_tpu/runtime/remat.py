@@ -45,7 +45,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        weights = [_copy(parameter) for parameter in ctx.layer.parameters()]
+        weights = [nn.Parameter(_copy(parameter), parameter.requires_grad) for parameter in ctx.layer.parameters()]
         tensors = [_copy(tensor) for tensor in ctx.saved_tensors]
         gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
         xm.optimization_barrier_([*weights, *tensors, *(gradient for gradient in gradients if gradient is not None)])
@@ -86,14 +86,14 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _weights_of(layer: nn.Module, weights: list[torch.Tensor]) -> Iterator[None]:
+def _weights_of(layer: nn.Module, weights: list[nn.Parameter]) -> Iterator[None]:
     """Let ``layer`` run with ``weights`` in the place of its parameters, given in the order of ``parameters()``."""
     new = dict(zip((id(parameter) for parameter in layer.parameters()), weights, strict=True))
     originals = [(module, dict(module._parameters)) for module in layer.modules()]
     for module, parameters in originals:
         for name, parameter in parameters.items():
             if parameter is not None:
-                module._parameters[name] = new[id(parameter)]  # type: ignore[assignment]
+                module._parameters[name] = new[id(parameter)]
     try:
         yield
     finally:

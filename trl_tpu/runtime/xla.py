@@ -96,8 +96,15 @@ class XlaRuntime:
     _mesh: xs.Mesh  # of `set_mesh`
 
     def start(self) -> None:
-        if not xr.is_spmd():
-            xr.use_spmd()
+        if xr.is_spmd():
+            return
+        if torch_xla._XLAC._xla_get_spmd_config_is_locked():
+            raise RuntimeError(
+                "An XLA device was used before the trainer could turn SPMD on, and torch_xla cannot change that in a "
+                "running process. Import trl_tpu's RewardTrainer (or make its RewardConfig) before the first tensor, "
+                "Accelerator or TrainingArguments touches the device, or call torch_xla.runtime.use_spmd() first."
+            )
+        xr.use_spmd()
 
     def device_count(self) -> int:
         return xr.global_runtime_device_count()

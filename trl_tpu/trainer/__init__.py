@@ -1,12 +1,22 @@
-"""The public API, at TRL's own module paths."""
+"""The public API, at TRL's own module paths; names are imported when they are first used."""
 
 import importlib
 from typing import Any
 
-_NAMES = ("ModelConfig", "RewardConfig", "RewardTrainer", "get_peft_config", "get_quantization_config")
+_MODULE_OF = {
+    "DataCollatorForPreference": "reward_trainer",
+    "ModelConfig": "model_config",
+    "RewardConfig": "reward_config",
+    "RewardDataCollatorWithPadding": "utils",
+    "RewardTrainer": "reward_trainer",
+    "compute_accuracy": "utils",
+    "disable_dropout_in_model": "utils",
+}
+
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module("trl_tpu"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
-from datasets import Dataset, IterableDataset
+import pyarrow.compute as pc
+from datasets import Dataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,6 +17,7 @@ from ..data.legacy import prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..modeling.adapters import add_adapters, is_peft_model, prepare_adapters, warn_if_head_is_frozen
 from ..modeling.attention import use_static_attention
+from ..modeling.experts import use_static_experts
 from ..modeling.load import (
     check_num_labels,
     load_model,
@@ -93,7 +94,9 @@ def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
     if args.bf16:
         keep_score_head_in_float32(model)
     if runtime.is_xla():
-        use_static_attention(model.get_base_model() if is_peft_model(model) else model)  # type: ignore[operator, arg-type]
+        base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+        use_static_attention(base)
+        use_static_experts(base)
 
 
 def build_dataset(
@@ -136,13 +139,9 @@ def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
 
 
 def _longest(dataset: Any) -> int | None:
-    if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset):
-        return None
+    if not isinstance(dataset, Dataset):
+        return None  # a stream
     columns = [c for c in dataset.column_names if c in ("chosen_ids", "rejected_ids") or c.startswith("input_ids_")]
-    table = dataset.with_format("numpy", columns=columns)
-    lengths = (
-        max(map(len, table[start : start + 1000][column]))
-        for column in columns
-        for start in range(0, len(table), 1000)
-    )
-    return int(np.max(list(lengths), initial=0)) or None
+    chunks = dataset.with_format("arrow", columns=columns).iter(batch_size=10_000)
+    longest = (pc.max(pc.list_value_length(chunk[column])).as_py() for chunk in chunks for column in columns)
+    return max(longest, default=None)

@@ -24,8 +24,8 @@ def today_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
         warnings.warn(
             "`max_length` is deprecated here: use `RewardConfig(max_length=...)`.", FutureWarning, stacklevel=3
         )
-        args = copy.copy(args)  # the caller's stays as it is
-        args.max_length = max_length
+        given, args = args, copy.copy(args)  # the caller's stays as it is
+        args.__dict__.update(vars(given), max_length=max_length)  # a copy, like a pickle, leaves the Hub's token out
     return args
 
 

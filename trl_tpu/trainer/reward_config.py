@@ -167,6 +167,10 @@ class RewardConfig(TrainingArguments):
                 "activations instead of storing them anywhere, or use a larger mesh."
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
+        return vars(self) | {"hub_token": None}
+
     @property
     def train_batch_size(self) -> int:
         """Pairs in a training batch, over all devices of the mesh."""

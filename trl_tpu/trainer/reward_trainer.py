@@ -69,7 +69,7 @@ class RewardTrainer(PairEvaluation):
         preprocess_logits_for_metrics: Called with each batch's rewards [P, 2] and labels [P] before `compute_metrics`.
         quantization_config: For a model given by name (plain torch on CUDA only).
         peft_config: Train adapters instead of the model.
-        model_init: Makes the model, anew for each `train()`; instead of `model`.
+        model_init: Makes the model, anew for each `train()`; instead of `model`. May take a hyperparameter trial.
         tokenizer: Deprecated name of `processing_class`.
         max_length: Deprecated here; set it in `RewardConfig`.
 
@@ -97,14 +97,14 @@ class RewardTrainer(PairEvaluation):
         preprocess_logits_for_metrics: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         quantization_config: Any | None = None,
         peft_config: Any | None = None,
-        model_init: Callable[[], PreTrainedModel] | None = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
     ) -> None:
         self.runtime = runtime.current()
         self.runtime.start()
-        args = today_args(args or RewardConfig(f"{_base_name(model)}-Reward"), max_length)
-        _check_arguments(model, model_init, train_dataset)
+        _check_arguments(model, model_init, train_dataset, optimizers)
+        args = today_args(args or RewardConfig(_default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes)
@@ -120,7 +120,11 @@ class RewardTrainer(PairEvaluation):
             built.model.add_model_tags(self._tag_names)
             return built.model
 
-        built_model = build(model_init() if model_init is not None else model)
+        def init(trial: Any = None) -> PreTrainedModel:
+            assert model_init is not None
+            return build(model_init(trial) if inspect.signature(model_init).parameters else model_init())
+
+        built_model = build(model) if model_init is None else init()
         datasets = {
             name: build_dataset(dataset, built_model, self.processing_class, args, name, self._old_columns)
             for name, dataset in (("train", train_dataset), ("eval", eval_dataset))
@@ -140,7 +144,7 @@ class RewardTrainer(PairEvaluation):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         if model_init is not None:
-            self.model_init = lambda: build(model_init())
+            self.model_init = init
         # Trainer computes a loss in evaluation only for models that return one, or when told so.
         self.can_return_loss = True
         self.label_names = []
@@ -149,7 +153,7 @@ class RewardTrainer(PairEvaluation):
     def describe(self) -> str:
         """What trains where, for the start of a log: runtime, mesh, what is sharded, batches and their shapes."""
         precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
-        lengths = planned_lengths(self.train_dataset, self.args) if self.runtime.name == "xla" else None
+        lengths = self._training_lengths if self.runtime.name == "xla" else None
         padded = f"padded to {' or '.join(map(str, lengths))} tokens" if lengths else "padded to their longest"
         return "\n".join(
             [
@@ -177,10 +181,13 @@ class RewardTrainer(PairEvaluation):
     def _padding_side(self) -> str:
         return self.processing_class.padding_side if self._old_columns else "right"
 
+    @cached_property
+    def _training_lengths(self) -> tuple[int, ...] | None:
+        return planned_lengths(self.train_dataset, self.args)
+
     @property
     def planned_shapes(self) -> int | None:
-        lengths = planned_lengths(self.train_dataset, self.args)
-        return None if lengths is None else len(lengths)
+        return None if self._training_lengths is None else len(self._training_lengths)
 
     def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
         """On XLA: planned lengths, and pair rows; TRL's own layout for a subclass that computes its own loss."""
@@ -188,7 +195,7 @@ class RewardTrainer(PairEvaluation):
         if not isinstance(self.data_collator, DataCollatorForPreference | RewardDataCollatorWithPadding):
             return collate
         pad_token_id, side = self.processing_class.pad_token_id, self._padding_side
-        lengths = planned_lengths(dataset, self.args)
+        lengths = self._training_lengths if dataset is self.train_dataset else planned_lengths(dataset, self.args)
         if lengths is not None:
             collate = PadToLengths(collate, lengths, pad_token_id, side)
         if type(self).compute_loss is not RewardTrainer.compute_loss:
@@ -288,14 +295,19 @@ class RewardTrainer(PairEvaluation):
         super()._save_checkpoint(model, trial)
 
 
-def _base_name(model: Any) -> str:
+def _default_folder(model: Any) -> str:
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return name.rstrip("/").split("/")[-1]
+    return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 
-def _check_arguments(model: Any, model_init: Any, train_dataset: Any) -> None:
+def _check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any) -> None:
     if (model is None) == (model_init is None):
         raise ValueError("The trainer needs either `model` or `model_init`, and not both.")
+    if model_init is not None and any(optimizers):
+        raise ValueError(
+            "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
+            "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
+        )
     if train_dataset is None:
         raise ValueError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
     if not isinstance(train_dataset, Dataset | IterableDataset):

@@ -45,7 +45,7 @@ class DeviceTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.reward_metrics = RewardMetrics(self.runtime, self.args.device)
         self._gradients: GradientBuffers | None = None
-        self._guard = RecompileGuard(self.runtime, self.planned_shapes)
+        self._guard = RecompileGuard(self.runtime, None)  # training begins with one that knows its plan
         self.add_callback(_StepEdges(self))
 
     @property
@@ -241,7 +241,9 @@ class _StepEdges(TrainerCallback):
         trainer = self._trainer
         trainer.reset_loss()
         accumulates = args.gradient_accumulation_steps > 1
-        trainer._guard = RecompileGuard(trainer.runtime, trainer.planned_shapes, shared_programs=int(accumulates))
+        if trainer.runtime.name == "xla":
+            planned = trainer.planned_shapes
+            trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(accumulates))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._guard.check()

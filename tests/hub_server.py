@@ -1,0 +1,153 @@
+"""A model hub on the loopback address: the part of the Hugging Face Hub's HTTP API that pushing and loading use.
+
+It keeps every file in memory, takes all uploads as "regular" files inside the commit (no LFS, no Xet), and answers
+writes without the right token with 401. Requests that it does not know get 404 and are kept in `unknown`.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_REVISION = "[^/]+"
+_REPO = "(?P<repo>[^/]+/[^/]+)"
+
+
+@dataclass
+class Hub:
+    """What the server holds: of each repository its files, and the summaries of its commits."""
+
+    token: str
+    endpoint: str = ""
+    files: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    commits: list[tuple[str, str]] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def head(self) -> str:
+        """The revision that all files are at: a fake git hash."""
+        return hashlib.sha1(str(len(self.commits)).encode()).hexdigest()
+
+    # ---- answers to requests; each takes the parts of its path and the body, and returns JSON
+
+    def create(self, body: bytes) -> dict[str, Any]:
+        wanted = json.loads(body)
+        repo = f"{wanted.get('organization') or 'user'}/{wanted['name']}"
+        self.files.setdefault(repo, {})
+        return {"url": f"{self.endpoint}/{repo}", "name": repo, "id": repo}
+
+    def validate(self, body: bytes) -> dict[str, Any]:
+        assert json.loads(body)["content"].startswith("---\n"), "a model card starts with its metadata"
+        return {"errors": [], "warnings": []}
+
+    def preupload(self, body: bytes, repo: str) -> dict[str, Any]:
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        return {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
+
+    def commit(self, body: bytes, repo: str) -> dict[str, Any]:
+        for line in body.splitlines():
+            item = json.loads(line)
+            if item["key"] == "header":
+                self.commits.append((repo, item["value"]["summary"]))
+            elif item["key"] == "file":
+                self.files[repo][item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            else:
+                raise ValueError(f"a commit line of an unexpected kind: {item['key']}")
+        return {"success": True, "commitUrl": f"{self.endpoint}/{repo}/commit/{self.head}", "commitOid": self.head}
+
+    def whoami(self, body: bytes) -> dict[str, Any]:
+        return {"type": "user", "name": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+
+    def info(self, body: bytes, repo: str) -> dict[str, Any]:
+        siblings = [{"rfilename": path} for path in self.files[repo]]
+        return {"id": repo, "sha": self.head, "private": False, "siblings": siblings, "tags": []}
+
+    def tree(self, body: bytes, repo: str) -> list[dict[str, Any]]:
+        return [
+            {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for path, content in self.files[repo].items()
+        ]
+
+
+_ROUTES = {
+    ("POST", "/api/repos/create"): Hub.create,
+    ("POST", "/api/validate-yaml"): Hub.validate,
+    ("GET", "/api/whoami-v2"): Hub.whoami,
+    ("POST", f"/api/models/{_REPO}/preupload/{_REVISION}"): Hub.preupload,
+    ("POST", f"/api/models/{_REPO}/commit/{_REVISION}"): Hub.commit,
+    ("GET", f"/api/models/{_REPO}"): Hub.info,
+    ("GET", f"/api/models/{_REPO}/revision/{_REVISION}"): Hub.info,
+    ("GET", f"/api/models/{_REPO}/tree/{_REVISION}"): Hub.tree,
+}
+_FILE = re.compile(f"/{_REPO}/resolve/{_REVISION}/(?P<path>.+)")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = unquote(urlsplit(self.path).path)
+        if self.command == "POST" and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+            return self._send(401, b'{"error": "Invalid token"}')
+        if (file := _FILE.fullmatch(path)) is not None:
+            return self._send_file(**file.groupdict())
+        for (method, pattern), answer in _ROUTES.items():
+            if method == self.command and (match := re.fullmatch(pattern, path)) is not None:
+                repo = match.groupdict().get("repo")
+                if repo is not None and repo not in self.hub.files:
+                    return self._send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
+                return self._send(200, json.dumps(answer(self.hub, body, **match.groupdict())).encode())
+        self.hub.unknown.append(f"{self.command} {path}")
+        return self._send(404, b'{"error": "not here"}')
+
+    def _send_file(self, repo: str, path: str) -> None:
+        content = self.hub.files.get(repo, {}).get(path)
+        if content is None:
+            return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.hub.head})
+        etag = hashlib.sha1(content).hexdigest()
+        return self._send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": self.hub.head})
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+@contextmanager
+def serve(token: str) -> Iterator[Hub]:
+    """A hub at ``endpoint`` while the context lasts; only who bears ``token`` may write."""
+    hub = Hub(token)
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,56 @@
+"""Experts in static shapes equal transformers' own, in rewards and in every gradient."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    GptOssConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    set_seed,
+)
+
+from trl_tpu.modeling.experts import use_static_experts
+
+SIZE = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "pad_token_id": 0,
+    "num_labels": 1,
+}
+CONFIGS = {
+    "Qwen3-MoE": Qwen3MoeConfig(**SIZE, head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+    "Mixtral": MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2),
+    # biases, and weights stored the other way round
+    "GPT-OSS": GptOssConfig(**SIZE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_static_experts_equal_the_models_own(name: str) -> None:
+    config: PreTrainedConfig = CONFIGS[name]
+    set_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.set_experts_implementation("eager")
+    ids = torch.randint(1, 60, (3, 11))
+
+    def rewards_and_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        logits = model(ids).logits
+        logits.square().sum().backward()
+        return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, expected_gradients = rewards_and_gradients()
+    use_static_experts(model)
+    rewards, gradients = rewards_and_gradients()
+    torch.testing.assert_close(rewards, expected, atol=1e-9, rtol=1e-9)  # float64; the router works in float32
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter_name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[parameter_name], atol=1e-8, rtol=1e-7)

@@ -1,0 +1,76 @@
+"""Settings that PyTorch/XLA cannot honour are refused, each with the way out; a default config has none of them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.training_args import OptimizerNames
+
+from trl_tpu.trainer.limits import XLA_LIMITS, check_xla_limits
+from trl_tpu.trainer.reward_config import RewardConfig
+
+LIMITED: list[tuple[str, Any, str]] = [
+    ("fsdp", "full_shard", "mesh='fsdp=-1'"),
+    ("deepspeed", {"zero_optimization": {"stage": 3}}, "mesh='fsdp=-1'"),
+    ("parallelism_config", {"dp_replicate_size": 2}, "arrange the devices with mesh"),
+    ("use_liger_kernel", True, "leave it out"),
+    ("auto_find_batch_size", True, "set per_device_train_batch_size"),
+    ("torch_compile", True, "leave it out"),
+    ("fp16", True, "use bf16=True"),
+    ("fp16_full_eval", True, "leave it out"),
+    ("bf16_full_eval", True, "leave it out"),
+    ("use_cpu", True, "PJRT_DEVICE=CPU"),
+    ("optim", "adamw_torch_fused", "use optim='adamw_torch'"),
+    ("optim", OptimizerNames.ADAMW_BNB, "use optim='adamw_torch'"),
+    ("include_num_input_tokens_seen", "all", "read num_tokens in the logs"),
+    ("neftune_noise_alpha", 5.0, "USE_TORCH_XLA=0"),
+    ("torch_empty_cache_steps", 10, "leave it out"),
+]
+
+
+@pytest.fixture
+def defaults(tmp_path: Path) -> SimpleNamespace:
+    """The values of a config that asks for nothing special."""
+    return SimpleNamespace(**vars(RewardConfig(str(tmp_path))))
+
+
+def hit_by(args: SimpleNamespace) -> Iterator[int]:
+    for index, limit in enumerate(XLA_LIMITS):
+        value = getattr(args, limit.setting)
+        if limit.is_impossible(getattr(value, "value", value)):
+            yield index
+
+
+def test_every_limit_is_in_the_table_once(defaults: SimpleNamespace) -> None:
+    hits = [list(hit_by(SimpleNamespace(**{**vars(defaults), name: value}))) for name, value, _ in LIMITED]
+    assert sorted(hits) == [[index] for index in range(len(XLA_LIMITS))]
+
+
+@pytest.mark.parametrize(("setting", "value", "fix"), LIMITED)
+def test_a_setting_that_xla_cannot_honour_is_refused_with_the_way_out(
+    setting: str, value: Any, fix: str, defaults: SimpleNamespace
+) -> None:
+    setattr(defaults, setting, value)
+    with pytest.raises(ValueError) as caught:
+        check_xla_limits(defaults)
+    message = str(caught.value)
+    assert message.startswith(f"{setting}={getattr(value, 'value', value)!r} is impossible on PyTorch/XLA: ")
+    assert fix in message
+
+
+def test_the_default_config_is_within_the_limits(defaults: SimpleNamespace) -> None:
+    check_xla_limits(defaults)
+
+
+def test_optimizers_that_need_cuda_are_refused_and_the_others_are_not(defaults: SimpleNamespace) -> None:
+    refused = set()
+    for name in OptimizerNames:
+        defaults.optim = name
+        try:
+            check_xla_limits(defaults)
+        except ValueError:
+            refused.add(name.value)
+    assert {"adamw_torch_fused", "rmsprop_bnb", "ademamix", "lion_32bit", "adamw_8bit"} <= refused
+    assert not refused & {"adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop", "galore_adamw", "stable_adamw"}
