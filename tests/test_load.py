@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from trl.trainer.utils import create_model_from_path
 
 from trl_tpu import chat_template_utils, runtime
-from trl_tpu.modeling import load
+from trl_tpu.modeling import chat_template, load
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_a_tokenizer_that_is_right_is_not_copied() -> None:
     model, tokenizer = tiny_model(), tiny_tokenizer()
     assert load.set_pad_token(model, tokenizer) is tokenizer
     assert load.set_eos_token(model, tokenizer, "<|im_end|>") is tokenizer
-    assert load.set_chat_template(model, tokenizer, None) == (model, tokenizer, [])
+    assert chat_template.set_chat_template(model, tokenizer, None) == (model, tokenizer, [])
 
 
 @pytest.mark.parametrize(("kind", "settle"), [("pad_token", load.set_pad_token), ("eos_token", load.set_eos_token)])
@@ -239,10 +239,10 @@ def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
     given = tiny_tokenizer()
-    _, tokenizer, added = load.set_chat_template(tiny_model(), given, str(path))
+    _, tokenizer, added = chat_template.set_chat_template(tiny_model(), given, str(path))
     assert (tokenizer.chat_template, added, given.chat_template) == ("{{ messages }}", [], TEMPLATE)
     with pytest.raises(FileNotFoundError, match="none.j2.*does not exist"):
-        load.set_chat_template(tiny_model(), given, str(tmp_path / "none.j2"))
+        chat_template.set_chat_template(tiny_model(), given, str(tmp_path / "none.j2"))
 
 
 @pytest.mark.parametrize("multiple", [64, None, 100])
@@ -264,7 +264,7 @@ def test_cloning_a_chat_template_is_trls(source_tokenizer: str, multiple: int | 
 
 def test_the_trainers_cloning_leaves_the_users_tokenizer(source_tokenizer: str) -> None:
     given = tiny_tokenizer()
-    _, tokenizer, added = load.set_chat_template(tiny_model(), given, source_tokenizer)
+    _, tokenizer, added = chat_template.set_chat_template(tiny_model(), given, source_tokenizer)
     assert tokenizer.convert_ids_to_tokens(added)[0] == "<|eot|>"
     assert (given.chat_template, given.eos_token, len(given)) == (TEMPLATE, "<|im_end|>", len(tiny_tokenizer()))
 

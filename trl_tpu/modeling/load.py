@@ -6,14 +6,12 @@ writes into it). The model's config is written to, as in TRL: the saved model mu
 
 import copy
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import (
-    AddedToken,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -195,77 +193,6 @@ def set_eos_token(
         processing_class.eos_token = eos_token
     model.config.get_text_config().eos_token_id = processing_class.eos_token_id
     return processing_class
-
-
-def set_chat_template(
-    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, path: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """Take the chat template of a ``.jinja`` or ``.j2`` file, or of another tokenizer (see `clone_chat_template`).
-
-    Returns:
-        The model, a changed copy of the tokenizer (the tokenizer itself where ``path`` is None), and the ids of the
-        tokens that were added.
-
-    Raises:
-        FileNotFoundError: a template file that does not exist.
-    """
-    if path is None:
-        return model, processing_class, []
-    processing_class = copy.deepcopy(processing_class)
-    if not path.endswith((".jinja", ".j2")) or os.path.isdir(path):
-        return clone_chat_template(model, processing_class, path)
-    if not os.path.isfile(path):
-        raise FileNotFoundError(
-            f"`chat_template_path` names the template file {path!r}, which does not exist. Give an existing `.jinja` "
-            "or `.j2` file, or a tokenizer's hub id or folder."
-        )
-    with open(path, encoding="utf-8") as file:
-        processing_class.chat_template = file.read()
-    return model, processing_class, []
-
-
-def clone_chat_template(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    source_tokenizer_path: str,
-    resize_to_multiple_of: int | None = 64,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """Give a model and its tokenizer the chat template of another tokenizer, with the tokens that it needs.
-
-    As in TRL, both are changed in place: the tokenizer gets the source's template, eos token and those of its added
-    tokens that it lacks; the embeddings get a row for each, and are rounded up to a multiple of
-    ``resize_to_multiple_of`` rows (None: not rounded), with as many tokens ``<extra_id_i>`` added to fill them.
-
-    Args:
-        model: has input embeddings that can be resized.
-        tokenizer: the model's.
-        source_tokenizer_path: hub id or folder of the tokenizer whose template is taken.
-        resize_to_multiple_of: what the number of embedding rows is rounded up to.
-
-    Returns:
-        The model, the tokenizer, and the ids of the tokens that were added.
-    """
-    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
-    tokenizer.chat_template = source.get_chat_template()
-    known = tokenizer.get_vocab()
-    added = [token for token in source.added_tokens_decoder.values() if token.content not in known]
-    tokenizer.add_tokens(added)
-    tokenizer.eos_token = source.eos_token
-    model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
-    if model.can_generate():
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-
-    # `tokenizer.vocab_size` leaves out added tokens for some tokenizers; the vocabulary itself does not.
-    model.resize_token_embeddings(len(tokenizer.get_vocab()), pad_to_multiple_of=resize_to_multiple_of)
-    embeddings: Any = model.get_input_embeddings()
-    index = 0
-    while len(tokenizer.get_vocab()) < embeddings.num_embeddings:
-        filler = AddedToken(f"<extra_id_{index}>")
-        if tokenizer.add_tokens(filler):
-            added.append(filler)
-        index += 1
-    vocabulary = tokenizer.get_vocab()
-    return model, tokenizer, [vocabulary[token.content] for token in added]
 
 
 def set_pad_token(

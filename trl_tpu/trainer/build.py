@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,12 +17,12 @@ from ..data.legacy import prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..modeling.adapters import add_adapters, is_peft_model, prepare_adapters, warn_if_head_is_frozen
 from ..modeling.attention import use_static_attention
+from ..modeling.chat_template import set_chat_template
 from ..modeling.experts import use_static_experts
 from ..modeling.load import (
     check_num_labels,
     load_model,
     load_processing_class,
-    set_chat_template,
     set_eos_token,
     set_pad_token,
 )
@@ -39,6 +39,34 @@ class RewardModel:
 
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase
+
+
+def default_folder(model: Any) -> str:
+    """Where a trainer without `args` writes: ``{model name}-Reward``, as in TRL."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
+
+
+def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any) -> None:
+    """Refuse trainer arguments that are missing or exclude each other.
+
+    Raises:
+        TypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
+        ValueError: Anything else.
+    """
+    if (model is None) == (model_init is None):
+        raise ValueError("The trainer needs either `model` or `model_init`, and not both.")
+    if model_init is not None and any(optimizers):
+        raise ValueError(
+            "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
+            "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
+        )
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        kind = type(train_dataset).__name__
+        hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
+        raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
 
 
 def build_reward_model(

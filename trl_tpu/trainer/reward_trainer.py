@@ -3,7 +3,8 @@
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -33,7 +34,7 @@ from ..data.legacy import _tokenize
 from ..modeling.adapters import is_peft_model
 from ..modeling.losses import masked_mean, pairwise_losses
 from ..modeling.rewards import PairBatch
-from .build import build_dataset, build_reward_model, planned_lengths
+from .build import build_dataset, build_reward_model, check_arguments, default_folder, planned_lengths
 from .evaluation import PairEvaluation
 from .legacy import today_args, today_processing_class, uses_old_columns
 from .model_card import make_model_card
@@ -103,8 +104,8 @@ class RewardTrainer(PairEvaluation):
     ) -> None:
         self.runtime = runtime.current()
         self.runtime.start()
-        _check_arguments(model, model_init, train_dataset, optimizers)
-        args = today_args(args or RewardConfig(_default_folder(model)), max_length)
+        check_arguments(model, model_init, train_dataset, optimizers)
+        args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes)
@@ -293,27 +294,6 @@ class RewardTrainer(PairEvaluation):
         hub_id = self.args.hub_model_id
         self.create_model_card(model_name=hub_id.split("/")[-1] if hub_id else None)
         super()._save_checkpoint(model, trial)
-
-
-def _default_folder(model: Any) -> str:
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
-
-
-def _check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any) -> None:
-    if (model is None) == (model_init is None):
-        raise ValueError("The trainer needs either `model` or `model_init`, and not both.")
-    if model_init is not None and any(optimizers):
-        raise ValueError(
-            "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
-            "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
-        )
-    if train_dataset is None:
-        raise ValueError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
-    if not isinstance(train_dataset, Dataset | IterableDataset):
-        kind = type(train_dataset).__name__
-        hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
-        raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
 
 
 def _accepts_use_cache(model: nn.Module) -> bool:
