@@ -1,43 +1,5 @@
-"""Fixtures for tests on PyTorch/XLA: on one device, and the same on eight virtual ones (CPU_NUM_DEVICES=8)."""
+"""The fixtures of every test on PyTorch/XLA."""
 
-import sys
-from pathlib import Path
-from typing import Any
+from device_fixtures import config, model_folder
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import tiny  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny reward model and its tokenizer, on disk."""
-    pairs = tiny.made_up_pairs(200)
-    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts)
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Any:
-    """Makes a RewardConfig for a global batch of 8 pairs, quiet, in float32."""
-    from trl_tpu import RewardConfig
-    from trl_tpu.runtime import current
-
-    current().start()
-    pairs_per_device = 8 // current().device_count()
-
-    def make(**settings: Any) -> RewardConfig:
-        defaults = {
-            "per_device_train_batch_size": pairs_per_device,
-            "per_device_eval_batch_size": pairs_per_device,
-            "bf16": False,
-            "learning_rate": 1e-3,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
-        return RewardConfig(str(tmp_path), **(defaults | settings))
-
-    return make
+__all__ = ["config", "model_folder"]

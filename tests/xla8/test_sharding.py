@@ -1,22 +1,15 @@
 """On eight devices: what is sharded, and that no device holds it whole."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "xla"))
-
-import tiny  # noqa: E402
-from conftest import config, model_folder  # noqa: E402, F401
-
-from trl_tpu import RewardTrainer  # noqa: E402
+from trl_tpu import RewardTrainer
 
 
 def bytes_on_a_device(tensor: torch.Tensor) -> int:
@@ -27,8 +20,8 @@ def bytes_on_a_device(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("mesh", ["fsdp=-1", "data=2,fsdp=4"])
 def test_weights_and_optimizer_state_are_split_over_fsdp(
-    config: Callable[..., Any],  # noqa: F811
-    model_folder: str,  # noqa: F811
+    config: Callable[..., Any],
+    model_folder: str,
     mesh: str,
 ) -> None:
     args = config(max_steps=2, logging_steps=1, mesh=mesh)
@@ -48,7 +41,7 @@ def test_weights_and_optimizer_state_are_split_over_fsdp(
     assert torch.isfinite(torch.tensor(losses)).all()
 
 
-def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model_folder: str) -> None:  # noqa: F811
+def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model_folder: str) -> None:
     """Also after skipping batches, as a resumed run does."""
     trainer = RewardTrainer(model_folder, config(), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
@@ -60,7 +53,7 @@ def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model
     assert len(trainer._skip_batches(loader, 2)) == len(loader) - 2
 
 
-def test_the_batch_counts_pairs_on_every_device(config: Callable[..., Any], model_folder: str) -> None:  # noqa: F811
+def test_the_batch_counts_pairs_on_every_device(config: Callable[..., Any], model_folder: str) -> None:
     args = config(per_device_train_batch_size=3)
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
     assert args.train_batch_size == 24
