@@ -7,8 +7,7 @@
         --per_device_train_batch_size 8 \
         --learning_rate 1.0e-5 \
         --eval_strategy steps \
-        --eval_steps 50 \
-        --pad_to_multiple_of 256
+        --eval_steps 50
 
 For LoRA add `--use_peft --learning_rate 1.0e-4`; to upload the result, `--push_to_hub`.
 """

@@ -59,3 +59,10 @@ def test_the_batch_counts_pairs_on_every_device(config: Callable[..., Any], mode
     assert args.train_batch_size == 24
     assert trainer.get_total_train_batch_size(args) == 24
     assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[:2] == (24, 2)
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_refused(config: Callable[..., Any], model_folder: str) -> None:
+    """With split_batches the batch size is the whole batch's."""
+    args = config(per_device_train_batch_size=12, accelerator_config={"split_batches": True})
+    with pytest.raises(ValueError, match=r"12 / 8 is no whole number. Choose a batch of 16 pairs"):
+        RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
