@@ -4,6 +4,7 @@ Names are imported when they are first used, so that importing the package is qu
 """
 
 import importlib
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,6 +12,10 @@ try:
     __version__ = version("trl-tpu")
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
+
+# XLA's compiler writes warnings to stderr, from C++, at every compile. It reads this once, when torch_xla is imported,
+# which transformers does: so it has to be said here.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 _MODULES = {
     "chat_template_utils": ["clone_chat_template"],

@@ -1,8 +1,11 @@
 """Apply a plan to a model and report what was done."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..runtime import Runtime
 from .mesh import MeshShape
@@ -59,3 +62,23 @@ def shard_model(model: nn.Module, mesh: MeshShape, runtime: Runtime) -> ShardRep
         runtime.shard(parameter, placements[name].axes)
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
     return ShardReport(mesh, placements, sizes)
+
+
+def keep_batch_split(model: nn.Module, mesh: MeshShape, runtime: Runtime) -> None:
+    """Keep hidden states [R, L, H] split over the batch axes at every layer's end, by forward hooks.
+
+    Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
+    """
+    if mesh.batch_shards == 1:
+        return
+
+    def constrain(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not isinstance(hidden, torch.Tensor) or hidden.shape[0] % mesh.batch_shards:
+            return output
+        hidden = runtime.constrain(hidden, (mesh.batch_axes, *([None] * (hidden.dim() - 1))))
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer | nn.Embedding):
+            module.register_forward_hook(constrain)

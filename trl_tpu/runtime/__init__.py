@@ -68,6 +68,9 @@ class Runtime(Protocol):
     def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
         """Lay ``tensor`` out over the mesh, in place: dimension d over the axes ``axes[d]``, None meaning whole."""
 
+    def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+        """The activation ``tensor``, and its gradient, laid out as in `shard`: a wish that the compiler must grant."""
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix multiplications in ``dtype`` over float32 weights; None changes nothing."""
 

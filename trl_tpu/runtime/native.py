@@ -35,6 +35,9 @@ class NativeRuntime:
     def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
         """One device holds every tensor whole."""
 
+    def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return tensor
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

@@ -4,16 +4,12 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's compiler logs to stderr from C++, at every compile
-
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
@@ -78,7 +74,14 @@ class _ShardingLoader(pl.ParallelLoader):
         self, batches: DataLoader, devices: list[torch.device], shardings: Callable[[torch.Tensor], Any]
     ) -> None:
         self._shardings = shardings
-        super().__init__(batches, devices, loader_prefetch_size=4, device_prefetch_size=2)
+        super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
+
+    def _watched(self, batches: DataLoader) -> Iterator[dict[str, Any]]:
+        """The batches; an error in making one reaches the main thread, where torch_xla would just end the epoch."""
+        try:
+            yield from batches
+        except Exception as error:
+            self._exception_queue.put(error)
 
     def send_cpu_data_to_device(self, batches: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
         return [{key: self._send(value, device) for key, value in batch.items()} for batch in batches]
@@ -124,6 +127,9 @@ class XlaRuntime:
         if any(axes):
             xs.mark_sharding(tensor, self._mesh, axes)
 
+    def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return xs.mark_sharding_with_gradients(tensor, self._mesh, axes)
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
@@ -148,7 +154,7 @@ class XlaRuntime:
         return xm.send_cpu_data_to_device([tensor], device)[0]  # type: ignore[index]
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return xs.mark_sharding_with_gradients(tensor, self._mesh, (None,) * tensor.dim())
+        return self.constrain(tensor, (None,) * tensor.dim())
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])

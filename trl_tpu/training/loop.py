@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..data.loader import host_batches, skip_batches, training_order
 from ..parallel.mesh import MeshShape
-from ..parallel.shard import ShardReport, shard_model
+from ..parallel.shard import ShardReport, keep_batch_split, shard_model
 from ..runtime import Runtime
 from .checkpoint import load_optimizer, load_progress, save_optimizer, save_progress
 from .export import export_model
@@ -60,6 +60,9 @@ class DeviceTrainer(Trainer):
         built = super()._build_accelerator_args(**kwargs)
         if built["mixed_precision"] == "bf16":
             built["mixed_precision"] = "no"
+        if built["dataloader_config"].dispatch_batches is None:
+            # for a stream accelerate would make batches on one process and cut them up for the others
+            built["dataloader_config"].dispatch_batches = False
         return built
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
@@ -70,6 +73,8 @@ class DeviceTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         super()._move_model_to_device(model, device)
         self.shard_report = shard_model(model, self.mesh, self.runtime)
+        if self.runtime.name == "xla":
+            keep_batch_split(model, self.mesh, self.runtime)
 
     # ---- loading
 

@@ -1,0 +1,39 @@
+"""The loader that feeds XLA devices from background threads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+
+from trl_tpu import RewardTrainer
+from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
+
+
+def test_an_error_in_a_batch_stops_training(config: Callable[..., Any], model_folder: str) -> None:
+    """torch_xla's loader threads would end the epoch early and call it done."""
+
+    class FailingCollator(DataCollatorForPreference):
+        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+            raise RuntimeError("row 7 cannot be read")
+
+    trainer = RewardTrainer(model_folder, config(max_steps=3), FailingCollator(0), tiny.made_up_pairs(32))
+    with pytest.raises(RuntimeError, match="row 7 cannot be read"):
+        trainer.train()
+
+
+def test_every_pair_is_seen_once_an_epoch_in_a_new_order(config: Callable[..., Any], model_folder: str) -> None:
+    trainer = RewardTrainer(model_folder, config(), train_dataset=tiny.made_up_pairs(21))
+    loader = trainer.get_train_dataloader()
+    epochs = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        rows = [
+            tuple(row.flatten().tolist())
+            for batch in loader
+            for row, is_real in zip(batch["input_ids"].cpu(), batch["pair_mask"].cpu(), strict=True)
+            if is_real
+        ]
+        epochs.append(rows)
+    assert len(epochs[0]) == 21 == len(epochs[1])
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
