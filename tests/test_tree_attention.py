@@ -1,0 +1,273 @@
+"""Packed rows give the rewards and gradients of the padded forward, for every family of decoders."""
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import logsigmoid
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.data.packing import pack, pair_size
+from trl_tpu.data.row_shapes import RowShape, plan_shapes
+from trl_tpu.modeling.tree_attention import packed_rewards, score_wide, tree_rule, use_tree_masks
+
+PAD = 0
+VOCAB = 32
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "num_labels": 1,
+}
+LAYERS = ["sliding_attention", "full_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {}),
+    "Llama, scaled RoPE": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "Llama, eager": ("Llama", {"attn_implementation": "eager"}),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2, mixed windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": LAYERS}),
+    "Qwen3": ("Qwen3", {}),
+    "Mistral, sliding window": ("Mistral", {"sliding_window": 4}),
+    "Mistral, sliding window, eager": ("Mistral", {"sliding_window": 4, "attn_implementation": "eager"}),
+    "Gemma2, soft cap, mixed windows": (
+        "Gemma2",
+        {
+            "sliding_window": 3,
+            "layer_types": LAYERS,
+            "attn_logit_softcapping": 0.2,
+            "query_pre_attn_scalar": 4,
+            "attn_implementation": "eager",
+        },
+    ),
+    "Gemma3, mixed windows": (
+        "Gemma3Text",
+        {"sliding_window": 3, "layer_types": LAYERS, "query_pre_attn_scalar": 4},
+    ),
+    "Phi-3, sliding window": ("Phi3", {"sliding_window": 5}),
+    "OLMo2": ("Olmo2", {}),
+    "GPT-NeoX": ("GPTNeoX", {}),
+    "GPT-2, learned positions": ("GPT2", {}),
+    "Qwen3-MoE": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "decoder_sparse_step": 1,
+            "experts_implementation": "eager",
+        },
+    ),
+}
+
+
+def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
+    """A random reward model in float64, its weights large enough that attention is far from uniform."""
+    name, settings = FAMILIES[family]
+    settings = {**TINY, **settings, **changes}
+    implementation = settings.pop("attn_implementation", "sdpa")
+    if name == "GPT2":
+        settings = {**settings, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**settings)
+    classes = transformers.AutoModelForSequenceClassification
+    model = classes.from_config(config, attn_implementation=implementation, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    use_tree_masks(model)
+    return model
+
+
+MODELS: dict[str, PreTrainedModel] = {}
+
+
+def model_of(family: str) -> PreTrainedModel:
+    return MODELS.setdefault(family, tiny_model(family))
+
+
+def padded(model: nn.Module, pairs: list[Any]) -> torch.Tensor:
+    """The rewards [P, 2] as TRL computes them."""
+    batch = DataCollatorForPreference(PAD)([{"chosen_ids": one, "rejected_ids": other} for one, other in pairs])
+    return model(**batch).logits.view(2, len(pairs)).T
+
+
+def packed(model: nn.Module, pairs: list[Any], shapes: Any = None, **kwargs: Any) -> torch.Tensor:
+    shapes = shapes or plan_shapes([pair_size(*pair) for pair in pairs], len(pairs), multiple=8, attention_length=20)
+    batch = pack(*zip(*pairs, strict=True), shapes, len(pairs), PAD)
+    names = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2")
+    return packed_rewards(model, *(torch.from_numpy(getattr(batch, name)) for name in names), **kwargs)
+
+
+def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:
+    chosen, rejected = rewards_P2.unbind(-1)
+    loss = (-logsigmoid(chosen - rejected) + 0.1 * (chosen + rejected) ** 2).mean()
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+
+
+class StayInFloat64(TorchFunctionMode):
+    """Norms and routers compute in float32 whatever the model's type is, which would hide errors up to 1e-7."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensor = args[0] if args else None
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
+            if function is torch.Tensor.float or (function is torch.Tensor.to and torch.float32 in args[1:]):
+                return tensor
+            if kwargs.get("dtype") == torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def assert_equal_in_both(model: nn.Module, pairs: list[Any], **kwargs: Any) -> None:
+    with StayInFloat64():
+        expected, rewards = padded(model, pairs), packed(model, pairs, **kwargs)
+        theirs, ours = gradients(model, expected), gradients(model, rewards)
+    assert rewards.dtype == torch.float64
+    torch.testing.assert_close(rewards, expected, rtol=1e-9, atol=1e-9)
+    assert ours.keys() == theirs.keys()
+    assert ours
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(
+            ours[name], gradient, rtol=1e-9, atol=1e-9, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+ids = st.integers(1, VOCAB - 1)
+dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+prompt, tail = st.lists(ids, min_size=1, max_size=10), st.lists(ids, max_size=6)
+pair = st.one_of(
+    st.tuples(dialogue, dialogue),
+    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), prompt, tail, tail),
+    dialogue.map(lambda ids: (ids, ids)),
+    st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
+)
+batches = st.lists(pair, min_size=1, max_size=5)
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+KNOWN_PAIRS = [
+    (PROMPT + [1, 2, 3, 4], PROMPT + [4, 3]),  # two tails
+    (PROMPT + [1, 2, 12], PROMPT + [13]),  # another pair of that prompt
+    (PROMPT, PROMPT + [14, 15, 16]),  # one a prefix of the other
+    ([17, 18, 19], [17, 18, 19]),  # identical
+    ([20], [21]),  # single tokens
+    ([22] * 9, [23] * 11),  # nothing shared
+    ([24, PAD, 25, PAD, PAD], [24, PAD, PAD]),  # the pad token in the text
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rewards_and_gradients_equal_the_padded_forward(family: str) -> None:
+    assert_equal_in_both(model_of(family), KNOWN_PAIRS)
+    assert_equal_in_both(model_of(family), KNOWN_PAIRS, shapes=[RowShape(1, 96)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pairs=batches)
+def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(family: str, pairs: list[Any]) -> None:
+    assert_equal_in_both(model_of(family), pairs)
+
+
+def test_lora_trains_the_same() -> None:
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("Qwen3"), lora)
+    assert_equal_in_both(model, KNOWN_PAIRS)
+    assert any("lora_A" in name for name in gradients(model, packed(model, KNOWN_PAIRS)))
+    assert any("score" in name for name in gradients(model, packed(model, KNOWN_PAIRS)))
+
+
+def test_recomputed_layers_train_the_same() -> None:
+    model = tiny_model("GPT-NeoX").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal_in_both(model, KNOWN_PAIRS)
+
+
+def test_a_window_counts_positions_not_columns() -> None:
+    """The other tail stands between a tail and its prompt; it must not use up the window."""
+    pairs = [(PROMPT + [1] * 9, PROMPT + [2, 3])]
+    model = tiny_model("Mistral, sliding window")
+    torch.testing.assert_close(packed(model, pairs), padded(model, pairs), rtol=1e-9, atol=1e-9)
+    subtree_end, positions = torch.tensor([[6, 6, 5, 5, 5, 6]]), torch.tensor([[0, 1, 2, 3, 4, 2]])
+
+    def window(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (key > query - 2)
+
+    rule = tree_rule(torch.stack([subtree_end, positions], 1), window)
+    row, column = torch.zeros(1, 1, dtype=torch.long), torch.arange(6)
+    visible = rule(row, row, column[:, None], column[None, :])
+    assert visible[5].tolist() == [False, True, False, False, False, True]
+    assert visible[4].tolist() == [False, False, False, True, True, False]
+
+
+def test_ordinary_batches_get_the_masks_they_always_got() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**TINY)
+    model = transformers.LlamaForSequenceClassification(config)
+    model.set_attn_implementation("eager")
+    before = padded(model, KNOWN_PAIRS)
+    use_tree_masks(model)
+    use_tree_masks(model)  # twice is once
+    assert torch.equal(padded(model, KNOWN_PAIRS), before)
+
+
+class OwnMasks(nn.Module):
+    """As remote code may be: it takes what transformers' decoders take, and does not use their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 1)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> None:
+        self.score(torch.zeros(*input_ids.shape, 4))
+
+
+def test_a_model_that_cannot_is_an_error_that_says_what_to_do() -> None:
+    model = tiny_model("Llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="uses 'flash_attention_2'.*'sdpa', 'flex_attention' or 'eager'"):
+        use_tree_masks(model)
+    causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no `score` head"):
+        packed(causal, KNOWN_PAIRS)
+    with pytest.raises(ValueError, match="OwnMasks did not ask for the masks of packed rows"):
+        packed(OwnMasks(), KNOWN_PAIRS)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_rewards_are_float32_under_autocast_and_over_bfloat16_weights(stored: torch.dtype) -> None:
+    head = nn.Linear(16, 1, bias=False, dtype=stored)
+    hidden = torch.randn(3, 2, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        rewards = score_wide(head, hidden)
+    assert rewards.dtype == torch.float32
+    torch.testing.assert_close(rewards, hidden.float() @ head.weight.float()[0], rtol=1e-5, atol=1e-6)
+    rewards.sum().backward()
+    assert head.weight.grad is not None
