@@ -252,7 +252,7 @@ class OwnMasks(nn.Module):
 def test_a_model_that_cannot_is_an_error_that_says_what_to_do() -> None:
     model = tiny_model("Llama")
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="uses 'flash_attention_2'.*'sdpa', 'flex_attention' or 'eager'"):
+    with pytest.raises(ValueError, match="uses 'flash_attention_2'.*'sdpa' or 'eager'"):
         use_tree_masks(model)
     causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no `score` head"):

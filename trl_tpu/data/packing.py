@@ -84,7 +84,9 @@ def pack(
     sizes_P, shared_PP = _tree_sizes(common_DD)
     shape, rows_P = _choose(sizes_P, shared_PP, shapes)
 
-    input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D = _lay_out(dialogues, np.repeat(rows_P, 2), order, common_DD, shape, pad_token_id)
+    input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D = _lay_out(
+        dialogues, np.repeat(rows_P, 2), order, common_DD, shape, pad_token_id
+    )
     return PackedBatch(
         input_ids_RL,
         position_ids_RL,

@@ -5,8 +5,8 @@ decoders build their masks through one interface: they call the mask function re
 implementation with a rule ``(batch, head, query, key) -> bool`` that says causal, sliding or chunked, layer by layer.
 Here that function is given one more ability: while packed rows are read, the rule is asked about positions in the
 dialogues, and the tree decides who is on whose path.
-So a sliding window counts a dialogue's tokens, each layer keeps its own rule, and eager, sdpa and flex attention all
-work, the last without ever building the mask.
+So a sliding window counts a dialogue's tokens, each layer keeps its own rule, and whatever takes a mask for each query
+and key works: eager attention, sdpa and what is built on them.
 
 Letters: P pairs, R rows, L length of a row, H hidden.
 """
@@ -82,14 +82,14 @@ def use_tree_masks(model: PreTrainedModel) -> None:
     Call it once the implementation is final. Ordinary batches get the same masks as before.
 
     Raises:
-        ValueError: If the implementation has no masks that could hold a tree, as flash attention.
+        ValueError: If the implementation takes no mask for each query and key, as flash and flex attention.
     """
     name = model.config._attn_implementation
     plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if plain is None or "flash" in name:
+    if plain is None or name.startswith(("flash", "flex")):
         raise ValueError(
-            f"Packed rows need attention that takes any mask, but the model uses {name!r}. Load it with "
-            "`attn_implementation=` 'sdpa', 'flex_attention' or 'eager'."
+            f"Packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
+            "`attn_implementation=` 'sdpa' or 'eager'."
         )
     if not isinstance(plain, TreeMask):
         AttentionMaskInterface.register(name, TreeMask(plain))
