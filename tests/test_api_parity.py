@@ -34,6 +34,7 @@ INTENDED: dict[str, dict[str, str]] = {
             "a text reads the same on a command line; an enum is accepted as before"
         ),
         "ours alone: mesh = 'fsdp=-1'": "how the devices of one process are arranged, which TRL leaves to accelerate",
+        "ours alone: packing = False": "computes what a pair's dialogues share once, which TRL computes twice",
         "ours alone: evaluation_strategy = None": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
     },
     "RewardConfig's values once made": {
@@ -87,6 +88,7 @@ INTENDED: dict[str, dict[str, str]] = {
     },
     "parameters of the top-level functions and classes": {
         "RewardConfig ours alone: mesh": "see RewardConfig's fields",
+        "RewardConfig ours alone: packing": "see RewardConfig's fields",
         "RewardConfig ours alone: evaluation_strategy": "see RewardConfig's fields",
         "default of RewardConfig optim: 'adamw_torch_fused', ours 'adamw_torch'": "see RewardConfig's fields",
         "default of RewardTrainer model: <class 'inspect._empty'>, ours None": "see RewardTrainer's parameters",
@@ -244,11 +246,11 @@ def test_trls_own_parameters_come_first_so_that_positional_arguments_mean_the_sa
     assert ours[: len(theirs)] == theirs
 
 
-def test_the_command_line_has_trls_flags_and_the_two_of_our_own() -> None:
+def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
     theirs, ours = (
         set(HfArgumentParser(each)._option_string_actions) for each in (trl.RewardConfig, trl_tpu.RewardConfig)
     )
-    assert ours - theirs == {"--mesh", "--evaluation_strategy", "--evaluation-strategy"}
+    assert ours - theirs == {"--mesh", "--packing", "--evaluation_strategy", "--evaluation-strategy"}
     assert theirs - ours == set()
 
 

@@ -67,6 +67,16 @@ def test_50_steps_on_real_pairs(hh: tuple[Path, list[dict[str, float]]], setting
     )
 
 
+@tiny.needs_hh
+@pytest.mark.parametrize("setting", ["plain torch", "XLA, 8 devices"])
+def test_50_steps_in_packed_rows(hh: tuple[Path, list[dict[str, float]]], setting: str) -> None:
+    """What pairs share is computed once; the loss of every step stays TRL's."""
+    folder, reference = hh
+    environment, batch = SETTINGS[setting]
+    settings = {"max_steps": 50, "per_device_train_batch_size": batch, "packing": True}
+    assert_equal(train(folder, "trl_tpu", environment, settings), reference)
+
+
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     folder = tmp_path_factory.mktemp("made_up")

@@ -1,6 +1,5 @@
 """A packed row says what its dialogues say: who sees whom, at which position, scored where, in planned shapes."""
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_tpu.data.packing import PackedBatch, pack, pair_size
-from trl_tpu.data.row_shapes import RowShape, length_groups, plan_shapes, rows_needed, snake
+from trl_tpu.data.row_shapes import RowShape, plan_shapes, rows_needed, snake
 
 PAD = 0
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
@@ -194,32 +193,6 @@ def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> N
     assert wasted[-1] < 1.1
     short, long = (plan_shapes(sizes, 8, attention_length=length)[0].length for length in (200, 1e9))
     assert short < long
-
-
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=7), st.sampled_from([20.0, 1e9]), st.sampled_from([0, 30]))
-def test_length_groups_are_the_cheapest_runs_of_pairs_in_order_of_size(
-    sizes: list[int], attention_length: float, call_work: int
-) -> None:
-    groups = length_groups(np.array(sizes), attention_length, call_work=call_work, multiple=4)
-    assert sorted(index for pairs, _ in groups for index in pairs) == list(range(len(sizes)))
-    for pairs, shape in groups:
-        assert shape.rows == len(pairs)
-        assert shape.length - 4 < max(sizes[index] for index in pairs) <= shape.length
-
-    def work(runs: list[list[int]]) -> float:
-        return sum(RowShape(len(run), -(-run[-1] // 4) * 4).work(attention_length) + call_work for run in runs)
-
-    in_order, cheapest = sorted(sizes), float("inf")
-    for cuts in product([False, True], repeat=len(sizes) - 1):
-        runs = [[in_order[0]]]
-        for size, cut in zip(in_order[1:], cuts, strict=True):
-            if cut:
-                runs.append([size])
-            else:
-                runs[-1].append(size)
-        cheapest = min(cheapest, work(runs))
-    found = sum(shape.work(attention_length) + call_work for _, shape in groups)
-    assert found == pytest.approx(cheapest)
 
 
 @settings(max_examples=20)

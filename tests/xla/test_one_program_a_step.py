@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import tiny
 import torch_xla.core.xla_model as xm
@@ -58,6 +59,27 @@ def test_counters_over_20_steps(config: Callable[..., Any], model_folder: str, a
     assert counter.between(1, 9) == Counts(0, 8 * executions_a_step, 0)
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates[-1] < rates[0]
+
+
+def test_packed_steps_are_as_many_programs_as_planned_shapes(config: Callable[..., Any], model_folder: str) -> None:
+    """And evaluation, on pairs of its own, adds at most as many again; nothing is read between logs."""
+    args = config(num_train_epochs=4, logging_steps=100, packing=True)
+    counter = CountAtSteps()
+    pairs, held_out = tiny.made_up_pairs(60), tiny.made_up_pairs(27, seed=1)
+    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
+    trainer.train()
+    planned = trainer.planned_shapes
+    steps = counter.between(0, max(counter.at))
+    assert planned is not None and 1 <= planned <= 4
+    assert steps.compiles <= planned
+    assert steps.executions == max(counter.at)
+    assert steps.device_to_host == 0
+    before = count()
+    packed_rewards = trainer.predict(held_out).predictions
+    assert count().compiles - before.compiles <= 4
+    trainer.args.packing = False
+    padded_rewards = trainer.predict(held_out).predictions
+    np.testing.assert_allclose(packed_rewards, padded_rewards, atol=1e-5)
 
 
 def test_evaluation_compiles_once_for_all_batches(config: Callable[..., Any], model_folder: str) -> None:

@@ -10,6 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
+from .packing import pack
+from .row_shapes import RowShape
+
 LEGACY_KEYS = (
     "input_ids_chosen",
     "attention_mask_chosen",
@@ -205,3 +208,36 @@ class PairRows:
     def _fill(self, values_P: torch.Tensor) -> torch.Tensor:
         missing = self.pairs - values_P.shape[0]
         return torch.cat([values_P, values_P[:1].expand(missing, *values_P.shape[1:])]).contiguous()
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Pack a batch's pairs into rows of a planned shape, every shared prefix once (see `trl_tpu.data.packing`).
+
+    The batch has `input_ids`, `position_ids` and `subtree_end` [R, L], `last_row` and `last_column` [P, 2], and
+    `pair_mask`, `tokens` and, where the data has it, `margin` [P].
+
+    Args:
+        shapes: From `plan_shapes`.
+        pairs: P, pairs in every batch.
+        pad_token_id: Fills what rows have left.
+    """
+
+    shapes: tuple[RowShape, ...]
+    pairs: int
+    pad_token_id: int
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        packed = pack(
+            [example["chosen_ids"] for example in examples],
+            [example["rejected_ids"] for example in examples],
+            self.shapes,
+            self.pairs,
+            self.pad_token_id,
+            [example["margin"] for example in examples] if "margin" in examples[0] else None,
+        )
+        arrays = {
+            name.removesuffix("_RL").removesuffix("_P2").removesuffix("_P"): value
+            for name, value in vars(packed).items()
+        }
+        return {name: torch.from_numpy(value) for name, value in arrays.items() if value is not None}

@@ -82,41 +82,6 @@ def plan_shapes(
     return tuple(sorted(shapes, key=lambda shape: shape.work(attention_length)))
 
 
-def length_groups(
-    sizes_P: np.ndarray, attention_length: float, *, call_work: float = 256, multiple: int = 16
-) -> list[tuple[np.ndarray, RowShape]]:
-    """One batch as several forward passes, where shapes cost nothing (plain torch): pairs of like size, one a row.
-
-    No long pair then makes the rows of short ones long. The groups with the least work, which are runs of the pairs in
-    order of size.
-
-    Args:
-        sizes_P: The size of each pair of the batch.
-        attention_length: As in `plan_shapes`.
-        call_work: What a forward pass costs by itself, in tokens.
-        multiple: Lengths are multiples of this.
-
-    Returns:
-        The pairs of each group, and its shape.
-    """
-    order = np.argsort(sizes_P, kind="stable")
-    lengths_P = _round_up(np.asarray(sizes_P)[order], multiple)
-    row_works_P = lengths_P * (1 + lengths_P / attention_length)
-    least = np.zeros(len(order) + 1)  # by number of pairs from the smallest up
-    start = np.zeros(len(order) + 1, int)  # where the last of their groups starts
-    for end in range(1, len(order) + 1):
-        works = least[:end] + np.arange(end, 0, -1) * row_works_P[end - 1] + call_work
-        start[end] = works.argmin()
-        least[end] = works[start[end]]
-    groups: list[tuple[np.ndarray, RowShape]] = []
-    end = len(order)
-    while end:
-        first = int(start[end])
-        groups.append((order[first:end], RowShape(end - first, int(lengths_P[end - 1]))))
-        end = first
-    return groups[::-1]
-
-
 def snake(pairs: int, rows: int) -> np.ndarray:
     """Deal pairs out to rows, back and forth: the row of the i-th largest pair, [P].
 

@@ -34,6 +34,11 @@ class PairBatch:
             input_ids, attention_mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
         return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask"), interleaved)
 
+    def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
+        """The rewards [P, 2] by the model's own pooling, and its outputs."""
+        outputs = model(input_ids=self.input_ids_RL, attention_mask=self.attention_mask_RL, **extras)
+        return self.by_pair(outputs.logits), outputs
+
     def by_pair(self, logits_R1: torch.Tensor) -> torch.Tensor:
         """The model's logits as float32 rewards, [P, 2]: chosen, rejected."""
         rewards_R = logits_R1.squeeze(-1).float()

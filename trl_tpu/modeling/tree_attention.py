@@ -11,9 +11,10 @@ and key works: eager attention, sdpa and what is built on them.
 Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from torch.func import functional_call
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from .rewards import find_score_head
+from ..data.collators import DataCollatorForPreference, PackedRows
+from ..data.row_shapes import RowShape
+from .rewards import PairBatch, find_score_head
 
 
 def tree_rule(
@@ -95,6 +98,33 @@ def use_tree_masks(model: PreTrainedModel) -> None:
         AttentionMaskInterface.register(name, TreeMask(plain))
 
 
+@dataclass(frozen=True)
+class PackedPairs:
+    """P pairs in packed rows (see `trl_tpu.data.packing.PackedBatch`), on the device."""
+
+    layout: Mapping[str, torch.Tensor]
+    tokens_P: torch.Tensor
+    margin_P: torch.Tensor | None
+    mask_P: torch.Tensor
+
+    @classmethod
+    def read(cls, inputs: Mapping[str, Any]) -> "PackedPairs":
+        """Read a batch of `trl_tpu.data.collators.PackedRows`."""
+        layout = {f"{name}_RL": inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
+        layout |= {f"{name}_P2": inputs[name] for name in ("last_row", "last_column")}
+        return cls(layout, inputs["tokens"], inputs.get("margin"), inputs["pair_mask"])
+
+    def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
+        """The rewards [P, 2], and in the place of a model's outputs the two halves of them."""
+        rewards_P2 = packed_rewards(model, **self.layout, **extras)
+        return rewards_P2, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """How many tokens the dialogues of the real pairs have, as if nothing were shared: an int32 scalar."""
+        return self.tokens_P.sum(dtype=torch.int32)
+
+
 def packed_rewards(
     model: nn.Module,
     input_ids_RL: torch.Tensor,
@@ -148,3 +178,40 @@ def score_wide(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     wide = {name: parameter.to(dtype) for name, parameter in parameters.items()}
     with torch.autocast(hidden.device.type, enabled=False):
         return functional_call(head, wide, (hidden.to(dtype),)).squeeze(-1)
+
+
+@torch.no_grad()
+def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
+    """Compare the rewards of two small pairs in packed rows with those of padded rows, on the model as it is.
+
+    Some models take a mask and yet read positions from elsewhere (ALiBi), or let padding or order leak in otherwise.
+
+    Raises:
+        ValueError: If the rewards differ by more than the model's precision explains, or packed rows cannot be read.
+    """
+    ids = [token for token in range(40) if token != pad_token_id]
+    chosen, rejected = [ids[:9], ids[20:24]], [[*ids[:5], *ids[10:14]], [*ids[20:22], *ids[30:33]]]
+    packed = PackedRows((RowShape(1, 32),), pairs=2, pad_token_id=pad_token_id)
+    padded = DataCollatorForPreference(pad_token_id)
+    examples = [{"chosen_ids": one, "rejected_ids": other} for one, other in zip(chosen, rejected, strict=True)]
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        rows = {name: tensor.to(device) for name, tensor in packed(examples).items()}
+        packed_P2, _ = PackedPairs.read(rows).rewards(model)
+        batch = PairBatch.read(
+            {key: value.to(device) for key, value in padded(examples).items()}, pad_token_id, "right"
+        )
+        padded_P2, _ = batch.rewards(model)
+    finally:
+        model.train(was_training)
+    dtype = next(model.parameters()).dtype
+    allowed = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
+    difference = (packed_P2.float() - padded_P2).abs().max()
+    if not difference <= allowed * padded_P2.abs().max().clamp(min=1):
+        raise ValueError(
+            f"packing=True is not exact for {type(model).__name__}: packed and padded rewards of the same pairs "
+            f"differ by {difference:.2g}, where {dtype} explains {allowed:.0e}. Its attention or positions do not "
+            "follow the mask and position ids they are given. Leave packing out for this model."
+        )

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
-from ..modeling.rewards import PairBatch
 from ..training.loop import DeviceTrainer
 from ..training.metrics import on_host, sums_of
 
@@ -29,7 +28,7 @@ class PairEvaluation(DeviceTrainer):
             return torch.stack([outputs["rewards_chosen"].flatten(), outputs["rewards_rejected"].flatten()], dim=-1)
         return self.read_batch(inputs).by_pair(outputs["logits"])
 
-    def read_batch(self, inputs: dict[str, Any]) -> PairBatch:
+    def read_batch(self, inputs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def prediction_step(

@@ -27,6 +27,10 @@ class RewardConfig(TrainingArguments):
         mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
             How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
             weights and batch, `data` only the batch. With plain torch there is one device.
+        packing (`bool`, *optional*, defaults to `False`):
+            Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
+            once: the same losses at a fraction of the work. For causal decoders with a `score` head. Batches then
+            have one of at most four shapes, chosen from the data, and `pad_to_multiple_of` has no effect.
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
             defaults to float32. On a command line: JSON.
@@ -124,6 +128,10 @@ class RewardConfig(TrainingArguments):
     )
     activation_offloading: bool = field(
         default=False, metadata={"help": "Not supported; activations are recomputed instead."}
+    )
+    packing: bool = field(
+        default=False,
+        metadata={"help": "Compute what a pair's two dialogues share once, in packed rows. For causal decoders."},
     )
     mesh: str = field(
         default="fsdp=-1", metadata={"help": "Axis sizes of the device mesh, such as 'data=2,fsdp=4'; -1 fills."}

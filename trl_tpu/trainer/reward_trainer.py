@@ -26,15 +26,26 @@ from .. import runtime
 from ..data.collators import (
     LEGACY_KEYS,
     DataCollatorForPreference,
+    PackedRows,
     PadToLengths,
     PairRows,
     RewardDataCollatorWithPadding,
 )
 from ..data.legacy import _tokenize
+from ..data.row_shapes import RowShape
 from ..modeling.adapters import is_peft_model
 from ..modeling.losses import masked_mean, pairwise_losses
 from ..modeling.rewards import PairBatch
-from .build import build_dataset, build_reward_model, check_arguments, default_folder, planned_lengths
+from ..modeling.tree_attention import PackedPairs
+from .build import (
+    build_dataset,
+    build_reward_model,
+    check_arguments,
+    check_packing,
+    default_folder,
+    planned_lengths,
+    planned_row_shapes,
+)
 from .evaluation import PairEvaluation
 from .legacy import today_args, today_processing_class, uses_old_columns
 from .model_card import make_model_card
@@ -47,6 +58,7 @@ EvalDataset: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
 )
 
+_PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens"}
 _OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
 
 
@@ -107,6 +119,9 @@ class RewardTrainer(PairEvaluation):
         check_arguments(model, model_init, train_dataset, optimizers)
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
+        if args.packing:
+            own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
+            check_packing(train_dataset, data_collator, own_loss, self._old_columns)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes)
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
@@ -156,6 +171,8 @@ class RewardTrainer(PairEvaluation):
         precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
         lengths = self._training_lengths if self.runtime.name == "xla" else None
         padded = f"padded to {' or '.join(map(str, lengths))} tokens" if lengths else "padded to their longest"
+        if self.args.packing:
+            padded = f"packed into {' or '.join(map(str, self._training_shapes))} tokens"
         return "\n".join(
             [
                 f"Training on {self.runtime.hardware()}: {runtime.choice().reason}",
@@ -186,17 +203,33 @@ class RewardTrainer(PairEvaluation):
     def _training_lengths(self) -> tuple[int, ...] | None:
         return planned_lengths(self.train_dataset, self.args)
 
+    @cached_property
+    def _training_shapes(self) -> tuple[RowShape, ...]:
+        return self._row_shapes(self.train_dataset, self._train_batch_size)
+
+    def _row_shapes(self, dataset: Any, batch_size: int) -> tuple[RowShape, ...]:
+        hidden_size = self.model.config.get_text_config().hidden_size
+        return planned_row_shapes(dataset, hidden_size, batch_size, self.mesh.batch_shards)
+
     @property
     def planned_shapes(self) -> int | None:
+        if self.args.packing:
+            return len(self._training_shapes)
         return None if self._training_lengths is None else len(self._training_lengths)
 
     def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
-        """On XLA: planned lengths, and pair rows; TRL's own layout for a subclass that computes its own loss."""
+        """Packed rows; else, on XLA, pair rows of planned lengths, or TRL's layout for a subclass's own loss."""
+        is_training = dataset is self.train_dataset
+        if self.args.packing:
+            shapes = self._training_shapes if is_training else self._row_shapes(dataset, batch_size)
+            return PackedRows(shapes, batch_size, self.processing_class.pad_token_id)
         collate = self._get_collator_with_removed_columns(self.data_collator)
+        if self.runtime.name == "native":
+            return collate
         if not isinstance(self.data_collator, DataCollatorForPreference | RewardDataCollatorWithPadding):
             return collate
         pad_token_id, side = self.processing_class.pad_token_id, self._padding_side
-        lengths = self._training_lengths if dataset is self.train_dataset else planned_lengths(dataset, self.args)
+        lengths = self._training_lengths if is_training else planned_lengths(dataset, self.args)
         if lengths is not None:
             collate = PadToLengths(collate, lengths, pad_token_id, side)
         if type(self).compute_loss is not RewardTrainer.compute_loss:
@@ -205,7 +238,9 @@ class RewardTrainer(PairEvaluation):
 
     # ---- the loss
 
-    def read_batch(self, inputs: dict[str, Any]) -> PairBatch:
+    def read_batch(self, inputs: dict[str, Any]) -> PairBatch | PackedPairs:
+        if "subtree_end" in inputs:
+            return PackedPairs.read(inputs)
         return PairBatch.read(inputs, self.processing_class.pad_token_id, self._padding_side)
 
     def compute_loss(
@@ -215,18 +250,18 @@ class RewardTrainer(PairEvaluation):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean pairwise loss of a batch in any of the three layouts (see `PairBatch.read`).
+        """The mean pairwise loss of a batch in any layout (see `PairBatch.read` and `PackedPairs.read`).
 
         Returns:
             The loss, or the loss and the model's outputs; in the old API, the loss and a dict of `rewards_chosen` and
             `rewards_rejected`, [P] each.
         """
         batch = self.read_batch(inputs)
-        extras = {key: value for key, value in inputs.items() if key not in _OWN_KEYS}
+        own_keys = _OWN_KEYS | _PACKED_KEYS if isinstance(batch, PackedPairs) else _OWN_KEYS
+        extras = {key: value for key, value in inputs.items() if key not in own_keys}
         if _accepts_use_cache(self.model):
             extras["use_cache"] = False
-        outputs = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL, **extras)
-        rewards_P2 = batch.by_pair(outputs.logits)
+        rewards_P2, outputs = batch.rewards(model, **extras)
         losses_P = pairwise_losses(rewards_P2, batch.margin_P, self.args.center_rewards_coefficient)
         loss = masked_mean(losses_P, batch.mask_P)
         if self.model.training:

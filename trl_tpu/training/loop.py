@@ -92,11 +92,12 @@ class DeviceTrainer(Trainer):
         dataloader_key: str | None = None,
     ) -> DataLoader:
         """On XLA, our own loader: accelerate's replicates every batch and forgets its settings on resume."""
-        if self.runtime.name == "native":
-            return super()._get_dataloader(
-                dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
-            )
         collate = self.device_collator(dataset, batch_size)
+        if self.runtime.name == "native":
+            with _collating(self, collate):
+                return super()._get_dataloader(
+                    dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
+                )
         if hasattr(dataset, "remove_columns") and not isinstance(dataset, torch.utils.data.IterableDataset):
             dataset = self._remove_unused_columns(dataset, description=description)
         sampler = None
@@ -263,3 +264,14 @@ def _skipping(skip: Callable[[Any, int], Any]) -> Iterator[None]:
         yield
     finally:
         transformers.trainer.skip_first_batches = original
+
+
+@contextlib.contextmanager
+def _collating(trainer: Trainer, collate: Callable[[list[Any]], Any]) -> Iterator[None]:
+    """Let ``trainer`` make a loader with ``collate``; transformers takes only the trainer's own collator."""
+    own = trainer.data_collator
+    trainer.data_collator = collate
+    try:
+        yield
+    finally:
+        trainer.data_collator = own
