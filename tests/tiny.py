@@ -80,9 +80,9 @@ def tiny_model(
     return LlamaForSequenceClassification(config)
 
 
-def save_tiny(folder: Path, texts: list[str], hidden: int = 32) -> str:
+def save_tiny(folder: Path, texts: list[str], hidden: int = 32, layers: int = 2) -> str:
     """A tiny model and its tokenizer in ``folder``, as a hub checkpoint would be."""
     tokenizer = tiny_tokenizer(texts)
-    tiny_model(tokenizer, hidden).save_pretrained(folder)
+    tiny_model(tokenizer, hidden, layers).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
