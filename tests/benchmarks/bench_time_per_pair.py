@@ -68,9 +68,8 @@ def compare(hidden: int) -> None:
             for name, (package, settings) in SYSTEMS.items():
                 each, losses[name] = train(model, pairs, package, settings)
                 seconds[name].append(each)
-    print(
-        f"\nhidden {hidden}, {LAYERS.get(hidden, 4)} layers, {PAIRS_A_BATCH} pairs a batch, {torch.get_num_threads()} threads"
-    )
+    layers, threads = LAYERS.get(hidden, 4), torch.get_num_threads()
+    print(f"\nhidden {hidden}, {layers} layers, {PAIRS_A_BATCH} pairs a batch, {threads} threads")
     print(f"{'':18}{'ms a pair':>12}{'times TRL':>12}{'loss':>14}")
     for name in SYSTEMS:
         ratios = [ours / reference for ours, reference in zip(seconds[name], seconds["TRL 1.16"], strict=True)]
