@@ -109,3 +109,15 @@ def test_resumed_run_equals_the_uninterrupted_one(
     weights = [trainer.runtime.to_host(dict(trainer.model.named_parameters())) for trainer in (whole, resumed)]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+def test_a_second_train_goes_on_with_the_same_optimizer(config: Callable[..., Any], model_folder: str) -> None:
+    """Its moments are not made anew, and its learning rate is still fed as a number."""
+    trainer = RewardTrainer(model_folder, config(max_steps=2, logging_steps=1), train_dataset=tiny.made_up_pairs(40))
+    trainer.train()
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    parameter = optimizer.param_groups[0]["params"][0]
+    (steps,) = trainer.runtime.fetch([optimizer.state[parameter]["step"]])
+    assert steps.item() == 4
+    assert all(isinstance(group["lr"], float) for group in optimizer.param_groups)

@@ -45,6 +45,7 @@ class DeviceTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.reward_metrics = RewardMetrics(self.runtime, self.args.device)
         self._gradients: GradientBuffers | None = None
+        self._prepared_optimizer: torch.optim.Optimizer | None = None
         self._guard = RecompileGuard(self.runtime, None)  # training begins with one that knows its plan
         self.add_callback(_StepEdges(self))
 
@@ -117,13 +118,20 @@ class DeviceTrainer(Trainer):
     # ---- the step
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Also the moment when the optimizer is final and nothing is loaded into it yet: create its state."""
-        if self.runtime.name == "xla":
-            torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        """Also the moment when the optimizer is final and nothing is loaded into it yet: create its state, once."""
+        torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
             prepare_optimizer(torch_optimizer, self.runtime)
             accumulates = self.args.gradient_accumulation_steps > 1
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
+            self._prepared_optimizer = torch_optimizer
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        position = super()._init_training_state(*args, **kwargs)
+        # a resumed run compares this with its own argument, and would warn of a change on every mesh
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        return position
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -245,6 +253,7 @@ class _StepEdges(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = self._trainer
+        trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
         trainer.reset_loss()
         accumulates = args.gradient_accumulation_steps > 1
         if trainer.runtime.name == "xla":
