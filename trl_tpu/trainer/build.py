@@ -162,15 +162,18 @@ def build_dataset(
 
 
 def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
-    """The row lengths that batches of ``dataset`` will have on a device that compiles once per length.
+    """The row lengths that padded batches of ``dataset`` can have on a device that compiles once per length.
 
-    None where they cannot be planned: a stream without `max_length`, or rows with other columns.
+    A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
     """
-    if args.pad_to_multiple_of:
-        return None  # the user's own grid of lengths
     longest = _longest(dataset)
     longest = args.max_length if longest is None else longest
-    return bucket_lengths(longest) if longest else None
+    if not longest:
+        return None
+    if multiple := args.pad_to_multiple_of:
+        assert isinstance(multiple, int)  # the config has read its text forms
+        return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
+    return bucket_lengths(longest)
 
 
 def check_packing(train_dataset: Any, data_collator: Any, computes_own_loss: bool, old_columns: bool) -> None:

@@ -9,11 +9,12 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
-from ..training.loop import DeviceTrainer
+from ..modeling.rewards import PairBatch
 from ..training.metrics import on_host, sums_of
+from .batching import PairBatching
 
 
-class PairEvaluation(DeviceTrainer):
+class PairEvaluation(PairBatching):
     """The evaluation half of the reward trainer.
 
     Predictions are rewards of shape [pairs, 2], chosen first, in the dataset's order; labels are zeros, the index of
@@ -26,10 +27,9 @@ class PairEvaluation(DeviceTrainer):
         """The rewards [P, 2] in what `compute_loss` returned beside the loss."""
         if "rewards_chosen" in outputs:
             return torch.stack([outputs["rewards_chosen"].flatten(), outputs["rewards_rejected"].flatten()], dim=-1)
-        return self.read_batch(inputs).by_pair(outputs["logits"])
-
-    def read_batch(self, inputs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        batch = self.read_batch(inputs)
+        assert isinstance(batch, PairBatch)  # packed rows give the two rewards
+        return batch.by_pair(outputs["logits"])
 
     def prediction_step(
         self,

@@ -4,10 +4,9 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -26,16 +25,10 @@ from .. import runtime
 from ..data.collators import (
     LEGACY_KEYS,
     DataCollatorForPreference,
-    PackedRows,
-    PadToLengths,
-    PairRows,
-    RewardDataCollatorWithPadding,
 )
 from ..data.legacy import _tokenize
-from ..data.row_shapes import RowShape
 from ..modeling.adapters import is_peft_model
 from ..modeling.losses import masked_mean, pairwise_losses
-from ..modeling.rewards import PairBatch
 from ..modeling.tree_attention import PackedPairs
 from .build import (
     build_dataset,
@@ -43,8 +36,6 @@ from .build import (
     check_arguments,
     check_packing,
     default_folder,
-    planned_lengths,
-    planned_row_shapes,
 )
 from .evaluation import PairEvaluation
 from .legacy import today_args, today_processing_class, uses_old_columns
@@ -119,9 +110,9 @@ class RewardTrainer(PairEvaluation):
         check_arguments(model, model_init, train_dataset, optimizers)
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
+        self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
         if args.packing:
-            own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
-            check_packing(train_dataset, data_collator, own_loss, self._old_columns)
+            check_packing(train_dataset, data_collator, self.computes_own_loss, self._old_columns)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes)
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
@@ -166,82 +157,7 @@ class RewardTrainer(PairEvaluation):
         self.label_names = []
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
 
-    def describe(self) -> str:
-        """What trains where, for the start of a log: runtime, mesh, what is sharded, batches and their shapes."""
-        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
-        lengths = self._training_lengths if self.runtime.name == "xla" else None
-        padded = f"padded to {' or '.join(map(str, lengths))} tokens" if lengths else "padded to their longest"
-        if self.args.packing:
-            padded = f"packed into {' or '.join(map(str, self._training_shapes))} tokens"
-        return "\n".join(
-            [
-                f"Training on {self.runtime.hardware()}: {runtime.choice().reason}",
-                f"Computing in {precision}",
-                str(self.shard_report),
-                f"Batches of {self._train_batch_size} pairs, {padded}",
-            ]
-        )
-
-    # ---- data
-
-    def _default_collator(self, args: RewardConfig) -> Any:
-        multiple = cast("int | None", args.pad_to_multiple_of)  # the config has read its text forms
-        if self._old_columns:
-            return RewardDataCollatorWithPadding(self.processing_class, pad_to_multiple_of=multiple)
-        return DataCollatorForPreference(self.processing_class.pad_token_id, multiple)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:  # type: ignore[has-type]
-            columns = list(LEGACY_KEYS) if self._old_columns else ["chosen_ids", "rejected_ids"]
-            self._signature_columns = [*columns, "margin"]  # type: ignore[assignment]
-
-    @property
-    def _padding_side(self) -> str:
-        return self.processing_class.padding_side if self._old_columns else "right"
-
-    @cached_property
-    def _training_lengths(self) -> tuple[int, ...] | None:
-        return planned_lengths(self.train_dataset, self.args)
-
-    @cached_property
-    def _training_shapes(self) -> tuple[RowShape, ...]:
-        return self._row_shapes(self.train_dataset, self._train_batch_size)
-
-    def _row_shapes(self, dataset: Any, batch_size: int) -> tuple[RowShape, ...]:
-        hidden_size = self.model.config.get_text_config().hidden_size
-        return planned_row_shapes(dataset, hidden_size, batch_size, self.mesh.batch_shards)
-
-    @property
-    def planned_shapes(self) -> int | None:
-        if self.args.packing:
-            return len(self._training_shapes)
-        return None if self._training_lengths is None else len(self._training_lengths)
-
-    def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
-        """Packed rows; else, on XLA, pair rows of planned lengths, or TRL's layout for a subclass's own loss."""
-        is_training = dataset is self.train_dataset
-        if self.args.packing:
-            shapes = self._training_shapes if is_training else self._row_shapes(dataset, batch_size)
-            return PackedRows(shapes, batch_size, self.processing_class.pad_token_id)
-        collate = self._get_collator_with_removed_columns(self.data_collator)
-        if self.runtime.name == "native":
-            return collate
-        if not isinstance(self.data_collator, DataCollatorForPreference | RewardDataCollatorWithPadding):
-            return collate
-        pad_token_id, side = self.processing_class.pad_token_id, self._padding_side
-        lengths = self._training_lengths if is_training else planned_lengths(dataset, self.args)
-        if lengths is not None:
-            collate = PadToLengths(collate, lengths, pad_token_id, side)
-        if type(self).compute_loss is not RewardTrainer.compute_loss:
-            return collate
-        return PairRows(collate, batch_size, pad_token_id, side)
-
     # ---- the loss
-
-    def read_batch(self, inputs: dict[str, Any]) -> PairBatch | PackedPairs:
-        if "subtree_end" in inputs:
-            return PackedPairs.read(inputs)
-        return PairBatch.read(inputs, self.processing_class.pad_token_id, self._padding_side)
 
     def compute_loss(
         self,
