@@ -41,10 +41,8 @@ class PairBatching(DeviceTrainer):
         elif lengths is None:
             shape = "padded to their longest"
         else:
-            few = len(lengths) <= 4
-            shape = (
-                f"padded to {' or '.join(map(str, lengths)) if few else f'one of {len(lengths)} lengths in'} tokens"
-            )
+            listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
+            shape = f"padded to {listed} tokens"
         return "\n".join(
             [
                 f"Training on {self.runtime.hardware()}: {runtime.choice().reason}",
