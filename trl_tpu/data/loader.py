@@ -4,17 +4,12 @@ from collections.abc import Callable, Sized
 from typing import Any, cast
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import TrainingArguments
+
+# a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
+_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
 
 
 def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
@@ -35,14 +30,8 @@ def host_batches(
     args: TrainingArguments,
 ) -> DataLoader[Any]:
     """A torch DataLoader with the loader settings of ``args``, without accelerate around it."""
-    workers = args.dataloader_num_workers
-    settings: dict[str, Any] = {
-        "collate_fn": collate,
-        "num_workers": workers,
-        "persistent_workers": args.dataloader_persistent_workers,
-        "prefetch_factor": args.dataloader_prefetch_factor,
-        "multiprocessing_context": args.dataloader_multiprocessing_context,
-    }
+    settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS}
+    settings["collate_fn"] = collate
     if isinstance(dataset, IterableDataset) or sampler is None:
         return DataLoader(dataset, batch_size=batch_size, drop_last=args.dataloader_drop_last, **settings)
     batches = BatchSampler(sampler, batch_size, drop_last=args.dataloader_drop_last)
@@ -51,18 +40,10 @@ def host_batches(
 
 def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     """The same loader without its first ``count`` batches."""
-    from accelerate.data_loader import SkipBatchSampler, SkipDataLoader
-
-    settings = {
-        key: getattr(loader, key)
-        for key in ("collate_fn", "num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
-    }
+    settings = {name: getattr(loader, name) for name in (*_SETTINGS, "collate_fn")}
     if isinstance(loader.dataset, IterableDataset):
         return SkipDataLoader(
             loader.dataset, skip_batches=count, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings
         )
     sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=count)
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
-
-
-__all__ = ["SequentialSampler", "host_batches", "skip_batches", "training_order"]

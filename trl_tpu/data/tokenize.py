@@ -13,10 +13,10 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from trl_tpu.data import checks
+from trl_tpu.data.collators import LEGACY_KEYS
 
 logger = logging.getLogger(__name__)
 
-_LEGACY_COLUMNS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
 _OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
 _STREAM_BATCH = 16  # rows tokenised at once from a stream: few, so that the first batch does not wait
 
@@ -35,7 +35,7 @@ class DataReport:
 
 def has_legacy_columns(column_names: list[str]) -> bool:
     """Whether the dataset is tokenised in the columns of TRL up to 0.23."""
-    return set(_LEGACY_COLUMNS) <= set(column_names)
+    return set(LEGACY_KEYS) <= set(column_names)
 
 
 def prepare_preference_dataset(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .. import runtime
@@ -91,9 +92,12 @@ class PairBatching(DeviceTrainer):
         if self.args.packing:
             shapes = self._training_shapes if is_training else self._row_shapes(dataset, batch_size)
             return PackedRows(shapes, batch_size, self.processing_class.pad_token_id)
-        collate = self._get_collator_with_removed_columns(self.data_collator)
         if self.runtime.name == "native":
-            return collate
+            return self.data_collator
+        # a stream's columns are removed example by example; a dataset's have been by then
+        collate: Any = self.data_collator
+        if not isinstance(dataset, Dataset):
+            collate = self._get_collator_with_removed_columns(collate)
         if not isinstance(self.data_collator, DataCollatorForPreference | RewardDataCollatorWithPadding):
             return collate
         pad_token_id, side = self.processing_class.pad_token_id, self._padding_side

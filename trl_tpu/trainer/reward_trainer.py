@@ -4,6 +4,7 @@ import inspect
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -175,7 +176,8 @@ class RewardTrainer(PairEvaluation):
         batch = self.read_batch(inputs)
         own_keys = _OWN_KEYS | _PACKED_KEYS if isinstance(batch, PackedPairs) else _OWN_KEYS
         extras = {key: value for key, value in inputs.items() if key not in own_keys}
-        if _accepts_use_cache(self.model):
+        base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
+        if _accepts_use_cache(type(base)):  # type: ignore[arg-type]  # a class is hashable
             extras["use_cache"] = False
         rewards_P2, outputs = batch.rewards(model, **extras)
         losses_P = pairwise_losses(rewards_P2, batch.margin_P, self.args.center_rewards_coefficient)
@@ -247,9 +249,9 @@ class RewardTrainer(PairEvaluation):
         super()._save_checkpoint(model, trial)
 
 
-def _accepts_use_cache(model: nn.Module) -> bool:
-    base = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
-    parameters = inspect.signature(base.forward).parameters.values()  # type: ignore[union-attr]
+@cache
+def _accepts_use_cache(model_class: type[nn.Module]) -> bool:
+    parameters = inspect.signature(model_class.forward).parameters.values()
     return any(item.name == "use_cache" or item.kind is item.VAR_KEYWORD for item in parameters)
 
 
