@@ -7,6 +7,7 @@ device in every forward and picks the program by the data. Here the mask is alwa
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,10 +25,38 @@ def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def static_sdpa_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    module: nn.Module,
+    query_BNQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """sdpa under any autocast: rotary embeddings leave query and key in float32, and XLA's sdpa wants one dtype."""
-    return sdpa_attention_forward(module, query.to(value.dtype), key.to(value.dtype), value, *args, **kwargs)
+    """Attention of N query heads to G key heads, [B, Q, N, D], as products with batch and heads as separate dimensions.
+
+    torch's sdpa joins the two into one, which no sharding over both can follow: each device would compute every head.
+    Rotary embeddings leave query and key in float32 under autocast; products are in the values' type, softmax in
+    float32 or wider.
+    """
+    query_BNQD, key_BGKD = query_BNQD.to(value_BGKD.dtype), key_BGKD.to(value_BGKD.dtype)
+    if attention_mask is None or kwargs.get("position_bias") is not None:
+        plain = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query_BNQD, key_BGKD, value_BGKD, attention_mask, **plain)
+    groups = key_BGKD.shape[1]
+    query = query_BNQD.unflatten(1, (groups, -1))
+    mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if mask.dtype == torch.bool:
+        wide = wide.masked_fill(~mask, torch.finfo(wide.dtype).min)
+    else:
+        wide = wide + mask
+    weights = F.dropout(wide.softmax(-1), dropout).to(value_BGKD.dtype)
+    outputs = torch.einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
+    return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
 def use_static_attention(model: PreTrainedModel) -> None:

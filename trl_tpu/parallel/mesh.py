@@ -1,19 +1,28 @@
 """The device mesh as pure arithmetic: names and sizes of axes, checked without touching a device."""
 
 import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import log2, prod
 
-#: Every axis, slowest first. A batch goes over `data` and `fsdp` together; weights are split over `fsdp`.
-AXES = ("data", "fsdp")
+#: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
+Axes = tuple[str | tuple[str, ...] | None, ...]
+
+#: Every axis, slowest first. A batch goes over `data` and `fsdp` together; weights are split over `fsdp` and `tensor`.
+AXES = ("data", "fsdp", "tensor")
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the mesh axes, in the order of `AXES`; their product is the number of devices."""
+    """The sizes of the mesh axes, in the order of `AXES`; their product is the number of devices.
+
+    `slices` is how many TPU slices the devices are in, which a slower network joins: the outer part of `data`.
+    """
 
     data: int = 1
     fsdp: int = 1
+    tensor: int = 1
+    slices: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -26,7 +35,7 @@ class MeshShape:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that the batch is split over."""
-        return AXES
+        return ("data", "fsdp")
 
     @property
     def batch_shards(self) -> int:
@@ -34,54 +43,113 @@ class MeshShape:
         return prod(self.sizes[axis] for axis in self.batch_axes)
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        extras = {"tensor": self.tensor, "slices": self.slices}
+        shown = {"data": self.data, "fsdp": self.fsdp} | {name: size for name, size in extras.items() if size > 1}
+        return ",".join(f"{name}={size}" for name, size in shown.items())
 
 
-def parse_mesh(spec: str, devices: int) -> MeshShape:
-    """Read a mesh written as ``"fsdp=-1"`` or ``"data=2,fsdp=4"``; one axis may be -1, which takes what is left.
+def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
+    """Read a mesh written as ``"fsdp=-1"`` or ``"data=2,fsdp=4,tensor=2"``; one axis may be -1: what is left.
 
     Args:
-        spec: Axis sizes, separated by commas. An axis that is not named has size 1.
+        spec: Axis sizes, separated by commas. An axis that is not named has size 1, but `data` is as large as
+            `slices`. ``slices=2`` says how many slices `data` goes over.
         devices: The number of devices to arrange.
+        slices: How many slices they are in, where the spec does not say.
 
     Raises:
         ValueError: For an unknown or repeated axis, a size that is not a positive integer or -1, or sizes that do
-            not multiply to ``devices``; the message shows the equation and meshes that work.
+            not multiply to ``devices``; the message shows the equation and the nearest meshes that work.
     """
-    sizes = dict.fromkeys(AXES, 1)
-    seen: set[str] = set()
-    for part in spec.split(","):
-        axis, equals, text = (piece.strip() for piece in part.partition("="))
-        if not equals:
-            raise ValueError(f"mesh {spec!r}: {part.strip()!r} is not of the form axis=size; write e.g. 'fsdp=-1'.")
-        if axis not in sizes:
-            near = difflib.get_close_matches(axis, AXES, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"mesh {spec!r}: unknown axis {axis!r}; the axes are {', '.join(AXES)}.{hint}")
-        if axis in seen:
-            raise ValueError(f"mesh {spec!r}: axis {axis!r} is given twice.")
-        seen.add(axis)
-        if not text.removeprefix("-").isdecimal() or (int(text) < 1 and int(text) != -1):
-            raise ValueError(
-                f"mesh {spec!r}: the size of {axis!r} must be a positive integer, or -1 for what is left."
-            )
-        sizes[axis] = int(text)
-    return MeshShape(**_fill(spec, sizes, devices))
-
-
-def _fill(spec: str, sizes: dict[str, int], devices: int) -> dict[str, int]:
+    asked = _read(spec)
+    slices = asked.pop("slices", slices)
+    sizes = {"data": slices, "fsdp": 1, "tensor": 1} | asked
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise ValueError(f"mesh {spec!r}: only one axis can be -1, not {' and '.join(open_axes)}.")
     fixed = prod(size for size in sizes.values() if size != -1)
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    if open_axes and devices % fixed == 0:
-        return sizes | {open_axes[0]: devices // fixed}
-    if not open_axes and fixed == devices:
-        return sizes
-    relation = f"leaves {devices}/{fixed}, no whole number, for {open_axes[0]}" if open_axes else f"is {fixed}"
-    working = [f"data={size},fsdp={devices // size}" for size in range(1, devices + 1) if devices % size == 0]
+    if open_axes and devices % fixed:
+        fault = f"{equation} leaves {devices}/{fixed}, no whole number, for {open_axes[0]} and there are {devices}"
+    elif not open_axes and fixed != devices:
+        fault = f"{equation} is {fixed} and there are {devices}"
+    else:
+        shape = MeshShape(**{axis: devices // fixed if size == -1 else size for axis, size in sizes.items()})
+        if shape.data % slices == 0:
+            return MeshShape(**shape.sizes, slices=slices)
+        raise ValueError(
+            f"mesh {spec!r}: `data` goes over the slices, but data={shape.data} / slices={slices} is no whole number."
+            f"{_nearest(devices, slices, sizes)}"
+        )
     raise ValueError(
-        f"mesh {spec!r}: the axis sizes must multiply to the number of devices, but {equation} {relation} and there "
-        f"are {devices}. Meshes that work: {'; '.join(working[:6])}; or 'fsdp=-1'."
+        f"mesh {spec!r}: the axis sizes must multiply to the number of devices, but {fault}."
+        f"{_nearest(devices, slices, sizes)}"
     )
+
+
+def check_heads(mesh: MeshShape, heads: Mapping[str, int]) -> None:
+    """Refuse a ``tensor`` axis that would cut through an attention head.
+
+    Args:
+        mesh: The mesh.
+        heads: Numbers of heads by their names in the model's config.
+
+    Raises:
+        ValueError: With the equation, and the nearest meshes whose `tensor` divides every number.
+    """
+    for name, count in heads.items():
+        if count % mesh.tensor:
+            raise ValueError(
+                f"mesh '{mesh}': `tensor` gives each device whole attention heads, but {name}={count} / tensor="
+                f"{mesh.tensor} is no whole number."
+                + _nearest(
+                    mesh.devices,
+                    mesh.slices,
+                    mesh.sizes,
+                    lambda tensor: all(number % tensor == 0 for number in heads.values()),
+                )
+            )
+
+
+def _read(spec: str) -> dict[str, int]:
+    """The axes that ``spec`` names, and `slices`."""
+    names = (*AXES, "slices")
+    sizes: dict[str, int] = {}
+    for part in spec.split(","):
+        axis, equals, text = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ValueError(f"mesh {spec!r}: {part.strip()!r} is not of the form axis=size; write e.g. 'fsdp=-1'.")
+        if axis not in names:
+            near = difflib.get_close_matches(axis, names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"mesh {spec!r}: unknown axis {axis!r}; the axes are {', '.join(AXES)}, and `slices` is how many "
+                f"slices `data` goes over.{hint}"
+            )
+        if axis in sizes:
+            raise ValueError(f"mesh {spec!r}: axis {axis!r} is given twice.")
+        fill = "" if axis == "slices" else ", or -1 for what is left"
+        if not text.removeprefix("-").isdecimal() or (int(text) < 1 and (int(text) != -1 or axis == "slices")):
+            raise ValueError(f"mesh {spec!r}: the size of {axis!r} must be a positive integer{fill}.")
+        sizes[axis] = int(text)
+    return sizes
+
+
+def _nearest(
+    devices: int, slices: int, wanted: Mapping[str, int], fits: Callable[[int], bool] = lambda tensor: True
+) -> str:
+    """A sentence with the meshes of ``devices`` devices that are nearest to ``wanted``, and ``fits`` their `tensor`."""
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    meshes = [
+        MeshShape(data, devices // data // tensor, tensor, slices)
+        for tensor in divisors
+        for data in divisors
+        if fits(tensor) and devices % (data * tensor) == 0 and data % slices == 0
+    ]
+
+    def distance(mesh: MeshShape) -> float:
+        return sum(abs(log2(mesh.sizes[axis] / size)) for axis, size in wanted.items() if size != -1)
+
+    if not meshes:
+        return f" {devices} devices are not {slices} slices of one size: {devices} / {slices} is no whole number."
+    return f" Meshes that work: {'; '.join(str(mesh) for mesh in sorted(meshes, key=distance)[:4])}."

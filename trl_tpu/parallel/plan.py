@@ -1,38 +1,200 @@
-"""Which dimension of each parameter goes over which mesh axis, as data: shapes in, placements out."""
+"""Which dimension of each parameter goes over which mesh axes, as data: names and shapes in, placements out.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+`tensor` follows the model's own plan as transformers publishes it (``model.tp_plan`` and ``model.ep_plan``: names of
+modules and parameters, ``*`` for layer numbers, to styles); `fsdp` takes the largest dimension that is left (ZeRO-3,
+https://arxiv.org/abs/1910.02054). A file of rules can overrule both.
+"""
 
-from .mesh import MeshShape
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from .mesh import Axes, MeshShape
+from .rules import AUTO, Rules
+
+# What a style of transformers splits of a weight: the features it puts out, those it takes in, rows or columns of an
+# embedding table, or whole experts. The others say how modules communicate, which the compiler finds out by itself.
+_SPLITS = {
+    "colwise": "out",
+    "colwise_gather_output": "out",
+    "colwise_rep": "out",
+    "packed_colwise": "out",
+    "rowwise": "in",
+    "rowwise_split_input": "in",
+    "rowwise_rep": "in",
+    "packed_rowwise": "in",
+    "embedding_rowwise": "rows",
+    "embedding_colwise": "columns",
+    "grouped_gemm": "experts",
+}
+_WHOLE = {
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "sequence_parallel",
+    "mla_kv_a_proj",
+    "all_reduce",
+    "local_params",
+    "moe_tp_experts",
+    "moe_identity_expert",
+    "ep_dispatch_experts",
+}
+
+_ADAPTER = re.compile(r"(?P<module>.+)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?:\.weight)?")
+# Which dimension of an adapter belongs to what is split of its base layer: B puts features out, A takes them in.
+_ADAPTER_DIMS = {
+    ("lora_B", "out"): 0,
+    ("lora_A", "in"): 1,
+    ("lora_embedding_A", "rows"): 1,
+    ("lora_embedding_B", "columns"): 0,
+}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter's dimensions go: ``axes[d]`` is the mesh axis of dimension d, or None; ``reason`` says why."""
+    """Where a parameter's dimensions go: ``axes[d]`` are the mesh axes of dimension d, or None; ``reason`` says why."""
 
-    axes: tuple[str | None, ...]
+    axes: Axes
     reason: str
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Every mesh axis that splits the parameter."""
+        return tuple(name for axes in self.axes if axes for name in ((axes,) if isinstance(axes, str) else axes))
+
+    @property
     def is_sharded(self) -> bool:
-        return any(self.axes)
+        return bool(self.names)
+
+    def parts(self, mesh: MeshShape) -> int:
+        """Into how many parts the mesh cuts the parameter; the other devices hold copies."""
+        return prod(mesh.sizes[name] for name in self.names)
 
 
-def plan_parameters(shapes: Mapping[str, tuple[int, ...]], mesh: MeshShape) -> dict[str, Placement]:
-    """Split every parameter over ``fsdp`` along its largest divisible dimension (ZeRO-3, https://arxiv.org/abs/1910.02054).
+@dataclass(frozen=True)
+class Plan:
+    """How the parameters of one model go over ``mesh``.
 
-    A parameter without a dimension that ``fsdp`` divides stays whole on every device, and the reason says so.
+    Args:
+        mesh: The mesh.
+        styles: The model's tensor-parallel plan.
+        expert_styles: Its expert-parallel plan, which goes before; also over `tensor`.
+        embeddings: The names of embedding tables.
+        rules: A plan of the user's own.
     """
-    return {name: _place(shape, mesh.fsdp) for name, shape in shapes.items()}
+
+    mesh: MeshShape
+    styles: Mapping[str, str] = field(default_factory=dict)
+    expert_styles: Mapping[str, str] = field(default_factory=dict)
+    embeddings: Collection[str] = ()
+    rules: Rules | None = None
+
+    def place(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placement]:
+        """The placement of every parameter, by its name as the model has it.
+
+        Raises:
+            ValueError: The rules name nothing, leave a parameter out or do not fit its shape; the mesh has a `tensor`
+                axis and neither the model nor rules say what goes over it.
+        """
+        names = {name: bare_name(name) for name in shapes}
+        if self.rules is not None:
+            chosen = self.rules.match(names.values())
+        elif self.mesh.tensor > 1 and not (self.styles or self.expert_styles):
+            raise ValueError(
+                f"mesh '{self.mesh}': the model has no tensor-parallel plan in transformers, so nothing is known to "
+                f"go over tensor={self.mesh.tensor}. Leave `tensor` out, or write a sharding plan."
+            )
+        else:
+            chosen = {}
+        placed = {}
+        for name, shape in shapes.items():
+            rule = chosen.get(names[name], AUTO)
+            if isinstance(rule, tuple):
+                pattern, axes = rule
+                placed[name] = Placement(self.rules.fit(pattern, axes, names[name], shape, self.mesh), f"rule {pattern!r}")  # type: ignore[union-attr]
+            else:
+                placed[name] = self._derive(names[name], shape)
+        return placed
+
+    def style_of(self, name: str) -> str | None:
+        """The style of a module or parameter (by its bare name) in the model's own plans."""
+        return self._find(self.expert_styles, name) or self._find(self.styles, name)
+
+    def _find(self, styles: Mapping[str, str], name: str) -> str | None:
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        style = styles.get(pattern) or styles.get(pattern.rpartition(".")[0])
+        if style is not None and style not in _SPLITS and style not in _WHOLE:
+            raise ValueError(
+                f"The model's tensor-parallel plan gives {name} the style {style!r}, which is not known here. Leave "
+                "`tensor` out of the mesh, or write a sharding plan."
+            )
+        return style
+
+    def _derive(self, name: str, shape: tuple[int, ...]) -> Placement:
+        if name in self.embeddings and (embedding := self._embedding(shape)):
+            return embedding
+        axes: list[str | None] = [None] * len(shape)
+        reasons = []
+        for axis, find in (("tensor", self._tensor_dim), ("fsdp", self._fsdp_dim)):
+            if self.mesh.sizes[axis] > 1:
+                dim, reason = find(name, shape, axes)
+                reasons.append(reason)
+                if dim is not None:
+                    axes[dim] = axis
+        return Placement(tuple(axes), "; ".join(reasons) or "fsdp=1")
+
+    def _embedding(self, shape: tuple[int, ...]) -> Placement | None:
+        """An embedding table by features, over every axis that splits weights; None where they do not divide them.
+
+        By rows (tokens), each device would look up every token of the batch and add up whole activations.
+        """
+        axes = tuple(axis for axis in ("tensor", "fsdp") if self.mesh.sizes[axis] > 1)
+        if not axes or len(shape) != 2 or shape[1] % prod(self.mesh.sizes[axis] for axis in axes):
+            return None
+        return Placement((None, axes[0] if len(axes) == 1 else axes), "an embedding's features")
+
+    def _tensor_dim(self, name: str, shape: tuple[int, ...], _taken: list[str | None]) -> tuple[int | None, str]:
+        """The dimension that goes over `tensor`, and why, or why none."""
+        reason = "not in the model's tensor-parallel plan"
+        adapter = _ADAPTER.fullmatch(name)
+        for styles in (self.expert_styles, self.styles):
+            style = self._find(styles, f"{adapter['module']}.weight" if adapter else name)
+            if style is None:
+                continue
+            split = _SPLITS.get(style)
+            dim = _ADAPTER_DIMS.get((adapter["part"], split or "")) if adapter else _dim(name, split, len(shape))
+            if dim is None:
+                reason = f"{style} leaves it whole"
+            elif shape[dim] % self.mesh.tensor:
+                reason = f"{style}, but {shape[dim]} / tensor={self.mesh.tensor} is no whole number"
+            else:
+                return dim, style
+        return None, reason
+
+    def _fsdp_dim(self, name: str, shape: tuple[int, ...], taken: list[str | None]) -> tuple[int | None, str]:
+        """The dimension that goes over `fsdp`, and why, or why none."""
+        free = [
+            dim for dim, size in enumerate(shape) if taken[dim] is None and size > 0 and size % self.mesh.fsdp == 0
+        ]
+        if not free:
+            left = [size for size, axis in zip(shape, taken, strict=True) if axis is None]
+            of = f"of {list(shape)}" if left == list(shape) else f"left of {list(shape)}"
+            return None, f"no dimension {of} is divisible by fsdp={self.mesh.fsdp}"
+        return max(free, key=lambda dim: (shape[dim], -dim)), "largest divisible dimension"
 
 
-def _place(shape: tuple[int, ...], fsdp: int) -> Placement:
-    whole = (None,) * len(shape)
-    if fsdp == 1:
-        return Placement(whole, "fsdp=1")
-    divisible = [dim for dim, size in enumerate(shape) if size % fsdp == 0 and size > 0]
-    if not divisible:
-        return Placement(whole, f"no dimension of {list(shape)} is divisible by fsdp={fsdp}")
-    largest = max(divisible, key=lambda dim: (shape[dim], -dim))
-    axes = tuple("fsdp" if dim == largest else None for dim in range(len(shape)))
-    return Placement(axes, "largest divisible dimension")
+def _dim(name: str, split: str | None, rank: int) -> int | None:
+    if split is None or (split == "columns" and rank < 2):
+        return None
+    is_bias = rank == 1 or name.endswith("bias")
+    if split == "in":
+        return None if is_bias else rank - 1
+    if split == "out":
+        return rank - 1 if is_bias else rank - 2
+    return {"rows": 0, "experts": 0, "columns": 1}[split]
+
+
+def bare_name(name: str) -> str:
+    """The name of a parameter or module without what PEFT puts around it, so that plans hold with and without."""
+    name = name.removeprefix("base_model.model.")
+    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)", "", name)

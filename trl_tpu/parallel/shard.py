@@ -1,6 +1,6 @@
-"""Apply a plan to a model and report what was done."""
+"""Apply a plan to a model: its weights to their devices, and its activations kept where the weights expect them."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,77 +8,111 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..runtime import Runtime
-from .mesh import MeshShape
-from .plan import Placement, plan_parameters
+from .mesh import MeshShape, check_heads
+from .plan import Placement, Plan, bare_name
+from .report import ShardReport
+from .rules import Rules
 
 
-@dataclass(frozen=True)
-class ShardReport:
-    """What was sharded how. Bytes are of the parameters alone, not of gradients or optimizer state."""
+def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
+    """The plan for ``model``, with or without adapters, from what transformers publishes about it.
 
-    mesh: MeshShape
-    placements: dict[str, Placement]
-    sizes: dict[str, int]  # bytes of each parameter, whole
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-    @property
-    def replicated_bytes(self) -> int:
-        return sum(size for name, size in self.sizes.items() if not self.placements[name].is_sharded)
-
-    @property
-    def bytes_per_device(self) -> int:
-        return (self.total_bytes - self.replicated_bytes) // self.mesh.fsdp + self.replicated_bytes
-
-    def __str__(self) -> str:
-        whole = [name for name, placement in self.placements.items() if not placement.is_sharded]
-        lines = [
-            f"mesh {self.mesh} on {self.mesh.devices} device(s): parameters take {_mib(self.bytes_per_device)} a "
-            f"device of {_mib(self.total_bytes)} in all"
-        ]
-        if self.mesh.fsdp > 1:
-            lines.append(
-                f"  sharded over fsdp: {len(self.placements) - len(whole)} of {len(self.placements)} parameters"
-            )
-            for name in whole:
-                lines.append(f"  replicated: {name} ({_mib(self.sizes[name])}; {self.placements[name].reason})")
-        return "\n".join(lines)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.2f} MiB"
-
-
-def shard_model(model: nn.Module, mesh: MeshShape, runtime: Runtime) -> ShardReport:
-    """Lay the parameters of ``model`` out over the mesh, in place; tied parameters count once.
-
-    The model must be on the runtime's device, with its weights tied: a move unties them on XLA.
+    Raises:
+        ValueError: The `tensor` axis would cut through an attention head.
     """
-    parameters = dict(model.named_parameters())  # named_parameters lists a tied parameter once
-    placements = plan_parameters({name: tuple(parameter.shape) for name, parameter in parameters.items()}, mesh)
-    for name, parameter in parameters.items():
-        runtime.shard(parameter, placements[name].axes)
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
-    return ShardReport(mesh, placements, sizes)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    styles, expert_styles = (getattr(base, name, None) or {} for name in ("tp_plan", "ep_plan"))
+    if mesh.tensor > 1 and any("attn" in name and style == "colwise" for name, style in styles.items()):
+        config = base.config.get_text_config()
+        counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+        check_heads(mesh, {name: count for name, count in counts.items() if count is not None})
+    tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return Plan(mesh, styles, expert_styles, frozenset(bare_name(name) for name in tables), rules)
 
 
-def keep_batch_split(model: nn.Module, mesh: MeshShape, runtime: Runtime) -> None:
-    """Keep hidden states [R, L, H] split over the batch axes at every layer's end, by forward hooks.
+def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
+    """Move ``model`` to the device in place, each parameter straight to its shards; buffers go whole to all.
+
+    Tied parameters stay tied, count once, and each is freed on the host before the next goes, unless others hold it.
+    """
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    placements = plan.place(shapes)
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
+    places = _places(model)
+    for name, placement in placements.items():
+        module, leaf = places[name][0]
+        parameter = module._parameters[leaf]
+        assert parameter is not None
+        placed = runtime.place(parameter.detach(), placement.axes, device)
+        if parameter.device != placed.device:
+            parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            for module, leaf in places[name]:
+                module._parameters[leaf] = parameter
+    for module in model.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
+    return ShardReport(plan.mesh, placements, shapes, sizes)
+
+
+def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Every module and attribute that holds a parameter, by the name under which it is listed first."""
+    names: dict[int, str] = {}
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names.setdefault(id(parameter), f"{prefix}.{leaf}" if prefix else leaf)
+                places.setdefault(name, []).append((module, leaf))
+    return places
+
+
+def keep_activations_split(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
+    """Keep activations split by forward hooks: batches over the batch axes, heads and inner features over `tensor`.
 
     Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
     """
-    if mesh.batch_shards == 1:
-        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            table = placements.get(f"{name}.weight")
+            by_features = table is not None and table.axes[0] is None and table.is_sharded
+            _look_up_features(module, table.axes[1], plan.mesh, runtime) if by_features else _constrain(
+                module, plan.mesh, runtime
+            )
+        elif isinstance(module, GradientCheckpointingLayer):
+            _constrain(module, plan.mesh, runtime)
+        elif plan.mesh.tensor > 1 and plan.style_of(f"{bare_name(name)}.weight") == "colwise":
+            _constrain(module, plan.mesh, runtime, "tensor")
 
-    def constrain(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+
+def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime: Runtime) -> None:
+    """Let each device look up its own features, ``axes``, of all tokens that its copies of the table serve.
+
+    The tokens' ids are small, and the features go to where their rows are: over `fsdp` in exchange for rows, then
+    over `tensor`. The table itself, and its gradient, go nowhere.
+    """
+
+    def gather_ids(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        ids, *others = inputs
+        if ids.shape[0] % mesh.batch_shards:
+            return inputs
+        return (runtime.constrain(ids, ("data", *([None] * (ids.dim() - 1)))), *others)
+
+    module.register_forward_pre_hook(gather_ids)
+    _constrain(module, mesh, runtime, axes, rows="data")
+    if mesh.tensor > 1:
+        _constrain(module, mesh, runtime, "tensor")
+    _constrain(module, mesh, runtime)
+
+
+def _constrain(module: nn.Module, mesh: MeshShape, runtime: Runtime, last: Any = None, rows: Any = None) -> None:
+    """Lay the outputs of ``module`` out: rows over the batch axes unless given, the last dimension over ``last``."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
-        if not isinstance(hidden, torch.Tensor) or hidden.shape[0] % mesh.batch_shards:
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.shape[0] % mesh.batch_shards:
             return output
-        hidden = runtime.constrain(hidden, (mesh.batch_axes, *([None] * (hidden.dim() - 1))))
+        hidden = runtime.constrain(hidden, (rows or mesh.batch_axes, *([None] * (hidden.dim() - 2)), last))
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer | nn.Embedding):
-            module.register_forward_hook(constrain)
+    module.register_forward_hook(hook)

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-Axes = tuple[str | tuple[str, ...] | None, ...]
-
+from ..parallel.mesh import Axes, MeshShape
 
 @dataclass(frozen=True)
 class Choice:
@@ -62,11 +61,21 @@ class Runtime(Protocol):
     def seed(self, seed: int) -> None:
         """Seed the device's random numbers, where transformers' ``set_seed`` does not."""
 
-    def set_mesh(self, sizes: Mapping[str, int]) -> None:
-        """Arrange all devices as a mesh of named axes; the sizes multiply to `device_count`."""
+    def slice_count(self) -> int:
+        """In how many slices, which a slower network joins, the devices are."""
 
-    def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
-        """Lay ``tensor`` out over the mesh, in place: dimension d over the axes ``axes[d]``, None meaning whole."""
+    def set_mesh(self, mesh: MeshShape) -> None:
+        """Arrange all devices as ``mesh``, whose axes multiply to `device_count`.
+
+        Raises:
+            ValueError: The devices are in another number of slices.
+        """
+
+    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+        """``tensor`` on the device, laid out over the mesh: dimension d over the axes ``axes[d]``, None meaning whole.
+
+        A host tensor goes to its shards directly; a device tensor is laid out in place.
+        """
 
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         """The activation ``tensor``, and its gradient, laid out as in `shard`: a wish that the compiler must grant."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes
+from ..parallel.mesh import Axes, MeshShape
 
 
 class NativeRuntime:
@@ -29,11 +29,14 @@ class NativeRuntime:
     def seed(self, seed: int) -> None:
         """transformers' ``set_seed`` has seeded every generator of plain torch."""
 
-    def set_mesh(self, sizes: Mapping[str, int]) -> None:
+    def slice_count(self) -> int:
+        return 1
+
+    def set_mesh(self, mesh: MeshShape) -> None:
         """One device: every axis has size 1, which the mesh arithmetic has checked."""
 
-    def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
-        """One device holds every tensor whole."""
+    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+        return tensor.to(device)
 
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         return tensor

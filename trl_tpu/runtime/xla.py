@@ -19,11 +19,11 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes
+from ..parallel.mesh import Axes, MeshShape
 from .remat import recompute
 
 
-class BatchSharding(xs.ShardingSpec):
+class MeshSharding(xs.ShardingSpec):
     """A ShardingSpec that also accepts specs which leave mesh axes out.
 
     torch_xla 2.9 computes the tile assignment of a spec without a None dimension as if it named every axis
@@ -42,7 +42,7 @@ class DeviceLoader:
     Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
     """
 
-    def __init__(self, batches: DataLoader, shardings: "Callable[[torch.Tensor], BatchSharding | None]") -> None:
+    def __init__(self, batches: DataLoader, shardings: "Callable[[torch.Tensor], MeshSharding | None]") -> None:
         self.batches = batches
         self._shardings = shardings
 
@@ -118,14 +118,27 @@ class XlaRuntime:
     def seed(self, seed: int) -> None:
         torch_xla.manual_seed(seed)
 
-    def set_mesh(self, sizes: Mapping[str, int]) -> None:
-        count = self.device_count()
-        self._mesh = xs.Mesh(np.arange(count), tuple(sizes.values()), tuple(sizes))
+    def slice_count(self) -> int:
+        slices = {attributes.get("slice_index", 0) for attributes in xr.global_runtime_device_attributes()}
+        return len(slices)
+
+    def set_mesh(self, mesh: MeshShape) -> None:
+        names, sizes = tuple(mesh.sizes), tuple(mesh.sizes.values())
+        if (slices := self.slice_count()) == 1:
+            self._mesh = xs.Mesh(np.arange(self.device_count()), sizes, names)
+        elif slices != mesh.slices:
+            raise ValueError(f"mesh '{mesh}' is for {mesh.slices} slice(s), but the devices are in {slices}.")
+        else:
+            within = (mesh.data // slices, *sizes[1:])
+            across = (slices, *(1 for _ in sizes[1:]))
+            self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
         xs.set_global_mesh(self._mesh)
 
-    def shard(self, tensor: torch.Tensor, axes: Axes) -> None:
-        if any(axes):
+    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+        if tensor.device.type == "xla":
             xs.mark_sharding(tensor, self._mesh, axes)
+            return tensor
+        return xm.send_cpu_data_to_device([tensor.detach()], device, MeshSharding(self._mesh, axes))[0]  # type: ignore[index]
 
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         return xs.mark_sharding_with_gradients(tensor, self._mesh, axes)
@@ -141,11 +154,11 @@ class XlaRuntime:
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._batch_sharding, batch_axes))
 
-    def _batch_sharding(self, batch_axes: tuple[str, ...], tensor: torch.Tensor) -> BatchSharding | None:
+    def _batch_sharding(self, batch_axes: tuple[str, ...], tensor: torch.Tensor) -> MeshSharding | None:
         shards = int(np.prod([self._mesh.shape()[axis] for axis in batch_axes]))
         if tensor.dim() == 0 or shards == 1 or tensor.shape[0] % shards:
             return None  # whole on every device: right for any batch, if not fast for a large one
-        return BatchSharding(self._mesh, (batch_axes, *([None] * (tensor.dim() - 1))))
+        return MeshSharding(self._mesh, (batch_axes, *([None] * (tensor.dim() - 1))))
 
     def step_boundary(self) -> None:
         torch_xla.sync()

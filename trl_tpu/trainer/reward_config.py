@@ -26,7 +26,12 @@ class RewardConfig(TrainingArguments):
     Parameters:
         mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
             How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
-            weights and batch, `data` only the batch. With plain torch there is one device.
+            weights and batch, `data` only the batch, `tensor` weights and the work on each row. TPU slices that a
+            slower network joins are the outer part of `data`: `slices=2`, on its own found out by itself. With plain
+            torch there is one device.
+        sharding_plan (`str`, *optional*):
+            A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
+            the model's own plan: see `trl_tpu.parallel.rules`.
         packing (`bool`, *optional*, defaults to `False`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
             once: the same losses at a fraction of the work. For causal decoders with a `score` head. Batches then
@@ -137,6 +142,11 @@ class RewardConfig(TrainingArguments):
         default="fsdp=-1", metadata={"help": "Axis sizes of the device mesh, such as 'data=2,fsdp=4'; -1 fills."}
     )
 
+    sharding_plan: str | None = field(
+        default=None,
+        metadata={"help": "A YAML file: patterns of parameter names to mesh axes; '\"*\": auto' keeps the rest."},
+    )
+
     # deprecated
     pad_token: str | None = field(
         default=None, metadata={"help": "Deprecated. Set the tokenizer's own `pad_token` instead."}
@@ -168,7 +178,7 @@ class RewardConfig(TrainingArguments):
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
-        self.mesh_shape = parse_mesh(self.mesh, chosen.device_count())
+        self.mesh_shape = parse_mesh(self.mesh, chosen.device_count(), chosen.slice_count())
         if self.activation_offloading:
             raise ValueError(
                 "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes "

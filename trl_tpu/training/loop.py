@@ -19,7 +19,9 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..data.loader import host_batches, skip_batches, training_order
 from ..parallel.mesh import MeshShape
-from ..parallel.shard import ShardReport, keep_batch_split, shard_model
+from ..parallel.report import ShardReport
+from ..parallel.rules import Rules
+from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..runtime import Runtime
 from .checkpoint import load_optimizer, load_progress, save_optimizer, save_progress
 from .export import export_model
@@ -36,6 +38,7 @@ class DeviceTrainer(Trainer):
 
     runtime: Runtime
     mesh: MeshShape
+    sharding_rules: Rules | None = None
     compute_dtype: torch.dtype | None
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     optimizer: Optimizer
@@ -72,10 +75,12 @@ class DeviceTrainer(Trainer):
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        super()._move_model_to_device(model, device)
-        self.shard_report = shard_model(model, self.mesh, self.runtime)
+        plan = plan_model(model, self.mesh, self.sharding_rules)
+        if self.runtime.name == "native":
+            super()._move_model_to_device(model, device)
+        self.shard_report = place_model(model, plan, self.runtime, device)
         if self.runtime.name == "xla":
-            keep_batch_split(model, self.mesh, self.runtime)
+            keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
 
     # ---- loading
 

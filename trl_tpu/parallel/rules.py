@@ -1,0 +1,120 @@
+"""A sharding plan of the user's own: a YAML file of patterns and mesh axes, read and checked.
+
+For example, for `Llama` over ``fsdp=4,tensor=2``::
+
+    model.embed_tokens.weight: [tensor, fsdp]
+    model.layers.*.mlp.down_proj.weight: [fsdp, tensor]
+    score.weight: [null, fsdp]
+    "*": auto
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .mesh import AXES, Axes, MeshShape
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Patterns over parameter names, as in a shell, to the mesh axes of each dimension, or ``"auto"``: as derived.
+
+    The first pattern that matches a name decides.
+    """
+
+    source: str
+    patterns: dict[str, Axes | str]
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Rules":
+        """Read a YAML file.
+
+        Raises:
+            ValueError: It is no mapping of patterns to lists of axes, or names an axis that does not exist or twice.
+        """
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+        source = f"sharding plan {str(path)!r}"
+        if not isinstance(content, dict) or not content:
+            raise ValueError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
+        return cls(source, {str(pattern): _axes(source, pattern, value) for pattern, value in content.items()})
+
+    def match(self, names: Iterable[str]) -> dict[str, tuple[str, Axes] | str]:
+        """What holds for each name: the pattern and its axes, or ``"auto"``.
+
+        Raises:
+            ValueError: A pattern decides nothing, or nothing matches a name.
+        """
+        names = list(names)
+        found = {name: next((p for p in self.patterns if fnmatchcase(name, p)), None) for name in names}
+        if unmatched := [name for name, pattern in found.items() if pattern is None]:
+            raise ValueError(
+                f"{self.source}: no pattern matches {_some(unmatched)}. Add patterns, or as the last line "
+                f"'\"*\": {AUTO}', which leaves the rest to the model's own plan."
+            )
+        if idle := [pattern for pattern in self.patterns if pattern not in found.values()]:
+            shadowed = [pattern for pattern in idle if any(fnmatchcase(name, pattern) for name in names)]
+            why = "match only what earlier patterns match" if idle == shadowed else "match no parameter"
+            raise ValueError(
+                f"{self.source}: {_some(shadowed if idle == shadowed else [p for p in idle if p not in shadowed])} "
+                f"{why}. The parameters are, for example, {_some(names)}."
+            )
+        rules = {name: (pattern, self.patterns[pattern]) for name, pattern in found.items() if pattern is not None}
+        return {name: AUTO if isinstance(axes, str) else (pattern, axes) for name, (pattern, axes) in rules.items()}
+
+    def fit(self, pattern: str, axes: Axes, name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes:
+        """The axes of ``pattern`` for the parameter ``name``, without those that the mesh has only one device of.
+
+        Raises:
+            ValueError: The shape has another number of dimensions, or a size that the axes do not divide.
+        """
+        where = f"{self.source}: {pattern!r}: [{', '.join(_text(each) for each in axes)}]"
+        if len(axes) != len(shape):
+            raise ValueError(
+                f"{where} has {len(axes)} dimension(s), but {name} has the shape {list(shape)}: write an axis, a list "
+                "of axes or null for each dimension."
+            )
+        for size, over in zip(shape, axes, strict=True):
+            parts = prod(mesh.sizes[axis] for axis in _names(over))
+            if size % parts:
+                raise ValueError(
+                    f"{where} does not fit {name} of shape {list(shape)} on the mesh '{mesh}': {size} / {parts} is no "
+                    "whole number."
+                )
+        kept = (tuple(axis for axis in _names(over) if mesh.sizes[axis] > 1) for over in axes)
+        return tuple(None if not names else names[0] if len(names) == 1 else names for names in kept)
+
+
+def _axes(source: str, pattern: Any, value: Any) -> Axes | str:
+    if value == AUTO:
+        return AUTO
+    if not isinstance(value, list):
+        raise ValueError(f"{source}: {pattern!r} must have a list of mesh axes, one for each dimension, or {AUTO!r}.")
+    axes: Axes = tuple(tuple(each) if isinstance(each, list) else each for each in value)
+    names = [name for each in axes for name in _names(each)]
+    for name in names:
+        if name not in AXES:
+            raise ValueError(f"{source}: {pattern!r}: unknown axis {name!r}; the axes are {', '.join(AXES)}.")
+        if names.count(name) > 1:
+            raise ValueError(f"{source}: {pattern!r} uses axis {name!r} twice.")
+    return axes
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
+def _text(axes: str | tuple[str, ...] | None) -> str:
+    return "null" if axes is None else axes if isinstance(axes, str) else f"[{', '.join(axes)}]"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
