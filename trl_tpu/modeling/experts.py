@@ -10,6 +10,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from .. import runtime
+from ..parallel.mesh import BATCH_AXES
+
 STATIC_EXPERTS = "static_experts"
 
 
@@ -41,6 +44,8 @@ def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
     weight = getattr(experts, name)
     weight_EIO = weight if experts.is_transposed else weight.transpose(1, 2)
     output_ETO = torch.bmm(input_ETI.to(weight.dtype), weight_EIO)
+    # on a mesh: whole experts over `tensor`, tokens where they are
+    output_ETO = runtime.current().constrain(output_ETO, ("tensor", BATCH_AXES, None))
     return output_ETO + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output_ETO
 
 

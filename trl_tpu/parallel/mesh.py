@@ -11,6 +11,14 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 #: Every axis, slowest first. A batch goes over `data` and `fsdp` together; weights are split over `fsdp` and `tensor`.
 AXES = ("data", "fsdp", "tensor")
 
+#: The axes that a batch is split over.
+BATCH_AXES = ("data", "fsdp")
+
+
+def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one dimension."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
 
 @dataclass(frozen=True)
 class MeshShape:
@@ -35,7 +43,7 @@ class MeshShape:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that the batch is split over."""
-        return ("data", "fsdp")
+        return BATCH_AXES
 
     @property
     def batch_shards(self) -> int:

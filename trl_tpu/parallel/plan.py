@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from .mesh import Axes, MeshShape
+from .mesh import Axes, MeshShape, names_of
 from .rules import AUTO, Rules
 
 # What a style of transformers splits of a weight: the features it puts out, those it takes in, rows or columns of an
@@ -40,6 +40,9 @@ _WHOLE = {
     "ep_dispatch_experts",
 }
 
+# Styles whose outputs every device needs whole, though the weight is split.
+GATHERED_OUTPUTS = ("colwise_gather_output", "colwise_rep")
+
 _ADAPTER = re.compile(r"(?P<module>.+)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?:\.weight)?")
 # Which dimension of an adapter belongs to what is split of its base layer: B puts features out, A takes them in.
 _ADAPTER_DIMS = {
@@ -60,7 +63,7 @@ class Placement:
     @property
     def names(self) -> tuple[str, ...]:
         """Every mesh axis that splits the parameter."""
-        return tuple(name for axes in self.axes if axes for name in ((axes,) if isinstance(axes, str) else axes))
+        return tuple(name for axes in self.axes for name in names_of(axes))
 
     @property
     def is_sharded(self) -> bool:

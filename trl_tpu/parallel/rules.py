@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from .mesh import AXES, Axes, MeshShape
+from .mesh import AXES, Axes, MeshShape, names_of
 
 AUTO = "auto"
 
@@ -82,13 +82,13 @@ class Rules:
                 "of axes or null for each dimension."
             )
         for size, over in zip(shape, axes, strict=True):
-            parts = prod(mesh.sizes[axis] for axis in _names(over))
+            parts = prod(mesh.sizes[axis] for axis in names_of(over))
             if size % parts:
                 raise ValueError(
                     f"{where} does not fit {name} of shape {list(shape)} on the mesh '{mesh}': {size} / {parts} is no "
                     "whole number."
                 )
-        kept = (tuple(axis for axis in _names(over) if mesh.sizes[axis] > 1) for over in axes)
+        kept = (tuple(axis for axis in names_of(over) if mesh.sizes[axis] > 1) for over in axes)
         return tuple(None if not names else names[0] if len(names) == 1 else names for names in kept)
 
 
@@ -98,17 +98,13 @@ def _axes(source: str, pattern: Any, value: Any) -> Axes | str:
     if not isinstance(value, list):
         raise ValueError(f"{source}: {pattern!r} must have a list of mesh axes, one for each dimension, or {AUTO!r}.")
     axes: Axes = tuple(tuple(each) if isinstance(each, list) else each for each in value)
-    names = [name for each in axes for name in _names(each)]
+    names = [name for each in axes for name in names_of(each)]
     for name in names:
         if name not in AXES:
             raise ValueError(f"{source}: {pattern!r}: unknown axis {name!r}; the axes are {', '.join(AXES)}.")
         if names.count(name) > 1:
             raise ValueError(f"{source}: {pattern!r} uses axis {name!r} twice.")
     return axes
-
-
-def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 def _text(axes: str | tuple[str, ...] | None) -> str:

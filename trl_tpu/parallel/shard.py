@@ -8,8 +8,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..runtime import Runtime
-from .mesh import MeshShape, check_heads
-from .plan import Placement, Plan, bare_name
+from .mesh import MeshShape, check_heads, names_of
+from .plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
 from .report import ShardReport
 from .rules import Rules
 
@@ -72,17 +72,17 @@ def keep_activations_split(model: nn.Module, plan: Plan, placements: Mapping[str
 
     Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
     """
+    batch = plan.mesh.batch_axes
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            table = placements.get(f"{name}.weight")
-            by_features = table is not None and table.axes[0] is None and table.is_sharded
-            _look_up_features(module, table.axes[1], plan.mesh, runtime) if by_features else _constrain(
-                module, plan.mesh, runtime
-            )
-        elif isinstance(module, GradientCheckpointingLayer):
-            _constrain(module, plan.mesh, runtime)
-        elif plan.mesh.tensor > 1 and plan.style_of(f"{bare_name(name)}.weight") == "colwise":
-            _constrain(module, plan.mesh, runtime, "tensor")
+        weight = placements.get(f"{name}.weight")
+        if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.is_sharded:
+            _look_up_features(module, weight.axes[1], plan.mesh, runtime)
+        elif isinstance(module, nn.Linear) and weight is not None:
+            gathered = plan.style_of(f"{bare_name(name)}.weight") in GATHERED_OUTPUTS
+            out = "tensor" if "tensor" in names_of(weight.axes[0]) and not gathered else None
+            _constrain(module, batch, out, runtime)
+        elif isinstance(module, GradientCheckpointingLayer | nn.Embedding):
+            _constrain(module, batch, None, runtime)
 
 
 def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime: Runtime) -> None:
@@ -94,25 +94,23 @@ def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime:
 
     def gather_ids(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         ids, *others = inputs
-        if ids.shape[0] % mesh.batch_shards:
-            return inputs
         return (runtime.constrain(ids, ("data", *([None] * (ids.dim() - 1)))), *others)
 
     module.register_forward_pre_hook(gather_ids)
-    _constrain(module, mesh, runtime, axes, rows="data")
+    _constrain(module, "data", axes, runtime)
     if mesh.tensor > 1:
-        _constrain(module, mesh, runtime, "tensor")
-    _constrain(module, mesh, runtime)
+        _constrain(module, mesh.batch_axes, "tensor", runtime)
+    _constrain(module, mesh.batch_axes, None, runtime)
 
 
-def _constrain(module: nn.Module, mesh: MeshShape, runtime: Runtime, last: Any = None, rows: Any = None) -> None:
-    """Lay the outputs of ``module`` out: rows over the batch axes unless given, the last dimension over ``last``."""
+def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> None:
+    """Lay the outputs of ``module`` out: rows over the axes ``first``, their features over ``last``."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2 or hidden.shape[0] % mesh.batch_shards:
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
             return output
-        hidden = runtime.constrain(hidden, (rows or mesh.batch_axes, *([None] * (hidden.dim() - 2)), last))
+        hidden = runtime.constrain(hidden, (first, *([None] * (hidden.dim() - 2)), last))
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     module.register_forward_hook(hook)

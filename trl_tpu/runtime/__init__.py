@@ -78,7 +78,10 @@ class Runtime(Protocol):
         """
 
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
-        """The activation ``tensor``, and its gradient, laid out as in `shard`: a wish that the compiler must grant."""
+        """The activation ``tensor``, and its gradient, laid out as in `place`; the compiler has to see to it.
+
+        Axes that do not divide their dimension are left out.
+        """
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix multiplications in ``dtype`` over float32 weights; None changes nothing."""

@@ -6,6 +6,7 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..parallel.mesh import Axes, MeshShape
+from ..parallel.mesh import Axes, MeshShape, names_of
 from .remat import recompute
 
 
@@ -31,7 +32,9 @@ class MeshSharding(xs.ShardingSpec):
     """
 
     def __post_init__(self) -> None:
-        tiles, groups, replication, kind = self.mesh._get_op_sharding_args(self.partition_spec)
+        # a scalar has no dimensions to ask about
+        spec = self.partition_spec or (None,)
+        tiles, groups, replication, kind = self.mesh._get_op_sharding_args(spec)
         self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
         self._sharding_type = xs.ShardingType(kind)
 
@@ -141,7 +144,16 @@ class XlaRuntime:
         return xm.send_cpu_data_to_device([tensor.detach()], device, MeshSharding(self._mesh, axes))[0]  # type: ignore[index]
 
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
-        return xs.mark_sharding_with_gradients(tensor, self._mesh, axes)
+        if not hasattr(self, "_mesh"):
+            return tensor  # outside a trainer
+        sizes = self._mesh.shape()
+        fitting = tuple(
+            over if size % prod(sizes[axis] for axis in names_of(over)) == 0 else None
+            for size, over in zip(tensor.shape, axes, strict=True)
+        )
+        if torch_xla._XLAC._get_xla_sharding_spec(tensor):
+            tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
+        return xs.mark_sharding_with_gradients(tensor, self._mesh, fitting)
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
