@@ -73,6 +73,13 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
     )
 
 
+def reads_base_weights(peft_config: "PeftConfig") -> bool:
+    """Whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
+    plain_starts = (True, False, "gaussian")
+    starts_plain = getattr(peft_config, "init_lora_weights", True) in plain_starts
+    return not starts_plain or getattr(peft_config, "use_dora", False)
+
+
 def is_peft_model(model: nn.Module) -> bool:
     """Whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
     peft = sys.modules.get("peft")

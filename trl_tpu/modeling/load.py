@@ -7,7 +7,7 @@ writes into it). The model's config is written to, as in TRL: the saved model mu
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from transformers import (
 
 from trl_tpu import runtime
 
+from .streaming import Place, placing
+
 logger = logging.getLogger(__name__)
 
 _LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
@@ -32,11 +34,12 @@ def load_model(
     model_init_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     quantization_config: Any | None = None,
+    place: Place | None = None,
 ) -> PreTrainedModel:
     """Load a checkpoint as a reward model: a sequence classifier with one label.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
-    The model stays on the CPU, for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
+    The model stays on the CPU for the trainer to place, unless `place` does (TRL defaults to ``device_map="auto"`` on accelerators).
 
     Args:
         name: hub id or folder.
@@ -44,6 +47,7 @@ def load_model(
             "bfloat16", "float16", "float32", and defaults to float32.
         trust_remote_code: the default for the ``model_init_kwargs`` of that name.
         quantization_config: a transformers quantization config.
+        place: where each weight goes as soon as it is read, instead of staying on the CPU.
 
     Raises:
         ValueError: ``quantization_config`` in both places, an unknown dtype, or bitsandbytes quantization on XLA.
@@ -66,7 +70,7 @@ def load_model(
     kwargs.setdefault("device_map", None)
     if runtime.is_xla():
         _fit_xla(kwargs)
-    with _without_load_report():
+    with _without_load_report(), nullcontext() if place is None else placing(place):
         model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **kwargs)
     _report_unexpected(model, info, name)
     return model

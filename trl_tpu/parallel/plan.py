@@ -6,12 +6,12 @@ https://arxiv.org/abs/1910.02054). A file of rules can overrule both.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
 from .mesh import Axes, MeshShape, names_of
-from .rules import AUTO, Rules
+from .rules import Rules
 
 # What a style of transformers splits of a weight: the features it puts out, those it takes in, rows or columns of an
 # embedding table, or whole experts. The others say how modules communicate, which the compiler finds out by itself.
@@ -92,32 +92,27 @@ class Plan:
     embeddings: Collection[str] = ()
     rules: Rules | None = None
 
-    def place(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Placement]:
-        """The placement of every parameter, by its name as the model has it.
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the rules, if there are any, with all parameters of a model, by their names as the model has them.
 
         Raises:
-            ValueError: The rules name nothing, leave a parameter out or do not fit its shape; the mesh has a `tensor`
-                axis and neither the model nor rules say what goes over it.
+            ValueError: A pattern names nothing, or they leave a parameter out.
         """
-        names = {name: bare_name(name) for name in shapes}
         if self.rules is not None:
-            chosen = self.rules.match(names.values())
-        elif self.mesh.tensor > 1 and not (self.styles or self.expert_styles):
-            raise ValueError(
-                f"mesh '{self.mesh}': the model has no tensor-parallel plan in transformers, so nothing is known to "
-                f"go over tensor={self.mesh.tensor}. Leave `tensor` out, or write a sharding plan."
-            )
-        else:
-            chosen = {}
-        placed = {}
-        for name, shape in shapes.items():
-            rule = chosen.get(names[name], AUTO)
-            if isinstance(rule, tuple):
-                pattern, axes = rule
-                placed[name] = Placement(self.rules.fit(pattern, axes, names[name], shape, self.mesh), f"rule {pattern!r}")  # type: ignore[union-attr]
-            else:
-                placed[name] = self._derive(names[name], shape)
-        return placed
+            self.rules.check(bare_name(name) for name in names)
+
+    def place(self, name: str, shape: tuple[int, ...]) -> Placement:
+        """The placement of a parameter.
+
+        Raises:
+            ValueError: A rule does not fit its shape, or the model gives it a style that is not known here.
+        """
+        bare = bare_name(name)
+        if self.rules is not None and (pattern := self.rules.find(bare)):
+            axes = self.rules.fit(pattern, bare, shape, self.mesh)
+            if axes is not None:
+                return Placement(axes, f"rule {pattern!r}")
+        return self._derive(bare, shape)
 
     def style_of(self, name: str) -> str | None:
         """The style of a module or parameter (by its bare name) in the model's own plans."""

@@ -46,35 +46,48 @@ class Rules:
             raise ValueError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
         return cls(source, {str(pattern): _axes(source, pattern, value) for pattern, value in content.items()})
 
-    def match(self, names: Iterable[str]) -> dict[str, tuple[str, Axes] | str]:
-        """What holds for each name: the pattern and its axes, or ``"auto"``.
+    def find(self, name: str) -> str | None:
+        """The pattern that decides for a parameter; None where no pattern matches."""
+        return next((pattern for pattern in self.patterns if fnmatchcase(name, pattern)), None)
+
+    def check(self, names: Iterable[str]) -> None:
+        """Compare the patterns with all parameters of a model.
 
         Raises:
             ValueError: A pattern decides nothing, or nothing matches a name.
         """
         names = list(names)
-        found = {name: next((p for p in self.patterns if fnmatchcase(name, p)), None) for name in names}
+        found = {name: self.find(name) for name in names}
         if unmatched := [name for name, pattern in found.items() if pattern is None]:
             raise ValueError(
                 f"{self.source}: no pattern matches {_some(unmatched)}. Add patterns, or as the last line "
                 f"'\"*\": {AUTO}', which leaves the rest to the model's own plan."
             )
-        if idle := [pattern for pattern in self.patterns if pattern not in found.values()]:
-            shadowed = [pattern for pattern in idle if any(fnmatchcase(name, pattern) for name in names)]
-            why = "match only what earlier patterns match" if idle == shadowed else "match no parameter"
+        idle = [pattern for pattern in self.patterns if pattern not in found.values()]
+        shadowed = [pattern for pattern in idle if any(fnmatchcase(name, pattern) for name in names)]
+        if missing := [pattern for pattern in idle if pattern not in shadowed]:
             raise ValueError(
-                f"{self.source}: {_some(shadowed if idle == shadowed else [p for p in idle if p not in shadowed])} "
-                f"{why}. The parameters are, for example, {_some(names)}."
+                f"{self.source}: {_some(missing)} match(es) no parameter. The parameters are, for example, "
+                f"{_some(names)}."
             )
-        rules = {name: (pattern, self.patterns[pattern]) for name, pattern in found.items() if pattern is not None}
-        return {name: AUTO if isinstance(axes, str) else (pattern, axes) for name, (pattern, axes) in rules.items()}
+        if shadowed:
+            raise ValueError(
+                f"{self.source}: {_some(shadowed)} match(es) only what earlier patterns match, and the first pattern "
+                "decides. Move it up, or take it out."
+            )
 
-    def fit(self, pattern: str, axes: Axes, name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes:
+    def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes | None:
         """The axes of ``pattern`` for the parameter ``name``, without those that the mesh has only one device of.
+
+        Returns:
+            None for a pattern that says ``"auto"``.
 
         Raises:
             ValueError: The shape has another number of dimensions, or a size that the axes do not divide.
         """
+        axes = self.patterns[pattern]
+        if isinstance(axes, str):
+            return None
         where = f"{self.source}: {pattern!r}: [{', '.join(_text(each) for each in axes)}]"
         if len(axes) != len(shape):
             raise ValueError(

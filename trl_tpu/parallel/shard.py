@@ -18,7 +18,7 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
     """The plan for ``model``, with or without adapters, from what transformers publishes about it.
 
     Raises:
-        ValueError: The `tensor` axis would cut through an attention head.
+        ValueError: The `tensor` axis would cut through an attention head, or nothing is known to go over it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     styles, expert_styles = (getattr(base, name, None) or {} for name in ("tp_plan", "ep_plan"))
@@ -26,6 +26,11 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
         config = base.config.get_text_config()
         counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
         check_heads(mesh, {name: count for name, count in counts.items() if count is not None})
+    if mesh.tensor > 1 and rules is None and not (styles or expert_styles):
+        raise ValueError(
+            f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so nothing is known to "
+            f"go over tensor={mesh.tensor}. Leave `tensor` out, or write a `sharding_plan`."
+        )
     tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return Plan(mesh, styles, expert_styles, frozenset(bare_name(name) for name in tables), rules)
 
@@ -33,26 +38,47 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
     """Move ``model`` to the device in place, each parameter straight to its shards; buffers go whole to all.
 
-    Tied parameters stay tied, count once, and each is freed on the host before the next goes, unless others hold it.
+    Tied parameters stay tied and count once. Each is freed on the host before the next goes, unless others hold it.
+
+    Raises:
+        ValueError: From `Plan.place`.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    placements = plan.place(shapes)
+    placements = {name: plan.place(name, shape) for name, shape in shapes.items()}
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    places = _places(model)
-    for name, placement in placements.items():
-        module, leaf = places[name][0]
+    for name, places in _places(model).items():
+        module, leaf = places[0]
         parameter = module._parameters[leaf]
         assert parameter is not None
-        placed = runtime.place(parameter.detach(), placement.axes, device)
+        placed = runtime.place(parameter.detach(), placements[name].axes, device)
         if parameter.device != placed.device:
             parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            for module, leaf in places[name]:
+            for module, leaf in places:
                 module._parameters[leaf] = parameter
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
     return ShardReport(plan.mesh, placements, shapes, sizes)
+
+
+class WeightPlacer:
+    """Places the weights of a model that transformers is just reading: see `trl_tpu.modeling.streaming`."""
+
+    def __init__(self, mesh: MeshShape, rules: Rules | None, runtime: Runtime, device: torch.device) -> None:
+        self._mesh, self._rules, self._runtime, self._device = mesh, rules, runtime, device
+        self._plan: Plan | None = None
+
+    def __call__(self, model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """``weight`` in its shards. The plan is made, and may be refused, at the first one."""
+        if self._plan is None:
+            self._plan = plan_model(model, self._mesh, self._rules)
+        placement = self._plan.place(name, tuple(weight.shape))
+        return self._runtime.place(weight, placement.axes, self._device)
+
+    def finish(self, model: Any) -> None:
+        """Place what the checkpoint did not have."""
+        place_model(model, self._plan or plan_model(model, self._mesh, self._rules), self._runtime, self._device)
 
 
 def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

@@ -18,7 +18,13 @@ from ..data.legacy import prepare_legacy_dataset
 from ..data.packing import pair_size
 from ..data.row_shapes import RowShape, plan_shapes
 from ..data.tokenize import prepare_preference_dataset
-from ..modeling.adapters import add_adapters, is_peft_model, prepare_adapters, warn_if_head_is_frozen
+from ..modeling.adapters import (
+    add_adapters,
+    is_peft_model,
+    prepare_adapters,
+    reads_base_weights,
+    warn_if_head_is_frozen,
+)
 from ..modeling.attention import use_static_attention
 from ..modeling.chat_template import set_chat_template
 from ..modeling.experts import use_static_experts
@@ -31,6 +37,7 @@ from ..modeling.load import (
 )
 from ..modeling.rewards import keep_score_head_in_float32
 from ..modeling.tree_attention import check_packing_is_exact, use_tree_masks
+from ..parallel.shard import WeightPlacer
 from .reward_config import RewardConfig
 from .utils import disable_dropout_in_model
 
@@ -92,12 +99,16 @@ def build_reward_model(
     if isinstance(model, str):
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
         revision = (model_init_kwargs or {}).get("revision")
+        placer = _weight_placer(args, peft_config)
         model = load_model(
             model,
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
+            place=placer,
         )
+        if placer is not None:
+            placer.finish(model)
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name, value in ignored.items():
@@ -123,6 +134,14 @@ def build_reward_model(
         use_tree_masks(model.get_base_model() if is_peft_model(model) else model)
         check_packing_is_exact(model, tokenizer.pad_token_id)
     return RewardModel(model, tokenizer)
+
+
+def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
+    """On XLA, weights go to their devices as they are read, unless something still has to read them on the host."""
+    resizes = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
+    if not runtime.is_xla() or resizes or (peft_config is not None and reads_base_weights(peft_config)):
+        return None
+    return WeightPlacer(args.mesh_shape, args.sharding_rules, runtime.current(), args.device)
 
 
 def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:

@@ -11,6 +11,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
 from ..parallel.mesh import MeshShape, parse_mesh
+from ..parallel.rules import Rules
 from .limits import check_xla_limits
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ class RewardConfig(TrainingArguments):
             )
             super().__post_init__()
         self.mesh_shape = parse_mesh(self.mesh, chosen.device_count(), chosen.slice_count())
+        self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
         if self.activation_offloading:
             raise ValueError(
                 "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes "

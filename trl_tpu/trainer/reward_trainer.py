@@ -31,7 +31,6 @@ from ..data.legacy import _tokenize
 from ..modeling.adapters import is_peft_model
 from ..modeling.losses import masked_mean, pairwise_losses
 from ..modeling.tree_attention import PackedPairs
-from ..parallel.rules import Rules
 from .build import (
     build_dataset,
     build_reward_model,
@@ -117,7 +116,7 @@ class RewardTrainer(PairEvaluation):
             check_packing(train_dataset, data_collator, self.computes_own_loss, self._old_columns)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh)
-        self.sharding_rules = None if args.sharding_plan is None else Rules.read(args.sharding_plan)
+        self.sharding_rules = args.sharding_rules
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
 
         set_seed(args.seed)  # before the model, whose score head may be random

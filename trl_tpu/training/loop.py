@@ -76,6 +76,7 @@ class DeviceTrainer(Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         plan = plan_model(model, self.mesh, self.sharding_rules)
+        plan.check(name for name, _ in model.named_parameters())
         if self.runtime.name == "native":
             super()._move_model_to_device(model, device)
         self.shard_report = place_model(model, plan, self.runtime, device)

@@ -28,17 +28,18 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
         group["capturable"] = True
     _feed_learning_rate(optimizer, runtime)
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        _create_moments(optimizer)
+        _create_moments(optimizer, runtime)
         runtime.step_boundary()
 
 
-def _create_moments(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-            # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
-            state = {name: parameter.detach() * 0 for name in names}
-            optimizer.state[parameter] = {"step": parameter.detach().flatten()[0].float() * 0, **state}
+def _create_moments(optimizer: Optimizer, runtime: Runtime) -> None:
+    parameters = [(parameter, group["amsgrad"]) for group in optimizer.param_groups for parameter in group["params"]]
+    steps = runtime.upload(torch.zeros(len(parameters)), parameters[0][0].device).unbind()
+    for (parameter, amsgrad), step in zip(parameters, steps, strict=True):
+        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
+        # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
+        state = {name: parameter.detach() * 0 for name in names}
+        optimizer.state[parameter] = {"step": step.clone(), **state}
 
 
 def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:

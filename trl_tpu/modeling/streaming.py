@@ -1,0 +1,62 @@
+"""Weights straight from a checkpoint to their devices, one at a time, while transformers reads it.
+
+transformers builds a model without memory, then reads, renames, converts and sets its parameters one after the other.
+torch's registration hooks see each being set, so a function can take its place there: no host holds the whole model.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+#: Given the model, a parameter's name and its value on the host: the value on the device.
+Place = Callable[[Any, str, torch.Tensor], torch.Tensor]
+
+
+@contextmanager
+def placing(place: Place) -> Iterator[None]:
+    """While open, ``from_pretrained`` hands every weight that it has read to ``place`` and keeps what that returns.
+
+    What the checkpoint lacks (a new reward head) is initialised on the host as ever and stays there.
+    """
+    parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+
+    def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if submodule is not None:
+            parents[submodule] = (module, name)
+
+    def take(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        # transformers marks what it has read, so that it does not initialise it
+        if parameter is None or parameter.device.type != "cpu" or not getattr(parameter, "_is_hf_initialized", False):
+            return None
+        path = [name]
+        while module in parents:
+            module, part = parents[module]
+            path.insert(0, part)
+        placed = nn.Parameter(place(module, ".".join(path), parameter.detach()), parameter.requires_grad)
+        placed._is_hf_initialized = True  # type: ignore[attr-defined]
+        return placed
+
+    hooks = (
+        register_module_module_registration_hook(note),
+        register_module_parameter_registration_hook(take),
+    )
+    # transformers would otherwise read ahead in threads, as fast as it can
+    before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if before is None:
+            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        else:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
