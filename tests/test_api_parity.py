@@ -34,6 +34,7 @@ INTENDED: dict[str, dict[str, str]] = {
             "a text reads the same on a command line; an enum is accepted as before"
         ),
         "ours alone: mesh = 'fsdp=-1'": "how the devices of one process are arranged, which TRL leaves to accelerate",
+        "ours alone: sharding_plan = None": "which weight goes over which mesh axis, a file of patterns",
         "ours alone: packing = False": "computes what a pair's dialogues share once, which TRL computes twice",
         "ours alone: evaluation_strategy = None": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
     },
@@ -60,6 +61,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: reset_loss": _INTERNAL,
         "ours alone: rewards_of": _INTERNAL,
         "ours alone: shard_report": _INTERNAL,
+        "ours alone: sharding_rules": _INTERNAL,
     },
     "DataCollatorForPreference's fields": {},
     "top-level names": {
@@ -88,6 +90,7 @@ INTENDED: dict[str, dict[str, str]] = {
     },
     "parameters of the top-level functions and classes": {
         "RewardConfig ours alone: mesh": "see RewardConfig's fields",
+        "RewardConfig ours alone: sharding_plan": "see RewardConfig's fields",
         "RewardConfig ours alone: packing": "see RewardConfig's fields",
         "RewardConfig ours alone: evaluation_strategy": "see RewardConfig's fields",
         "default of RewardConfig optim: 'adamw_torch_fused', ours 'adamw_torch'": "see RewardConfig's fields",
@@ -250,7 +253,15 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
     theirs, ours = (
         set(HfArgumentParser(each)._option_string_actions) for each in (trl.RewardConfig, trl_tpu.RewardConfig)
     )
-    assert ours - theirs == {"--mesh", "--packing", "--evaluation_strategy", "--evaluation-strategy"}
+    own = {
+        "--mesh",
+        "--sharding_plan",
+        "--sharding-plan",
+        "--packing",
+        "--evaluation_strategy",
+        "--evaluation-strategy",
+    }
+    assert ours - theirs == own
     assert theirs - ours == set()
 
 

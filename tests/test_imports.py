@@ -112,7 +112,7 @@ def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer(module: str) ->
 BELOW = {
     "runtime": set(),
     "data": set(),
-    "modeling": {"data", "runtime"},
+    "modeling": {"data", "parallel", "runtime"},
     "parallel": {"runtime"},
     "training": {"data", "modeling", "parallel", "runtime"},
     "trainer": {"data", "modeling", "parallel", "runtime", "training"},

@@ -1,69 +1,123 @@
-"""The mesh's arithmetic, and that every refusal shows the equation and meshes that work."""
+"""The mesh's arithmetic, and that every refusal shows the equation and the nearest meshes that work."""
 
 import re
 from math import prod
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trl_tpu.parallel.mesh import AXES, MeshShape, parse_mesh
+from trl_tpu.parallel.mesh import AXES, MeshShape, check_heads, parse_mesh
 
-counts = st.integers(1, 512)
+counts = st.integers(1, 16)
 
 
-@settings(deadline=None)
-@given(counts, counts)
-def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsdp: int) -> None:
-    devices = data * fsdp
-    shape = MeshShape(data=data, fsdp=fsdp)
+@given(counts, counts, counts)
+def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsdp: int, tensor: int) -> None:
+    devices = data * fsdp * tensor
+    shape = MeshShape(data, fsdp, tensor)
     for spec in (
-        f"data={data},fsdp={fsdp}",
-        f" fsdp = {fsdp} , data={data}",
-        f"data=-1,fsdp={fsdp}",
-        f"data={data},fsdp=-1",
+        f"data={data},fsdp={fsdp},tensor={tensor}",
+        f" tensor={tensor}, fsdp = {fsdp} , data={data}",
+        f"data=-1,fsdp={fsdp},tensor={tensor}",
+        f"data={data},fsdp=-1,tensor={tensor}",
+        f"data={data},fsdp={fsdp},tensor=-1",
     ):
         assert parse_mesh(spec, devices) == shape
-    assert shape.devices == prod(shape.sizes.values()) == shape.batch_shards == devices
-    assert tuple(shape.sizes) == shape.batch_axes == AXES
+    assert shape.devices == prod(shape.sizes.values()) == shape.batch_shards * tensor == devices
+    assert tuple(shape.sizes) == AXES == (*shape.batch_axes, "tensor")
     assert parse_mesh(str(shape), devices) == shape
 
 
-@settings(deadline=None)
 @given(counts)
 def test_an_axis_that_is_not_named_has_size_one(devices: int) -> None:
-    assert parse_mesh("fsdp=-1", devices) == MeshShape(fsdp=devices)
-    assert parse_mesh("data=-1", devices) == MeshShape(data=devices)
+    for axis in AXES:
+        assert parse_mesh(f"{axis}=-1", devices) == MeshShape(**{axis: devices})
 
 
-@settings(deadline=None)
-@given(st.integers(1, 64), st.integers(1, 64), counts)
-def test_sizes_that_do_not_multiply_show_the_equation_and_meshes_that_work(data: int, fsdp: int, devices: int) -> None:
-    if data * fsdp == devices:
-        devices += 1
+@given(counts, counts, counts, st.integers(1, 4))
+def test_slices_are_the_outer_part_of_data(within: int, fsdp: int, tensor: int, slices: int) -> None:
+    data = slices * within
+    devices = data * fsdp * tensor
+    shape = MeshShape(data, fsdp, tensor, slices)
+    assert parse_mesh(f"slices={slices},data={data},fsdp={fsdp},tensor={tensor}", devices) == shape
+    assert parse_mesh(f"data={data},fsdp={fsdp},tensor={tensor}", devices, slices) == shape  # found by the runtime
+    assert parse_mesh(f"slices={slices},fsdp=-1", devices) == MeshShape(slices, devices // slices, 1, slices)
+    assert parse_mesh(f"slices={slices},data=-1", devices) == MeshShape(devices, 1, 1, slices)
+    assert parse_mesh(str(shape), devices) == shape
+
+
+@given(counts, counts, counts, st.integers(1, 512))
+def test_sizes_that_do_not_multiply_show_the_equation_and_meshes_that_work(
+    data: int, fsdp: int, tensor: int, devices: int
+) -> None:
+    assume(data * fsdp * tensor != devices)
     with pytest.raises(ValueError) as caught:
-        parse_mesh(f"data={data},fsdp={fsdp}", devices)
+        parse_mesh(f"data={data},fsdp={fsdp},tensor={tensor}", devices)
     message = str(caught.value)
-    assert f"data={data} x fsdp={fsdp} is {data * fsdp} and there are {devices}" in message
-    assert_works(message, devices)
+    product = data * fsdp * tensor
+    assert f"data={data} x fsdp={fsdp} x tensor={tensor} is {product} and there are {devices}" in message
+    assert all(shape.devices == devices for shape in offered(message, devices))
 
 
-@settings(deadline=None)
-@given(st.integers(2, 64), counts)
-def test_a_size_that_does_not_divide_the_devices_shows_the_fraction(data: int, devices: int) -> None:
-    if devices % data == 0:
-        devices += 1
+@given(st.integers(2, 64), st.integers(1, 512))
+def test_a_size_that_does_not_divide_the_devices_shows_the_fraction(tensor: int, devices: int) -> None:
+    assume(devices % tensor)
     with pytest.raises(ValueError) as caught:
-        parse_mesh(f"data={data},fsdp=-1", devices)
-    assert f"leaves {devices}/{data}, no whole number, for fsdp" in str(caught.value)
-    assert_works(str(caught.value), devices)
+        parse_mesh(f"fsdp=-1,tensor={tensor}", devices)
+    message = str(caught.value)
+    assert f"data=1 x fsdp=-1 x tensor={tensor} leaves {devices}/{tensor}, no whole number, for fsdp" in message
+    assert offered(message, devices)
 
 
-def assert_works(message: str, devices: int) -> None:
-    offered = re.findall(r"data=\d+,fsdp=\d+|'fsdp=-1'", message.partition("Meshes that work:")[2])
-    assert len(offered) >= 2
-    for spec in offered:
-        assert parse_mesh(spec.strip("'"), devices).devices == devices
+def offered(message: str, devices: int) -> list[MeshShape]:
+    specs = message.partition("Meshes that work: ")[2].removesuffix(".").split("; ")
+    assert 1 <= len(specs) <= 4
+    return [parse_mesh(spec, devices) for spec in specs]
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "nearest"),
+    [
+        ("fsdp=4,tensor=4", 8, ["data=1,fsdp=2,tensor=4", "data=1,fsdp=4,tensor=2"]),
+        ("data=2,fsdp=8", 8, ["data=1,fsdp=8", "data=2,fsdp=4"]),
+        ("fsdp=7", 8, ["data=1,fsdp=8"]),
+        ("slices=2,data=2,fsdp=16", 16, ["data=2,fsdp=8,slices=2"]),
+    ],
+)
+def test_the_meshes_offered_are_the_nearest(spec: str, devices: int, nearest: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_mesh(spec, devices)
+    first = str(caught.value).partition("Meshes that work: ")[2].removesuffix(".").split("; ")[: len(nearest)]
+    assert sorted(first) == sorted(nearest)
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "text"),
+    [
+        ("slices=2,data=3,fsdp=2", 6, "`data` goes over the slices, but data=3 / slices=2 is no whole number"),
+        ("slices=3,data=-1", 8, "data=8 / slices=3 is no whole number. 8 devices are not 3 slices of one size"),
+        ("slices=2,fsdp=-1", 9, "data=2 x fsdp=-1 x tensor=1 leaves 9/2"),
+    ],
+)
+def test_slices_that_do_not_divide_are_refused(spec: str, devices: int, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        parse_mesh(spec, devices)
+
+
+def test_a_tensor_axis_that_cuts_heads_is_refused_with_the_equation_and_meshes_that_work() -> None:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
+    for tensor in (1, 2, 4):
+        check_heads(MeshShape(fsdp=8 // tensor, tensor=tensor), heads)
+    with pytest.raises(ValueError) as caught:
+        check_heads(MeshShape(fsdp=2, tensor=8), heads)
+    message = str(caught.value)
+    assert message.startswith("mesh 'data=1,fsdp=2,tensor=8': `tensor` gives each device whole attention heads")
+    assert "num_key_value_heads=4 / tensor=8 is no whole number" in message
+    meshes = offered(message, 16)
+    assert MeshShape(fsdp=4, tensor=4) in meshes
+    for mesh in meshes:
+        check_heads(mesh, heads)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +127,10 @@ def assert_works(message: str, devices: int) -> None:
         ("8", "'8' is not of the form axis=size"),
         ("data=2,", "'' is not of the form axis=size"),
         ("fsdp:8", "'fsdp:8' is not of the form axis=size"),
-        ("fdsp=8", "unknown axis 'fdsp'; the axes are data, fsdp. Did you mean 'fsdp'?"),
-        ("dta=2,fsdp=4", "unknown axis 'dta'; the axes are data, fsdp. Did you mean 'data'?"),
-        ("expert=8", "unknown axis 'expert'; the axes are data, fsdp."),
+        ("fdsp=8", "unknown axis 'fdsp'; the axes are data, fsdp, tensor"),
+        ("fdsp=8", "Did you mean 'fsdp'?"),
+        ("tesnor=2,fsdp=4", "Did you mean 'tensor'?"),
+        ("expert=8", "unknown axis 'expert'; the axes are data, fsdp, tensor, and `slices`"),
         ("fsdp=2,fsdp=4", "axis 'fsdp' is given twice"),
         ("data=-1,fsdp=-1", "only one axis can be -1, not data and fsdp"),
         ("fsdp=0", "the size of 'fsdp' must be a positive integer, or -1"),
@@ -84,6 +139,7 @@ def assert_works(message: str, devices: int) -> None:
         ("fsdp=", "the size of 'fsdp' must be a positive integer, or -1"),
         ("fsdp=--1", "the size of 'fsdp' must be a positive integer, or -1"),
         ("fsdp=²", "the size of 'fsdp' must be a positive integer, or -1"),
+        ("slices=-1", "the size of 'slices' must be a positive integer."),
     ],
 )
 def test_what_is_no_mesh_is_refused_by_name(spec: str, text: str) -> None:

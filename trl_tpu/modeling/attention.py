@@ -34,7 +34,7 @@ def static_sdpa_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of N query heads to G key heads, [B, Q, N, D], as products with batch and heads as separate dimensions.
+    """Attention of N query heads to G key heads, [B, Q, N, D], with batch and heads as dimensions of their own.
 
     torch's sdpa joins the two into one, which no sharding over both can follow: each device would compute every head.
     Rotary embeddings leave query and key in float32 under autocast; products are in the values' type, softmax in
@@ -50,11 +50,9 @@ def static_sdpa_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if mask.dtype == torch.bool:
-        wide = wide.masked_fill(~mask, torch.finfo(wide.dtype).min)
-    else:
-        wide = wide + mask
-    weights = F.dropout(wide.softmax(-1), dropout).to(value_BGKD.dtype)
+    is_rule = mask.dtype == torch.bool
+    masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_rule else wide + mask
+    weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
     outputs = torch.einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
 

@@ -39,7 +39,8 @@ def load_model(
     """Load a checkpoint as a reward model: a sequence classifier with one label.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
-    The model stays on the CPU for the trainer to place, unless `place` does (TRL defaults to ``device_map="auto"`` on accelerators).
+    The model stays on the CPU for the trainer to place, unless `place` does (TRL defaults to ``device_map="auto"`` on
+    accelerators).
 
     Args:
         name: hub id or folder.

@@ -46,7 +46,7 @@ def placing(place: Place) -> Iterator[None]:
 
     hooks = (
         register_module_module_registration_hook(note),
-        register_module_parameter_registration_hook(take),
+        register_module_parameter_registration_hook(take),  # type: ignore[arg-type]  # typed as returning nothing
     )
     # transformers would otherwise read ahead in threads, as fast as it can
     before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")

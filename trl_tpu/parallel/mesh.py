@@ -146,7 +146,7 @@ def _read(spec: str) -> dict[str, int]:
 def _nearest(
     devices: int, slices: int, wanted: Mapping[str, int], fits: Callable[[int], bool] = lambda tensor: True
 ) -> str:
-    """A sentence with the meshes of ``devices`` devices that are nearest to ``wanted``, and ``fits`` their `tensor`."""
+    """A sentence with the meshes of ``devices`` devices that are nearest to ``wanted`` and whose `tensor` ``fits``."""
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     meshes = [
         MeshShape(data, devices // data // tensor, tensor, slices)

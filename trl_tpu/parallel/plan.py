@@ -55,7 +55,7 @@ _ADAPTER_DIMS = {
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter's dimensions go: ``axes[d]`` are the mesh axes of dimension d, or None; ``reason`` says why."""
+    """Where a parameter goes: ``axes[d]`` is the mesh axis, or axes, of dimension d; ``reason`` says why."""
 
     axes: Axes
     reason: str

@@ -45,9 +45,9 @@ class ShardReport:
             shape = "x".join(map(str, self.shapes[name])) or "scalar"
             axes = ", ".join(_text(each) for each in placement.axes)
             over = f"[{axes}]" if placement.is_sharded else "replicated"
-            key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), shape, over, placement.reason)
+            key = (re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name), shape, over, placement.reason)
             kinds.setdefault(key, []).append(name)
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for (pattern, shape, over, reason), names in kinds.items():
             held = sum(self.sizes[name] // self.placements[name].parts(self.mesh) for name in names)
             count = f"{len(names)} x " if len(names) > 1 else ""

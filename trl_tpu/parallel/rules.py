@@ -110,6 +110,9 @@ def _axes(source: str, pattern: Any, value: Any) -> Axes | str:
         return AUTO
     if not isinstance(value, list):
         raise ValueError(f"{source}: {pattern!r} must have a list of mesh axes, one for each dimension, or {AUTO!r}.")
+    for each in value:
+        if not all(isinstance(name, str) for name in (each if isinstance(each, list) else [each or ""])):
+            raise ValueError(f"{source}: {pattern!r}: {each!r} is no mesh axis, list of axes or null.")
     axes: Axes = tuple(tuple(each) if isinstance(each, list) else each for each in value)
     names = [name for each in axes for name in names_of(each)]
     for name in names:

@@ -28,8 +28,8 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
         check_heads(mesh, {name: count for name, count in counts.items() if count is not None})
     if mesh.tensor > 1 and rules is None and not (styles or expert_styles):
         raise ValueError(
-            f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so nothing is known to "
-            f"go over tensor={mesh.tensor}. Leave `tensor` out, or write a `sharding_plan`."
+            f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so nothing is known "
+            f"to go over tensor={mesh.tensor}. Leave `tensor` out, or write a `sharding_plan`."
         )
     tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return Plan(mesh, styles, expert_styles, frozenset(bare_name(name) for name in tables), rules)
@@ -93,7 +93,9 @@ def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return places
 
 
-def keep_activations_split(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
+def keep_activations_split(
+    model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime
+) -> None:
     """Keep activations split by forward hooks: batches over the batch axes, heads and inner features over `tensor`.
 
     Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.

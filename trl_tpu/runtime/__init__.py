@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..parallel.mesh import Axes, MeshShape
+#: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
+Axes = tuple[str | tuple[str, ...] | None, ...]
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -64,8 +66,10 @@ class Runtime(Protocol):
     def slice_count(self) -> int:
         """In how many slices, which a slower network joins, the devices are."""
 
-    def set_mesh(self, mesh: MeshShape) -> None:
-        """Arrange all devices as ``mesh``, whose axes multiply to `device_count`.
+    def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
+        """Arrange all devices as a mesh of named axes, whose sizes multiply to `device_count`.
+
+        The first axis goes over the ``slices``.
 
         Raises:
             ValueError: The devices are in another number of slices.

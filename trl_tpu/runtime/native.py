@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..parallel.mesh import Axes, MeshShape
+from . import Axes
 
 
 class NativeRuntime:
@@ -32,7 +32,7 @@ class NativeRuntime:
     def slice_count(self) -> int:
         return 1
 
-    def set_mesh(self, mesh: MeshShape) -> None:
+    def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         """One device: every axis has size 1, which the mesh arithmetic has checked."""
 
     def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..parallel.mesh import Axes, MeshShape, names_of
+from . import Axes
 from .remat import recompute
 
 
@@ -37,6 +37,28 @@ class MeshSharding(xs.ShardingSpec):
         tiles, groups, replication, kind = self.mesh._get_op_sharding_args(spec)
         self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
         self._sharding_type = xs.ShardingType(kind)
+
+
+class _Constrained(torch.autograd.Function):
+    """A copy of an activation whose layout is fixed, as is its gradient's.
+
+    torch_xla's own (`mark_sharding_with_gradients`) writes the mesh to a string and reads it back at every call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
+        ctx.sharding = sharding
+        return _laid_out(tensor, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _laid_out(gradient, ctx.sharding), None
+
+
+def _laid_out(tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
+    copy = tensor.clone()
+    torch_xla._XLAC._xla_mark_sharding(copy, sharding)
+    return copy
 
 
 class DeviceLoader:
@@ -125,15 +147,15 @@ class XlaRuntime:
         slices = {attributes.get("slice_index", 0) for attributes in xr.global_runtime_device_attributes()}
         return len(slices)
 
-    def set_mesh(self, mesh: MeshShape) -> None:
-        names, sizes = tuple(mesh.sizes), tuple(mesh.sizes.values())
-        if (slices := self.slice_count()) == 1:
-            self._mesh = xs.Mesh(np.arange(self.device_count()), sizes, names)
-        elif slices != mesh.slices:
-            raise ValueError(f"mesh '{mesh}' is for {mesh.slices} slice(s), but the devices are in {slices}.")
+    def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
+        names, shape = tuple(sizes), tuple(sizes.values())
+        if (actual := self.slice_count()) == 1:
+            self._mesh = xs.Mesh(np.arange(self.device_count()), shape, names)
+        elif actual != slices:
+            raise ValueError(f"The mesh is for {slices} slice(s), but the devices are in {actual}: slices={actual}.")
         else:
-            within = (mesh.data // slices, *sizes[1:])
-            across = (slices, *(1 for _ in sizes[1:]))
+            within = (shape[0] // slices, *shape[1:])
+            across = (slices, *(1 for _ in shape[1:]))
             self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
         xs.set_global_mesh(self._mesh)
 
@@ -144,16 +166,16 @@ class XlaRuntime:
         return xm.send_cpu_data_to_device([tensor.detach()], device, MeshSharding(self._mesh, axes))[0]  # type: ignore[index]
 
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
-        if not hasattr(self, "_mesh"):
-            return tensor  # outside a trainer
+        if tensor.device.type != "xla" or not hasattr(self, "_mesh"):
+            return tensor  # on the host, or outside a trainer
         sizes = self._mesh.shape()
+        parts = (prod(sizes[axis] for axis in ((over,) if isinstance(over, str) else over or ())) for over in axes)
         fitting = tuple(
-            over if size % prod(sizes[axis] for axis in names_of(over)) == 0 else None
-            for size, over in zip(tensor.shape, axes, strict=True)
+            None if size % count else over for size, over, count in zip(tensor.shape, axes, parts, strict=True)
         )
         if torch_xla._XLAC._get_xla_sharding_spec(tensor):
             tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
-        return xs.mark_sharding_with_gradients(tensor, self._mesh, fitting)
+        return _Constrained.apply(tensor, self._mesh.get_op_sharding(fitting))
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)

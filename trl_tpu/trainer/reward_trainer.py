@@ -115,7 +115,7 @@ class RewardTrainer(PairEvaluation):
         if args.packing:
             check_packing(train_dataset, data_collator, self.computes_own_loss, self._old_columns)
         self.mesh = args.mesh_shape
-        self.runtime.set_mesh(self.mesh)
+        self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         self.sharding_rules = args.sharding_rules
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
 
