@@ -1,0 +1,136 @@
+"""Weights go from the checkpoint to their shards one at a time, and arrive as they were."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch_xla.distributed.spmd as xs
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    set_seed,
+)
+
+from trl_tpu import RewardTrainer
+from trl_tpu.training.export import export_model
+
+TESTS = Path(__file__).parents[1]
+
+
+# ---- what the host holds
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """100 million weights in bfloat16, which are read as float32."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.to_empty(device="cpu").save_pretrained(folder)
+    return str(folder)
+
+
+def measure(model: str, out: Path, way: str) -> dict[str, int]:
+    # memory that is freed goes back to the system at once, so that it is not counted
+    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)}
+    process = subprocess.run(
+        [sys.executable, str(TESTS / "host_memory.py"), model, str(out), way],
+        env=os.environ | allocator | devices,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+def test_the_host_holds_one_tensor_at_a_time(large_model: str, tmp_path: Path) -> None:
+    """Beside the tensor at hand only its unconverted copy, of half its bytes, and what Python itself allocates."""
+    streamed = measure(large_model, tmp_path / "streamed.json", "streamed")
+    assert streamed["largest"] == 4096 * 1024 * 4 < streamed["model"] / 20
+    assert streamed["held"] < 2 * streamed["largest"]
+    whole = measure(large_model, tmp_path / "whole.json", "whole")
+    assert whole["held"] > 0.95 * whole["model"]  # the measure does see a model on the host
+
+
+# ---- what arrives
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    pairs = tiny.made_up_pairs(200)
+    return tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
+
+
+@pytest.fixture(params=["llama in bfloat16", "experts one by one"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> str:
+    """A language model's checkpoint: without a reward head, with a head of its own, and experts as separate weights."""
+    set_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer) + -len(tokenizer) % 8,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if request.param == "llama in bfloat16":
+        LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    else:
+        config = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **sizes)
+        Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+        assert any("experts.3.up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
+    tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_streamed_weights_are_those_that_transformers_reads(checkpoint: str, config: Callable[..., Any]) -> None:
+    """Bit by bit, with renamed and merged weights, and a new reward head that is the same for the same seed."""
+    args = config(mesh="data=2,fsdp=2,tensor=2")
+    trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
+    streamed = export_model(trainer.model, trainer.runtime)
+    set_seed(args.seed)
+    read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    expected = read.state_dict()
+    assert streamed.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert weight.dtype == streamed[name].dtype == torch.float32
+        assert torch.equal(streamed[name], weight), name
+    assert trainer.shard_report is not None
+    for name, parameter in trainer.model.named_parameters():
+        parts = trainer.shard_report.placements[name].parts(args.mesh_shape)
+        shards = xs.wrap_if_sharded(parameter.detach()).local_shards
+        assert [shard.data.numel() for shard in shards] == [parameter.numel() // parts] * 8, name
+
+
+def test_a_model_that_is_given_whole_is_placed_as_well(checkpoint: str, config: Callable[..., Any]) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    trainer = RewardTrainer(model, config(mesh="fsdp=4,tensor=2"), train_dataset=tiny.made_up_pairs(8))
+    assert trainer.model is model
+    assert {parameter.device.type for parameter in model.parameters()} == {"xla"}
+    after = export_model(model, trainer.runtime)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
