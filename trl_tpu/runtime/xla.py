@@ -84,9 +84,13 @@ class _ShardingLoader(pl.ParallelLoader):
             self._exception_queue.put(error)
 
     def send_cpu_data_to_device(self, batches: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-        return [{key: self._send(value, device) for key, value in batch.items()} for batch in batches]
+        return [self._send(batch, device) for batch in batches]
 
     def _send(self, value: Any, device: torch.device) -> Any:
+        if isinstance(value, dict):
+            return {key: self._send(part, device) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self._send(part, device) for part in value]
         if not isinstance(value, torch.Tensor):
             return value
         return xm.send_cpu_data_to_device([value], device, self._shardings(value))[0]  # type: ignore[index]

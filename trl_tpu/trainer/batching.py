@@ -15,43 +15,54 @@ from ..data.collators import (
     PadToLengths,
     PairRows,
     RewardDataCollatorWithPadding,
+    TightRow,
 )
-from ..data.row_shapes import RowShape
+from ..data.row_plan import RowPlan
+from ..modeling.adapters import is_peft_model
+from ..modeling.packed_pairs import PackedPairs
 from ..modeling.rewards import PairBatch
-from ..modeling.tree_attention import PackedPairs
+from ..modeling.tree_attention import goes_tree_by_tree
 from ..training.loop import DeviceTrainer
-from .build import planned_lengths, planned_row_shapes
+from .build import planned_lengths
+from .packing import attention_length, plan_rows_of
 from .reward_config import RewardConfig
 
 
 class PairBatching(DeviceTrainer):
-    """The batching half of the reward trainer. Subclasses set `computes_own_loss` and `_old_columns` first."""
+    """The batching half of the reward trainer. Subclasses set what is declared here first."""
 
     args: RewardConfig
     processing_class: PreTrainedTokenizerBase
     computes_own_loss: bool
     """Whether a subclass overrides `compute_loss`, and so expects TRL's padded layout."""
     _old_columns: bool
+    padded_because: str | None
+    """What keeps batches from being packed; None where they are."""
 
     def describe(self) -> str:
         """What trains where, for the start of a log: runtime, mesh, what is sharded, batches and their shapes."""
         precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
-        lengths = self._training_lengths if self.runtime.name == "xla" else None
-        if self.args.packing:
-            shape = f"packed into {' or '.join(map(str, self._training_shapes))} tokens"
-        elif lengths is None:
-            shape = "padded to their longest"
-        else:
-            listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
-            shape = f"padded to {listed} tokens"
         return "\n".join(
             [
                 f"Training on {self.runtime.hardware()}: {runtime.choice().reason}",
                 f"Computing in {precision}",
                 str(self.shard_report),
-                f"Batches of {self._train_batch_size} pairs, {shape}",
+                f"Batches of {self._train_batch_size} pairs, {self._describe_rows()}",
             ]
         )
+
+    def _describe_rows(self) -> str:
+        if self.padded_because is None:
+            if self.runtime.name == "native":
+                return "each packed into one row without padding"
+            return f"packed into rows of {self._training_plan} tokens"
+        lengths = self._training_lengths if self.runtime.name == "xla" else None
+        if lengths is None:
+            shape = "their longest"
+        else:
+            listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
+            shape = f"{listed} tokens"
+        return f"padded to {shape} ({self.padded_because})"
 
     def _default_collator(self, args: RewardConfig) -> Any:
         multiple = cast("int | None", args.pad_to_multiple_of)  # the config has read its text forms
@@ -73,25 +84,39 @@ class PairBatching(DeviceTrainer):
         return planned_lengths(self.train_dataset, self.args)
 
     @cached_property
-    def _training_shapes(self) -> tuple[RowShape, ...]:
-        return self._row_shapes(self.train_dataset, self._train_batch_size)
+    def _training_plan(self) -> RowPlan:
+        return self._row_plan(self.train_dataset, self._train_batch_size)
 
-    def _row_shapes(self, dataset: Any, batch_size: int) -> tuple[RowShape, ...]:
-        hidden_size = self.model.config.get_text_config().hidden_size
-        return planned_row_shapes(dataset, hidden_size, batch_size, self.mesh.batch_shards)
+    @property
+    def _hidden_size(self) -> int:
+        return self.model.config.get_text_config().hidden_size
+
+    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
+        return plan_rows_of(dataset, self._hidden_size, batch_size, self.mesh.batch_shards, self.args)
+
+    def _takes_tight_rows(self) -> bool:
+        base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
+        return self.runtime.name == "native" and goes_tree_by_tree(base)
 
     @property
     def planned_shapes(self) -> int | None:
-        if self.args.packing:
-            return len(self._training_shapes)
+        if self.padded_because is None:
+            return len(self._training_plan.shapes)
         return None if self._training_lengths is None else len(self._training_lengths)
+
+    @property
+    def has_partial_passes(self) -> bool:
+        return self.padded_because is None and not self._takes_tight_rows() and bool(self._training_plan.partial)
 
     def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
         """Packed rows; else, on XLA, pair rows of planned lengths, or TRL's layout for a subclass's own loss."""
         is_training = dataset is self.train_dataset
-        if self.args.packing:
-            shapes = self._training_shapes if is_training else self._row_shapes(dataset, batch_size)
-            return PackedRows(shapes, batch_size, self.processing_class.pad_token_id)
+        if self.padded_because is None:
+            pad_token_id = self.processing_class.pad_token_id
+            if self._takes_tight_rows():
+                return TightRow(pad_token_id, attention_length(self._hidden_size))
+            plan = self._training_plan if is_training else self._row_plan(dataset, batch_size)
+            return PackedRows(plan, batch_size, pad_token_id)
         if self.runtime.name == "native":
             return self.data_collator
         # a stream's columns are removed example by example; a dataset's have been by then

@@ -1,0 +1,76 @@
+"""The trainer's decision to pack, and the plan of rows for its data."""
+
+import logging
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from .. import runtime
+from ..data.measure import common_beginning, pair_sizes
+from ..data.row_plan import RowPlan, plan_rows
+from .reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
+
+
+def packing_obstacle(
+    args: RewardConfig, train_dataset: Any, data_collator: Any, computes_own_loss: bool, old_columns: bool
+) -> str | None:
+    """What, besides the model, keeps batches from being packed; None if nothing does."""
+    obstacles = {
+        "packing is turned off": args.packing == "false",
+        "this is the old API, with its own columns and collator": old_columns,
+        "a data collator of your own makes the batches": data_collator is not None,
+        "compute_loss is overridden, and such code expects padded rows": computes_own_loss,
+        "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
+        "train_dataset is a stream, and XLA needs row shapes that are chosen from the data": (
+            runtime.is_xla() and not isinstance(train_dataset, Dataset)
+        ),
+    }
+    return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
+
+
+def report_obstacle(args: RewardConfig, obstacle: str) -> None:
+    """Say once why batches are padded.
+
+    Raises:
+        ValueError: If the user insists on packing.
+    """
+    if args.packing == "true":
+        raise ValueError(f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle.")
+    if args.packing == "auto":
+        logger.warning(f"Batches are padded, not packed: {obstacle}.")
+
+
+def plan_rows_of(dataset: Any, hidden_size: int, pairs: int, shards: int, args: RewardConfig) -> RowPlan:
+    """The rows in which batches of ``pairs`` pairs of ``dataset`` are packed on XLA.
+
+    Raises:
+        ValueError: For a stream, whose pairs cannot be measured beforehand, and for too short a `row_length`.
+    """
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            "On XLA the shapes of packed rows are chosen from the data before they are used, which a stream does not "
+            "allow. Give a `Dataset`, or set packing=False."
+        )
+    names = ["chosen_ids", "rejected_ids"]
+    chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
+    sizes = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])
+    return plan_rows(
+        sizes,
+        pairs,
+        shards,
+        most=args.max_shapes,
+        common=common_beginning(chunk[name] for chunk in chunks for name in names),
+        attention_length=attention_length(hidden_size),
+        row_length=args.row_length,
+    )
+
+
+def attention_length(hidden_size: int) -> float:
+    """The row length at which attention costs as much as the linear layers of a plain transformer, in operations.
+
+    Of a layer's multiplications a token takes 12 H^2 in its linear layers and 2 H L in attention over L others.
+    """
+    return 6 * hidden_size
