@@ -55,7 +55,7 @@ class PairBatching(DeviceTrainer):
         if self.padded_because is None:
             if self.runtime.name == "native":
                 return "each packed into one row without padding"
-            return f"packed into rows of {self._training_plan} tokens"
+            return f"packed into rows of {self._training_plan}"
         lengths = self._training_lengths if self.runtime.name == "xla" else None
         if lengths is None:
             shape = "their longest"
