@@ -71,9 +71,7 @@ def compare() -> None:
                 if done.returncode:
                     sys.exit(f"{system} failed:\n{done.stderr[-3000:]}")
                 results.append([float(word) for word in done.stdout.split()[-3:]])
-    print(
-        f"\nXLA:CPU, one device, hidden {HIDDEN}, {LAYERS} layers, {PAIRS_A_BATCH} pairs a batch, from a cold start"
-    )
+    print(f"\nXLA:CPU, one device, hidden {HIDDEN}, {LAYERS} layers, {PAIRS_A_BATCH} pairs a batch, from a cold start")
     print(f"{'':12}{'steps':>8}{'seconds':>12}{'compiles':>12}{'loss of the first 20':>24}")
     for system, results in measured.items():
         seconds, compiles, loss = (statistics.median(column) for column in zip(*results, strict=True))

@@ -83,7 +83,7 @@ class PairBatching(DeviceTrainer):
     def _training_lengths(self) -> tuple[int, ...] | None:
         return planned_lengths(self.train_dataset, self.args)
 
-    @cached_property
+    @property
     def _training_plan(self) -> RowPlan:
         return self._row_plan(self.train_dataset, self._train_batch_size)
 
@@ -91,8 +91,36 @@ class PairBatching(DeviceTrainer):
     def _hidden_size(self) -> int:
         return self.model.config.get_text_config().hidden_size
 
-    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
-        return plan_rows_of(dataset, self._hidden_size, batch_size, self.mesh.batch_shards, self.args)
+    @cached_property
+    def _row_plans(self) -> dict[tuple[str, int], RowPlan]:
+        return {}
+
+    def _row_plan(self, dataset: Dataset, batch_size: int) -> RowPlan:
+        """The rows of batches from ``dataset``, planned once for each batch size."""
+        key = dataset._fingerprint, batch_size
+        if key not in self._row_plans:
+            plan = plan_rows_of(dataset, self._hidden_size, batch_size, self.mesh.batch_shards, self.args)
+            self._row_plans[key] = plan
+        return self._row_plans[key]
+
+    def _packs(self, dataset: Any) -> bool:
+        """Whether batches of ``dataset`` are packed; on XLA a stream's shapes cannot be planned, so its batches are not."""
+        return self.padded_because is None and (self._takes_tight_rows() or isinstance(dataset, Dataset))
+
+    def check_rows(self) -> None:
+        """Plan now what a `row_length` of the user's might make impossible, and not hours into a run.
+
+        Raises:
+            ValueError: If it is too short for a pair of the training or evaluation data.
+        """
+        if self.args.row_length is None or self.runtime.name == "native":
+            return
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for dataset in datasets.values():
+            if isinstance(dataset, Dataset) and self._packs(dataset):
+                self._row_plan(dataset, self.args.eval_batch_size)
+        if self._packs(self.train_dataset):
+            self._row_plan(self.train_dataset, self._train_batch_size)
 
     def _takes_tight_rows(self) -> bool:
         base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
@@ -111,7 +139,7 @@ class PairBatching(DeviceTrainer):
     def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
         """Packed rows; else, on XLA, pair rows of planned lengths, or TRL's layout for a subclass's own loss."""
         is_training = dataset is self.train_dataset
-        if self.padded_because is None:
+        if self._packs(dataset):
             pad_token_id = self.processing_class.pad_token_id
             if self._takes_tight_rows():
                 return TightRow(pad_token_id, attention_length(self._hidden_size))

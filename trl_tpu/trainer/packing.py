@@ -43,17 +43,12 @@ def report_obstacle(args: RewardConfig, obstacle: str) -> None:
         logger.warning(f"Batches are padded, not packed: {obstacle}.")
 
 
-def plan_rows_of(dataset: Any, hidden_size: int, pairs: int, shards: int, args: RewardConfig) -> RowPlan:
+def plan_rows_of(dataset: Dataset, hidden_size: int, pairs: int, shards: int, args: RewardConfig) -> RowPlan:
     """The rows in which batches of ``pairs`` pairs of ``dataset`` are packed on XLA.
 
     Raises:
-        ValueError: For a stream, whose pairs cannot be measured beforehand, and for too short a `row_length`.
+        ValueError: For too short a `row_length`.
     """
-    if not isinstance(dataset, Dataset):
-        raise ValueError(
-            "On XLA the shapes of packed rows are chosen from the data before they are used, which a stream does not "
-            "allow. Give a `Dataset`, or set packing=False."
-        )
     names = ["chosen_ids", "rejected_ids"]
     chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
     sizes = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])

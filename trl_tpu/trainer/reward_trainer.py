@@ -162,6 +162,7 @@ class RewardTrainer(PairEvaluation):
         )
         if model_init is not None:
             self.model_init = init
+        self.check_rows()
         # Trainer computes a loss in evaluation only for models that return one, or when told so.
         self.can_return_loss = True
         self.label_names = []
