@@ -104,7 +104,7 @@ class PairBatching(DeviceTrainer):
         return self._row_plans[key]
 
     def _packs(self, dataset: Any) -> bool:
-        """Whether batches of ``dataset`` are packed; on XLA a stream's shapes cannot be planned, so its batches are not."""
+        """Whether batches of ``dataset`` are packed; on XLA those of a stream are not: it has no shapes to plan."""
         return self.padded_because is None and (self._takes_tight_rows() or isinstance(dataset, Dataset))
 
     def check_rows(self) -> None:
