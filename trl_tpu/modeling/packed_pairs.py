@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .expanded_rows import ExpandedRows
 from .tree_attention import RowLayout, packed_rewards, packed_states
 
 
@@ -22,10 +23,15 @@ class PackedPairs:
 
     @classmethod
     def read(cls, inputs: Mapping[str, Any]) -> "PackedPairs":
-        """Read a pass of `trl_tpu.data.collators.PackedRows` or a batch of `TightRow`."""
+        """Read a pass of `trl_tpu.data.collators.PackedRows` or a batch of `TightRow`.
+
+        Attention in expanded rows needs the arrays of an `Expansion` too, as `expand`, `segment`, `home` and `back`.
+        """
         layout: dict[str, Any] = {f"{name}_RL": inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
         layout |= {f"{name}_P2": inputs[name] for name in ("last_row", "last_column")}
         layout["trees"] = inputs.get("trees")
+        if "expand" in inputs:
+            layout["expanded"] = ExpandedRows(*(inputs[name] for name in ("expand", "segment", "home", "back")))
         return cls(layout, inputs["tokens"], inputs.get("margin"), inputs["pair_mask"], inputs["batch_pairs"])
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
@@ -40,7 +46,8 @@ class PackedPairs:
     def scored_states(self, model: nn.Module) -> torch.Tensor:
         """The hidden states [P, 2, H] that the rewards are computed from."""
         rows = self.layout
-        masks = RowLayout(torch.stack([rows["subtree_end_RL"], rows["position_ids_RL"]], dim=1), rows["trees"])
+        layout_R2L = torch.stack([rows["subtree_end_RL"], rows["position_ids_RL"]], dim=1)
+        masks = RowLayout(layout_R2L, rows["trees"], rows.get("expanded"))
         _, hidden_RLH = packed_states(model, rows["input_ids_RL"], rows["position_ids_RL"], masks)
         return hidden_RLH[rows["last_row_P2"], rows["last_column_P2"]]
 

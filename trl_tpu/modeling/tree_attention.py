@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .expanded_rows import ExpandedRows
 from .rewards import find_score_head
 
 # Queries are taken in blocks of about this many, since a block's keys end with its last query.
@@ -62,11 +63,13 @@ class RowLayout:
     Args:
         layout_R2L: Subtree ends and position ids of each row, stacked.
         trees: Of a tight row, the first column of each tree and the one after its last; None to mask whole rows.
+        expanded: Where the tokens lie in rows of whole dialogues, for models that attend there.
         asked: The rules that a model has asked for masks of: none, if it makes its masks by itself.
     """
 
     layout_R2L: torch.Tensor
     trees: tuple[tuple[int, int], ...] | None = None
+    expanded: ExpandedRows | None = None
     asked: list[str] = field(default_factory=list)
 
 
@@ -87,6 +90,10 @@ class TreeMask:
             return self.plain(*args, **kwargs)
         rule = kwargs.get("mask_function", causal_mask_function)
         layout.asked.append(getattr(rule, "__name__", "rule"))
+        return self.masks_of(layout, rule, *args, **kwargs)
+
+    def masks_of(self, layout: RowLayout, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The masks of packed rows by a model's own rule, in the form that its attention function takes."""
         ours = {"mask_function": tree_rule(layout.layout_R2L, rule), "attention_mask": None}
         kwargs |= ours | {"allow_is_causal_skip": False}
         if layout.trees is None:
@@ -180,6 +187,7 @@ def packed_rewards(
     last_row_P2: torch.Tensor,
     last_column_P2: torch.Tensor,
     trees: tuple[tuple[int, int], ...] | None = None,
+    expanded: ExpandedRows | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """The rewards of a packed batch, [P, 2] in float32 or wider, equal to those of the padded forward.
@@ -191,12 +199,13 @@ def packed_rewards(
             `use_tree_masks`.
         input_ids_RL, position_ids_RL, subtree_end_RL, last_row_P2, last_column_P2: See `PackedPass`.
         trees: The trees of a tight row.
+        expanded: Where the tokens lie in expanded rows; used after `use_expanded_attention`.
         kwargs: Handed on to the model.
 
     Raises:
         ValueError: If the model has no `score` head, or did not ask for a mask.
     """
-    layout = RowLayout(torch.stack([subtree_end_RL, position_ids_RL], dim=1), trees)
+    layout = RowLayout(torch.stack([subtree_end_RL, position_ids_RL], dim=1), trees, expanded)
     head, hidden_RLH = packed_states(model, input_ids_RL, position_ids_RL, layout, **kwargs)
     return score_wide(head, hidden_RLH[last_row_P2, last_column_P2])
 

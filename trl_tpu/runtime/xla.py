@@ -20,6 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import Axes
+from .kernels import segment_attention
+from .manual import by_device
 from .remat import recompute
 
 
@@ -136,6 +138,30 @@ class XlaRuntime:
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    @functools.cached_property
+    def attention_kernel(self) -> Callable[..., torch.Tensor]:
+        """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
+        if xr.device_type() != "TPU":
+            return segment_attention
+        from .splash import splash_attention  # imports jax, which must not come before torch_xla has the TPU
+
+        return splash_attention
+
+    def attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:
+        kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
+        return kernel(q_BHLD, *others)
+
+    def by_device(
+        self,
+        function: Callable[..., torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        axes: Sequence[Axes],
+        result_axes: Axes,
+    ) -> torch.Tensor:
+        if tensors[0].device.type != "xla" or not hasattr(self, "_mesh"):
+            return function(*tensors)  # on the host, or outside a trainer
+        return by_device(self._mesh, function, tensors, axes, result_axes)
 
     def use_checkpointing(self, model: nn.Module) -> None:
         for module in model.modules():
