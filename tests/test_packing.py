@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_tpu.data.expansion import expand_rows
 from trl_tpu.data.packing import PackedPass, pack, pack_tight
 from trl_tpu.data.row_plan import RowPlan
 from trl_tpu.data.row_shapes import RowShape, plan_shapes, rows_needed, snake
@@ -250,6 +251,18 @@ def test_passes_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -
         for index in np.flatnonzero(rows_.pair_mask_P):
             assert [read_back(rows_, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
             assert rows_.margin_P is not None and rows_.margin_P[index] == margins[index]
+
+
+@given(batches, st.integers(1, 3))
+def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pair(pairs: list[Any], rows: int) -> None:
+    longest = max(pair_size(*pair) for pair in pairs)
+    plan = RowPlan((RowShape(rows, longest),), (RowShape(rows, longest),))
+    for some in passes(pairs, plan, room_for_dialogues=True):
+        lengths_P2 = np.array([[len(ids) for ids in pair] for pair in pairs])
+        for row in range(rows):
+            here = some.pair_mask_P & (some.last_row_P2[:, 0] == row)
+            assert (lengths_P2[here].sum(axis=0) <= longest).all()
+        expand_rows(some.subtree_end_RL, some.last_row_P2, some.last_column_P2, some.pair_mask_P)
 
 
 @settings(max_examples=20)

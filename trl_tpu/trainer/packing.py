@@ -5,13 +5,18 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from transformers import PreTrainedModel
 
 from .. import runtime
 from ..data.measure import common_beginning, pair_sizes
 from ..data.row_plan import RowPlan, plan_rows
+from ..modeling.expanded_attention import ExpansionImpossible, use_expanded_attention
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
+
+# below this, a mask for each query and key costs less than moving every layer's queries, keys and values
+_LONG_ROW = 2048
 
 
 def packing_obstacle(
@@ -41,6 +46,25 @@ def report_obstacle(args: RewardConfig, obstacle: str) -> None:
         raise ValueError(f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle.")
     if args.packing == "auto":
         logger.warning(f"Batches are padded, not packed: {obstacle}.")
+
+
+def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig) -> bool:
+    """Choose how packed rows attend on XLA, and prepare ``model`` for it: whether in rows of whole dialogues.
+
+    Raises:
+        ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
+    """
+    long = runtime.current().has_attention_kernel() and longest_row >= _LONG_ROW
+    if args.packed_attention == "masks" or (args.packed_attention == "auto" and not long):
+        return False
+    try:
+        use_expanded_attention(model)
+    except ExpansionImpossible as reason:
+        if args.packed_attention == "expanded":
+            raise
+        logger.warning(f"Rows of {longest_row} tokens attend through masks of their length squared. {reason}")
+        return False
+    return True
 
 
 def plan_rows_of(dataset: Dataset, hidden_size: int, pairs: int, shards: int, args: RewardConfig) -> RowPlan:
