@@ -12,6 +12,8 @@ from counters import CountAtSteps, count
 from datasets import Dataset
 
 from trl_tpu import RewardTrainer, runtime
+from trl_tpu.data.row_plan import RowPlan
+from trl_tpu.data.row_shapes import RowShape
 from trl_tpu.training.loop import passes_of
 
 
@@ -23,8 +25,10 @@ def uneven_pairs(count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_as_many_programs_as_planned_shapes(config: Callable[..., Any], model_folder: str, accumulation: int) -> None:
+@pytest.mark.parametrize(("accumulation", "attention"), [(1, "masks"), (2, "masks"), (1, "expanded")])
+def test_as_many_programs_as_planned_shapes(
+    config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
+) -> None:
     """One execution a pass, nothing read between logs; losses and rewards equal those of padded rows."""
     settings = {"num_train_epochs": 2, "logging_steps": 1000, "gradient_accumulation_steps": accumulation}
     devices = runtime.current().device_count()
@@ -32,12 +36,15 @@ def test_as_many_programs_as_planned_shapes(config: Callable[..., Any], model_fo
     settings |= {"learning_rate": 1e-4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
     pairs, held_out = uneven_pairs(64 * devices - 3), uneven_pairs(27 * devices, seed=1)
     counter = CountAtSteps()
-    args = config(packing=True, row_length=256, max_shapes=2, **settings)
+    args = config(packing=True, packed_attention=attention, **settings)
     trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
+    # rows so short that many batches take several passes; a plan of the trainer's own would do so more rarely
+    shape = RowShape(devices, 192)
+    trainer._row_plans[trainer.train_dataset._fingerprint, args.train_batch_size] = RowPlan((shape,), (shape,))
     passes = [len(passes_of(batch)) for batch in trainer.get_train_dataloader().batches]
     assert trainer.planned_shapes == 2
     assert trainer.has_partial_passes
-    assert 1 in passes and max(passes) > 1
+    assert max(passes) > 1
     trainer.train()
     last = max(counter.at)
     steps = counter.between(0, last)
@@ -47,7 +54,7 @@ def test_as_many_programs_as_planned_shapes(config: Callable[..., Any], model_fo
 
     before = count()
     packed = trainer.predict(held_out)
-    assert count().compiles - before.compiles <= 2 + 1  # and slicing of what came before
+    assert count().compiles - before.compiles <= 4 + 1  # and slicing of what came before
     between = count()
     trainer.predict(held_out)
     assert count().compiles == between.compiles

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
+from .expansion import Expansion, expand_rows
 from .packing import PackedPass, pack, pack_tight
 from .row_plan import RowPlan
 
@@ -216,22 +217,31 @@ class PackedRows:
 
     The batch has `passes`, of which each has `input_ids`, `position_ids` and `subtree_end` [R, L], `last_row` and
     `last_column` [P, 2], `pair_mask`, `tokens` and, where the data has it, `margin` [P], and `batch_pairs` [1]; and a
-    `pair_mask` of all real pairs [P].
+    `pair_mask` of all real pairs [P]. With `expands`, each pass also has `expand`, `segment` and `home` [R, 2, L] and
+    `back` [R, L] (see `trl_tpu.data.expansion`).
 
     Args:
         plan: From `plan_rows`.
         pairs: P, pairs in every batch.
         pad_token_id: Fills what rows have left.
+        expands: Whether attention reads rows of whole dialogues.
     """
 
     plan: RowPlan
     pairs: int
     pad_token_id: int
+    expands: bool = False
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        passes = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples))
+        passes = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
         pair_mask_P = torch.arange(self.pairs) < len(examples)
-        return {"passes": [_tensors(packed) for packed in passes], "pair_mask": pair_mask_P}
+        return {"passes": [self._pass(packed) for packed in passes], "pair_mask": pair_mask_P}
+
+    def _pass(self, packed: PackedPass) -> dict[str, torch.Tensor]:
+        if not self.expands:
+            return _tensors(packed)
+        places = expand_rows(packed.subtree_end_RL, packed.last_row_P2, packed.last_column_P2, packed.pair_mask_P)
+        return _tensors(packed) | _tensors(places)
 
 
 @dataclass(frozen=True)
@@ -262,7 +272,7 @@ def _margins(examples: Sequence[Mapping[str, Any]]) -> list[float] | None:
     return [example["margin"] for example in examples] if "margin" in examples[0] else None
 
 
-def _tensors(packed: PackedPass) -> dict[str, torch.Tensor]:
-    """A pass's arrays under their names without shapes."""
+def _tensors(packed: PackedPass | Expansion) -> dict[str, torch.Tensor]:
+    """Arrays under their names without shapes."""
     arrays = {name.rpartition("_")[0]: value for name, value in vars(packed).items() if name != "trees"}
     return {name: torch.from_numpy(value) for name, value in arrays.items() if value is not None}

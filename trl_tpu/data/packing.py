@@ -69,6 +69,7 @@ def pack(
     pairs: int,
     pad_token_id: int,
     margins: Sequence[float] | None = None,
+    room_for_dialogues: bool = False,
 ) -> list[PackedPass]:
     """Pack one batch by the cheapest way of ``plan`` that holds it.
 
@@ -82,6 +83,8 @@ def pack(
         pairs: P. A batch may have fewer, but not more.
         pad_token_id: Fills what rows have left.
         margins: The target margin of each pair.
+        room_for_dialogues: Put pairs together only so far that the chosen dialogues of a row, one after the other,
+            are no longer than the row, and the rejected ones too (see `trl_tpu.data.expansion`).
 
     Returns:
         The passes in order, the final one last.
@@ -91,7 +94,8 @@ def pack(
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
     sizes_P, shared_PP = tree_sizes(batch.common_DD)
-    way, rows_P = _choose(sizes_P, shared_PP, _trie_size(batch), plan)
+    lengths_P2 = batch.lengths_D.reshape(-1, 2) if room_for_dialogues else None
+    way, rows_P = _choose(sizes_P, shared_PP, lengths_P2, _trie_size(batch), plan)
     passes, first = [], 0
     for shape in way:
         rows_here_P = rows_P - first
@@ -216,7 +220,9 @@ def _trie_size(batch: _Batch) -> int:
     return int(batch.lengths_D.sum() - neighbours.sum())
 
 
-def _choose(sizes_P: np.ndarray, shared_PP: np.ndarray, trie: int, plan: RowPlan) -> tuple[Way, np.ndarray]:
+def _choose(
+    sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, trie: int, plan: RowPlan
+) -> tuple[Way, np.ndarray]:
     """The cheapest way that holds the batch, and each pair's row among the rows of all its passes [P]."""
     if sizes_P.max() > plan.longest:
         pair = int(sizes_P.argmax())
@@ -229,7 +235,7 @@ def _choose(sizes_P: np.ndarray, shared_PP: np.ndarray, trie: int, plan: RowPlan
         lengths_R = np.array([shape.length for shape in way for _ in range(shape.rows)])
         if lengths_R.sum() < trie or lengths_R.max() < sizes_P.max():
             continue
-        rows_P = _place(sizes_P, shared_PP, lengths_R)
+        rows_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
         if rows_P is not None:
             return way, rows_P
     # Best fit may fail by bad luck where a plain deal, by which the last shape was made, cannot.
@@ -244,24 +250,32 @@ def _choose(sizes_P: np.ndarray, shared_PP: np.ndarray, trie: int, plan: RowPlan
     return (last,), rows_P
 
 
-def _place(sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_R: np.ndarray) -> np.ndarray | None:
+def _place(
+    sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
+) -> np.ndarray | None:
     """Best fit, the largest pair first: each pair's row [P], or None where they do not fit.
 
     What a pair adds to a row is its size less what it shares with the pair in that row that it shares most with; the
-    trie may save more, never less.
+    trie may save more, never less. With ``lengths_P2`` its two dialogues need room too, where nothing is shared.
     """
     free_R = lengths_R.copy()
+    free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
     shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
     rows_P = np.empty(len(sizes_P), np.int64)
     for pair in np.argsort(-sizes_P, kind="stable"):
         added_R = sizes_P[pair] - shared_RP[:, pair]
+        full_R = added_R > free_R
+        if lengths_P2 is not None:
+            full_R |= (lengths_P2[pair] > free_R2).any(axis=1)
         score_R = free_R + _TOKENS_PER_FREE_TOKEN * added_R
-        score_R[added_R > free_R] = np.iinfo(np.int64).max
+        score_R[full_R] = np.iinfo(np.int64).max
         row = score_R.argmin()
-        if added_R[row] > free_R[row]:
+        if full_R[row]:
             return None
         rows_P[pair] = row
         free_R[row] -= added_R[row]
+        if lengths_P2 is not None:
+            free_R2[row] -= lengths_P2[pair]
         np.maximum(shared_RP[row], shared_PP[pair], out=shared_RP[row])
     return rows_P
 

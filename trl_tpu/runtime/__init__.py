@@ -86,6 +86,9 @@ class Runtime(Protocol):
     ) -> torch.Tensor:
         """Causal attention within segments by the device's best kernel, equal to `kernels.segment_attention`."""
 
+    def has_attention_kernel(self) -> bool:
+        """Whether `attention` needs less memory than a mask for each query and key."""
+
     def by_device(
         self,
         function: Callable[..., torch.Tensor],

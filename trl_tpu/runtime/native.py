@@ -45,6 +45,9 @@ class NativeRuntime:
     def attention(self, *args: Any) -> torch.Tensor:
         return segment_attention(*args)
 
+    def has_attention_kernel(self) -> bool:
+        return False
+
     def by_device(
         self,
         function: Callable[..., torch.Tensor],

@@ -4,6 +4,7 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -151,6 +152,9 @@ class XlaRuntime:
     def attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:
         kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
         return kernel(q_BHLD, *others)
+
+    def has_attention_kernel(self) -> bool:
+        return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
     def by_device(
         self,

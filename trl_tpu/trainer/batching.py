@@ -24,7 +24,7 @@ from ..modeling.rewards import PairBatch
 from ..modeling.tree_attention import goes_tree_by_tree
 from ..training.loop import DeviceTrainer
 from .build import planned_lengths
-from .packing import attention_length, plan_rows_of
+from .packing import attention_length, expands_rows, plan_rows_of
 from .reward_config import RewardConfig
 
 
@@ -36,6 +36,7 @@ class PairBatching(DeviceTrainer):
     computes_own_loss: bool
     """Whether a subclass overrides `compute_loss`, and so expects TRL's padded layout."""
     _old_columns: bool
+    _expands = False  # whether packed rows attend in rows of whole dialogues
     padded_because: str | None
     """What keeps batches from being packed; None where they are."""
 
@@ -55,7 +56,8 @@ class PairBatching(DeviceTrainer):
         if self.padded_because is None:
             if self.runtime.name == "native":
                 return "each packed into one row without padding"
-            return f"packed into rows of {self._training_plan}"
+            attention = "in rows of whole dialogues" if self._expands else "through masks"
+            return f"packed into rows of {self._training_plan}; they attend {attention}"
         lengths = self._training_lengths if self.runtime.name == "xla" else None
         if lengths is None:
             shape = "their longest"
@@ -83,7 +85,7 @@ class PairBatching(DeviceTrainer):
     def _training_lengths(self) -> tuple[int, ...] | None:
         return planned_lengths(self.train_dataset, self.args)
 
-    @cached_property
+    @property
     def _training_plan(self) -> RowPlan:
         return self._row_plan(self.train_dataset, self._train_batch_size)
 
@@ -91,8 +93,39 @@ class PairBatching(DeviceTrainer):
     def _hidden_size(self) -> int:
         return self.model.config.get_text_config().hidden_size
 
-    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
-        return plan_rows_of(dataset, self._hidden_size, batch_size, self.mesh.batch_shards, self.args)
+    @cached_property
+    def _row_plans(self) -> dict[tuple[str, int], RowPlan]:
+        return {}
+
+    def _row_plan(self, dataset: Dataset, batch_size: int) -> RowPlan:
+        """The rows of batches from ``dataset``, planned once for each batch size."""
+        key = dataset._fingerprint, batch_size
+        if key not in self._row_plans:
+            plan = plan_rows_of(dataset, self._hidden_size, batch_size, self.mesh.batch_shards, self.args)
+            self._row_plans[key] = plan
+        return self._row_plans[key]
+
+    def _packs(self, dataset: Any) -> bool:
+        """Whether batches of ``dataset`` are packed; on XLA those of a stream are not: it has no shapes to plan."""
+        return self.padded_because is None and (self._takes_tight_rows() or isinstance(dataset, Dataset))
+
+    def prepare_rows(self) -> None:
+        """Plan rows before training, choose how they attend, and see that a `row_length` of the user's can hold all.
+
+        Raises:
+            ValueError: If it is too short for a pair of the training or evaluation data, and not hours into a run; or
+                if the user insists on attention that the model does not allow.
+        """
+        if self.runtime.name == "native" or not self._packs(self.train_dataset):
+            return
+        base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
+        self._expands = expands_rows(base, self._training_plan.longest, self.args)
+        if self.args.row_length is None:
+            return
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for dataset in datasets.values():
+            if isinstance(dataset, Dataset) and self._packs(dataset):
+                self._row_plan(dataset, self.args.eval_batch_size)
 
     def _takes_tight_rows(self) -> bool:
         base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
@@ -111,12 +144,12 @@ class PairBatching(DeviceTrainer):
     def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
         """Packed rows; else, on XLA, pair rows of planned lengths, or TRL's layout for a subclass's own loss."""
         is_training = dataset is self.train_dataset
-        if self.padded_because is None:
+        if self._packs(dataset):
             pad_token_id = self.processing_class.pad_token_id
             if self._takes_tight_rows():
                 return TightRow(pad_token_id, attention_length(self._hidden_size))
             plan = self._training_plan if is_training else self._row_plan(dataset, batch_size)
-            return PackedRows(plan, batch_size, pad_token_id)
+            return PackedRows(plan, batch_size, pad_token_id, self._expands)
         if self.runtime.name == "native":
             return self.data_collator
         # a stream's columns are removed example by example; a dataset's have been by then

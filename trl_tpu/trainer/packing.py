@@ -5,13 +5,18 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
+from transformers import PreTrainedModel
 
 from .. import runtime
 from ..data.measure import common_beginning, pair_sizes
 from ..data.row_plan import RowPlan, plan_rows
+from ..modeling.expanded_attention import ExpansionImpossible, use_expanded_attention
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
+
+# below this, a mask for each query and key costs less than moving every layer's queries, keys and values
+_LONG_ROW = 2048
 
 
 def packing_obstacle(
@@ -43,17 +48,31 @@ def report_obstacle(args: RewardConfig, obstacle: str) -> None:
         logger.warning(f"Batches are padded, not packed: {obstacle}.")
 
 
-def plan_rows_of(dataset: Any, hidden_size: int, pairs: int, shards: int, args: RewardConfig) -> RowPlan:
+def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig) -> bool:
+    """Choose how packed rows attend on XLA, and prepare ``model`` for it: whether in rows of whole dialogues.
+
+    Raises:
+        ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
+    """
+    long = runtime.current().has_attention_kernel() and longest_row >= _LONG_ROW
+    if args.packed_attention == "masks" or (args.packed_attention == "auto" and not long):
+        return False
+    try:
+        use_expanded_attention(model)
+    except ExpansionImpossible as reason:
+        if args.packed_attention == "expanded":
+            raise
+        logger.warning(f"Rows of {longest_row} tokens attend through masks of their length squared. {reason}")
+        return False
+    return True
+
+
+def plan_rows_of(dataset: Dataset, hidden_size: int, pairs: int, shards: int, args: RewardConfig) -> RowPlan:
     """The rows in which batches of ``pairs`` pairs of ``dataset`` are packed on XLA.
 
     Raises:
-        ValueError: For a stream, whose pairs cannot be measured beforehand, and for too short a `row_length`.
+        ValueError: For too short a `row_length`.
     """
-    if not isinstance(dataset, Dataset):
-        raise ValueError(
-            "On XLA the shapes of packed rows are chosen from the data before they are used, which a stream does not "
-            "allow. Give a `Dataset`, or set packing=False."
-        )
     names = ["chosen_ids", "rejected_ids"]
     chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
     sizes = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])

@@ -34,6 +34,10 @@ class RewardConfig(TrainingArguments):
         row_length (`int`, *optional*):
             The length of packed rows on XLA, at least the tokens of the largest pair. By default lengths are chosen
             from the data. Plain torch needs none.
+        packed_attention (`str`, *optional*, defaults to `"auto"`):
+            How packed rows attend on XLA. `"masks"` builds a mask for each query and key; `"expanded"` moves queries,
+            keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need. `"auto"`
+            expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
         max_shapes (`int`, *optional*, defaults to `4`):
             On XLA, how many shapes batches may have, packed or padded: each is compiled once.
         model_init_kwargs (`dict[str, Any]`, *optional*):
@@ -143,6 +147,9 @@ class RewardConfig(TrainingArguments):
     row_length: int | None = field(
         default=None, metadata={"help": "Length of packed rows on XLA; by default chosen from the data."}
     )
+    packed_attention: str = field(
+        default="auto", metadata={"help": "How packed rows attend on XLA: 'masks', 'expanded' or 'auto'."}
+    )
     max_shapes: int = field(default=4, metadata={"help": "How many shapes batches may have on XLA; each is compiled."})
     mesh: str = field(
         default="fsdp=-1", metadata={"help": "Axis sizes of the device mesh, such as 'data=2,fsdp=4'; -1 fills."}
@@ -174,6 +181,8 @@ class RewardConfig(TrainingArguments):
             )
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         self.packing = _packing(self.packing)
+        if self.packed_attention not in ("auto", "masks", "expanded"):
+            raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
         for name in ("row_length", "max_shapes"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(

@@ -52,6 +52,7 @@ EvalDataset: TypeAlias = (
 )
 
 _PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens", "batch_pairs", "trees"}
+_PACKED_KEYS |= {"expand", "segment", "home", "back"}
 _OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
 
 
@@ -162,6 +163,7 @@ class RewardTrainer(PairEvaluation):
         )
         if model_init is not None:
             self.model_init = init
+        self.prepare_rows()
         # Trainer computes a loss in evaluation only for models that return one, or when told so.
         self.can_return_loss = True
         self.label_names = []
