@@ -40,7 +40,8 @@ def test_as_many_programs_as_planned_shapes(
     trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
     # rows so short that many batches take several passes; a plan of the trainer's own would do so more rarely
     shape = RowShape(devices, 192)
-    trainer._row_plans[trainer.train_dataset._fingerprint, args.train_batch_size] = RowPlan((shape,), (shape,))
+    key = trainer.train_dataset._fingerprint, args.train_batch_size, attention == "expanded"
+    trainer._row_plans[key] = RowPlan((shape,), (shape,))
     passes = [len(passes_of(batch)) for batch in trainer.get_train_dataloader().batches]
     assert trainer.planned_shapes == 2
     assert trainer.has_partial_passes

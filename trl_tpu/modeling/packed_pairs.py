@@ -43,13 +43,13 @@ class PackedPairs:
         """This pass's part of the batch's mean loss: the passes' parts add up to it."""
         return (torch.where(self.mask_P, losses_P, 0.0).sum() / self.batch_pairs_1).squeeze()
 
-    def scored_states(self, model: nn.Module) -> torch.Tensor:
-        """The hidden states [P, 2, H] that the rewards are computed from."""
+    def scored_states(self, model: nn.Module) -> tuple[torch.Tensor, list[str]]:
+        """The hidden states [P, 2, H] that the rewards are computed from, and the mask rules that were asked for."""
         rows = self.layout
         layout_R2L = torch.stack([rows["subtree_end_RL"], rows["position_ids_RL"]], dim=1)
         masks = RowLayout(layout_R2L, rows["trees"], rows.get("expanded"))
         _, hidden_RLH = packed_states(model, rows["input_ids_RL"], rows["position_ids_RL"], masks)
-        return hidden_RLH[rows["last_row_P2"], rows["last_column_P2"]]
+        return hidden_RLH[rows["last_row_P2"], rows["last_column_P2"]], masks.asked
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -21,10 +21,9 @@ from ..data.row_plan import RowPlan
 from ..modeling.adapters import is_peft_model
 from ..modeling.packed_pairs import PackedPairs
 from ..modeling.rewards import PairBatch
-from ..modeling.tree_attention import goes_tree_by_tree
 from ..training.loop import DeviceTrainer
 from .build import planned_lengths
-from .packing import attention_length, expands_rows, plan_rows_of
+from .packing import attention_length, expands_rows, plan_rows_of, takes_tight_rows
 from .reward_config import RewardConfig
 
 
@@ -54,7 +53,7 @@ class PairBatching(DeviceTrainer):
 
     def _describe_rows(self) -> str:
         if self.padded_because is None:
-            if self.runtime.name == "native":
+            if takes_tight_rows(self.model):
                 return "each packed into one row without padding"
             attention = "in rows of whole dialogues" if self._expands else "through masks"
             return f"packed into rows of {self._training_plan}; they attend {attention}"
@@ -94,20 +93,20 @@ class PairBatching(DeviceTrainer):
         return self.model.config.get_text_config().hidden_size
 
     @cached_property
-    def _row_plans(self) -> dict[tuple[str, int], RowPlan]:
+    def _row_plans(self) -> dict[tuple[str, int, bool], RowPlan]:
         return {}
 
     def _row_plan(self, dataset: Dataset, batch_size: int) -> RowPlan:
         """The rows of batches from ``dataset``, planned once for each batch size."""
-        key = dataset._fingerprint, batch_size
+        key = dataset._fingerprint, batch_size, self._expands
         if key not in self._row_plans:
-            plan = plan_rows_of(dataset, self._hidden_size, batch_size, self.mesh.batch_shards, self.args)
-            self._row_plans[key] = plan
+            size, shards = self._hidden_size, self.mesh.batch_shards
+            self._row_plans[key] = plan_rows_of(dataset, size, batch_size, shards, self.args, self._expands)
         return self._row_plans[key]
 
     def _packs(self, dataset: Any) -> bool:
         """Whether batches of ``dataset`` are packed; on XLA those of a stream are not: it has no shapes to plan."""
-        return self.padded_because is None and (self._takes_tight_rows() or isinstance(dataset, Dataset))
+        return self.padded_because is None and (takes_tight_rows(self.model) or isinstance(dataset, Dataset))
 
     def prepare_rows(self) -> None:
         """Plan rows before training, choose how they attend, and see that a `row_length` of the user's can hold all.
@@ -127,10 +126,6 @@ class PairBatching(DeviceTrainer):
             if isinstance(dataset, Dataset) and self._packs(dataset):
                 self._row_plan(dataset, self.args.eval_batch_size)
 
-    def _takes_tight_rows(self) -> bool:
-        base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
-        return self.runtime.name == "native" and goes_tree_by_tree(base)
-
     @property
     def planned_shapes(self) -> int | None:
         if self.padded_because is None:
@@ -139,14 +134,14 @@ class PairBatching(DeviceTrainer):
 
     @property
     def has_partial_passes(self) -> bool:
-        return self.padded_because is None and not self._takes_tight_rows() and bool(self._training_plan.partial)
+        return self.padded_because is None and not takes_tight_rows(self.model) and bool(self._training_plan.partial)
 
     def device_collator(self, dataset: Any, batch_size: int) -> Callable[[list[Any]], Any]:
         """Packed rows; else, on XLA, pair rows of planned lengths, or TRL's layout for a subclass's own loss."""
         is_training = dataset is self.train_dataset
         if self._packs(dataset):
             pad_token_id = self.processing_class.pad_token_id
-            if self._takes_tight_rows():
+            if takes_tight_rows(self.model):
                 return TightRow(pad_token_id, attention_length(self._hidden_size))
             plan = self._training_plan if is_training else self._row_plan(dataset, batch_size)
             return PackedRows(plan, batch_size, pad_token_id, self._expands)

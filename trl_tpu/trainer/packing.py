@@ -10,7 +10,10 @@ from transformers import PreTrainedModel
 from .. import runtime
 from ..data.measure import common_beginning, pair_sizes
 from ..data.row_plan import RowPlan, plan_rows
+from ..modeling.adapters import is_peft_model
 from ..modeling.expanded_attention import ExpansionImpossible, use_expanded_attention
+from ..modeling.packable import PackingImpossible, make_packable
+from ..modeling.tree_attention import goes_tree_by_tree
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -19,21 +22,37 @@ logger = logging.getLogger(__name__)
 _LONG_ROW = 2048
 
 
-def packing_obstacle(
-    args: RewardConfig, train_dataset: Any, data_collator: Any, computes_own_loss: bool, old_columns: bool
-) -> str | None:
-    """What, besides the model, keeps batches from being packed; None if nothing does."""
+def packing_obstacle(args: RewardConfig, data_collator: Any, computes_own_loss: bool, old_columns: bool) -> str | None:
+    """What, besides model and data, keeps batches from being packed; None if nothing does."""
+    counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
     obstacles = {
         "packing is turned off": args.packing == "false",
         "this is the old API, with its own columns and collator": old_columns,
         "a data collator of your own makes the batches": data_collator is not None,
         "compute_loss is overridden, and such code expects padded rows": computes_own_loss,
         "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
-        "train_dataset is a stream, and XLA needs row shapes that are chosen from the data": (
-            runtime.is_xla() and not isinstance(train_dataset, Dataset)
+        "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
+            counts_tokens not in (False, "no")
         ),
     }
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
+
+
+def try_to_pack(model: PreTrainedModel, pad_token_id: int, train_dataset: Any) -> str | None:
+    """Prepare ``model`` for packed rows; what in it or in the data keeps batches from being packed, if anything."""
+    try:
+        make_packable(model, pad_token_id)
+    except PackingImpossible as reason:
+        return str(reason)
+    if not takes_tight_rows(model) and not isinstance(train_dataset, Dataset):
+        return "train_dataset is a stream, and row shapes are chosen from the data beforehand"
+    return None
+
+
+def takes_tight_rows(model: PreTrainedModel) -> bool:
+    """Whether batches are one row without padding: where any shape does, and attention goes tree by tree."""
+    base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    return not runtime.is_xla() and goes_tree_by_tree(base)
 
 
 def report_obstacle(args: RewardConfig, obstacle: str) -> None:
@@ -67,8 +86,14 @@ def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig) -
     return True
 
 
-def plan_rows_of(dataset: Dataset, hidden_size: int, pairs: int, shards: int, args: RewardConfig) -> RowPlan:
+def plan_rows_of(
+    dataset: Dataset, hidden_size: int, pairs: int, shards: int, args: RewardConfig, expands: bool = False
+) -> RowPlan:
     """The rows in which batches of ``pairs`` pairs of ``dataset`` are packed on XLA.
+
+    Args:
+        expands: Whether attention reads rows of whole dialogues: then what all dialogues share takes room in each, and
+            kernels want lengths in large multiples.
 
     Raises:
         ValueError: For too short a `row_length`.
@@ -81,8 +106,9 @@ def plan_rows_of(dataset: Dataset, hidden_size: int, pairs: int, shards: int, ar
         pairs,
         shards,
         most=args.max_shapes,
-        common=common_beginning(chunk[name] for chunk in chunks for name in names),
+        common=0 if expands else common_beginning(chunk[name] for chunk in chunks for name in names),
         attention_length=attention_length(hidden_size),
+        multiple=256 if expands and runtime.current().has_attention_kernel() else 32,
         row_length=args.row_length,
     )
 

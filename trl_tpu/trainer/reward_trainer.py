@@ -30,7 +30,6 @@ from ..data.collators import (
 from ..data.legacy import _tokenize
 from ..modeling.adapters import is_peft_model
 from ..modeling.losses import pairwise_losses
-from ..modeling.packable import PackingImpossible, make_packable
 from ..modeling.packed_pairs import PackedPairs
 from .build import (
     build_dataset,
@@ -41,7 +40,7 @@ from .build import (
 from .evaluation import PairEvaluation
 from .legacy import today_args, today_processing_class, uses_old_columns
 from .model_card import make_model_card
-from .packing import packing_obstacle, report_obstacle
+from .packing import packing_obstacle, report_obstacle, try_to_pack
 from .reward_config import RewardConfig
 
 # Here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
@@ -114,9 +113,7 @@ class RewardTrainer(PairEvaluation):
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
-        self.padded_because = packing_obstacle(
-            args, train_dataset, data_collator, self.computes_own_loss, self._old_columns
-        )
+        self.padded_because = packing_obstacle(args, data_collator, self.computes_own_loss, self._old_columns)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes)
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
@@ -129,10 +126,7 @@ class RewardTrainer(PairEvaluation):
             built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
             self.processing_class = built.processing_class
             if self.padded_because is None:
-                try:
-                    make_packable(built.model, built.processing_class.pad_token_id)
-                except PackingImpossible as reason:
-                    self.padded_because = str(reason)
+                self.padded_because = try_to_pack(built.model, built.processing_class.pad_token_id, train_dataset)
             built.model.add_model_tags(self._tag_names)
             return built.model
 
