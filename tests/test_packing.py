@@ -220,20 +220,22 @@ def test_a_tight_row_has_no_padding_and_trees_that_see_only_themselves(pairs: li
     length = batch.input_ids_RL.shape[1]
     assert batch.input_ids_RL.shape[0] == 1
     assert (batch.input_ids_RL != PAD).all()
-    assert length <= sum(pair_size(*pair) for pair in pairs)
-    assert [start for start, _ in batch.trees] == [0, *(stop for _, stop in batch.trees[:-1])]
+    assert length <= sum(len(ids) for pair in pairs for ids in pair)
+    assert [start for start, _, _ in batch.trees] == [0, *(stop for _, stop, _ in batch.trees[:-1])]
     assert batch.trees[-1][1] == length
-    for start, stop in batch.trees:
-        for column in range(start, stop):
-            seen = seen_by(batch, 0, column)
-            assert start <= seen[0] and seen[-1] == column < stop
+    for start, stop, branches in batch.trees:
+        seen_of = [seen_by(batch, 0, column) for column in range(start, stop)]
+        assert all(start <= seen[0] and seen[-1] < stop for seen in seen_of)
+        assert branches == any(len(seen) != index for index, seen in enumerate(seen_of, start=1))
 
 
 def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
     prompt = list(range(10, 40))
     pairs = [(prompt + [1, 2], prompt + [3]), (prompt + [4], prompt + [5]), ([10, 6], [10, 7])]
     assert len(tight(pairs, attention_length=1e9).trees) == 1  # attention for nothing: whatever is shared is shared
-    assert len(tight(pairs, attention_length=50).trees) == 2  # one token in common is not worth a larger tree
+    assert len(tight(pairs, attention_length=50).trees) > 1  # one token in common is not worth a larger tree
+    apart = tight([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)])
+    assert apart.trees == ((0, 9, False), (9, 18, False), (18, 27, False), (27, 36, False))  # nothing to share
 
 
 @given(batches, st.integers(1, 3), st.integers(0, 2))

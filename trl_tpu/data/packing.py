@@ -58,8 +58,8 @@ class PackedPass:
     """The target margin, float32; None where the data has none."""
     batch_pairs_1: np.ndarray
     """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
-    trees: tuple[tuple[int, int], ...]
-    """The first column of each tree, in its row, and the one after its last."""
+    trees: tuple[tuple[int, int, bool], ...]
+    """The first column of each tree, in its row, the one after its last, and whether it branches."""
 
 
 def pack(
@@ -114,16 +114,15 @@ def pack_tight(
 ) -> PackedPass:
     """Pack one batch into a single row without padding, tree after tree.
 
-    Attention can then be computed tree by tree. Pairs are in one tree where sharing saves more than attention over the
-    larger tree costs.
+    Attention can then be computed tree by tree. Dialogues are in one tree where sharing saves more than attention over
+    the larger tree costs.
 
     Args:
         chosen, rejected, pad_token_id, margins: As in `pack`.
         attention_length: The length at which attention costs as much as everything else.
     """
     batch = _Batch.read(chosen, rejected, len(chosen), pad_token_id, margins)
-    sizes_P, shared_PP = tree_sizes(batch.common_DD)
-    return batch.in_one_row(_grow_trees(sizes_P, shared_PP, batch.order, attention_length))
+    return batch.in_one_row(_grow_trees(batch, attention_length))
 
 
 @dataclass(frozen=True)
@@ -160,21 +159,19 @@ class _Batch:
 
     def in_rows(self, rows_P: np.ndarray, shape: RowShape) -> PackedPass:
         """A pass of the pairs that `rows_P` puts into a row of ``shape``; those in row -1 are elsewhere."""
-        return self._written(rows_P, np.arange(shape.rows), shape)
+        return self._written(np.repeat(rows_P, 2), np.arange(shape.rows), shape)
 
-    def in_one_row(self, trees_P: np.ndarray) -> PackedPass:
+    def in_one_row(self, trees_D: np.ndarray) -> PackedPass:
         """All pairs in one row that is just long enough, tree after tree."""
         longest = RowShape(1, int(self.lengths_D.sum()))
-        rows = self._written(trees_P, np.zeros(len(trees_P), int), longest)
+        rows = self._written(trees_D, np.zeros(len(trees_D), int), longest)
         used = rows.trees[-1][1]
         columns = {name: getattr(rows, name)[:, :used] for name in vars(rows) if name.endswith("_RL")}
         return replace(rows, **columns)
 
-    def _written(self, trees_P: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> PackedPass:
-        here_P = trees_P >= 0
-        layout = lay_out(
-            self.dialogues, np.repeat(trees_P, 2), row_of_tree, self.order, self.common_DD, shape, self.pad_token_id
-        )
+    def _written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> PackedPass:
+        here_P = trees_D[::2] >= 0
+        layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.common_DD, shape, self.pad_token_id)
 
         def fill(values: np.ndarray, dtype: type = np.int32) -> np.ndarray:
             """Zeros for the pairs that are elsewhere, and up to P."""
@@ -186,12 +183,12 @@ class _Batch:
             layout.input_ids_RL,
             layout.position_ids_RL,
             layout.subtree_end_RL,
-            last_row_P2=fill(np.repeat(row_of_tree[trees_P, None], 2, axis=1)),
+            last_row_P2=fill(row_of_tree[trees_D].reshape(-1, 2)),
             last_column_P2=fill(layout.last_column_D.reshape(-1, 2)),
             pair_mask_P=fill(here_P, bool),
             tokens_P=fill(self.tokens_P),
             margin_P=None if self.margin_P is None else fill(self.margin_P, np.float32),
-            batch_pairs_1=np.array([len(trees_P)], np.int32),
+            batch_pairs_1=np.array([len(here_P)], np.int32),
             trees=layout.trees,
         )
 
@@ -280,23 +277,22 @@ def _place(
     return rows_P
 
 
-def _grow_trees(sizes_P: np.ndarray, shared_PP: np.ndarray, order: np.ndarray, attention_length: float) -> np.ndarray:
-    """Each pair's tree [P]: neighbours in lexicographic order are joined while that costs less than separate trees."""
+def _grow_trees(batch: _Batch, attention_length: float) -> np.ndarray:
+    """Each dialogue's tree [D]: neighbours in lexicographic order share one while that costs less than two."""
 
     def work(size: int) -> float:
         return size * (1 + size / attention_length)
 
-    trees_P = np.zeros(len(sizes_P), np.int64)
-    members: list[int] = []
-    size = tree = 0
-    for pair in dict.fromkeys((order // 2).tolist()):
-        own = int(sizes_P[pair])
-        together = size + own - int(max((shared_PP[pair, member] for member in members), default=0))
-        if members and work(together) < work(size) + work(own):
+    lengths_D = batch.lengths_D
+    trees_D = np.zeros(len(lengths_D), np.int64)
+    size, tree, before = int(lengths_D[batch.order[0]]), 0, batch.order[0]
+    for dialogue in batch.order[1:]:
+        own = int(lengths_D[dialogue])
+        together = size + own - int(batch.common_DD[before, dialogue])
+        if work(together) < work(size) + work(own):
             size = together
         else:
-            tree += bool(members)
-            members, size = [], own
-        members.append(pair)
-        trees_P[pair] = tree
-    return trees_P
+            size, tree = own, tree + 1
+        trees_D[dialogue] = tree
+        before = dialogue
+    return trees_D

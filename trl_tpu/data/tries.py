@@ -56,7 +56,7 @@ class Layout:
     position_ids_RL: np.ndarray
     subtree_end_RL: np.ndarray
     last_column_D: np.ndarray
-    trees: tuple[tuple[int, int], ...]
+    trees: tuple[tuple[int, int, bool], ...]
 
 
 def lay_out(
@@ -100,10 +100,13 @@ def lay_out(
     for tree, row, depth, size, start, stop in reversed(written):
         if tree != after:
             ends[:] = stop
-            trees.append([start, stop])
+            trees.append([row, start, stop])
         subtree_end_RL[row, start:stop] = ends[depth:size]
         ends[depth:] = start
-        trees[-1][0] = start
+        trees[-1][1] = start
         after = tree
-    spans = tuple((int(start), int(stop)) for start, stop in reversed(trees))
+    spans = tuple(
+        (int(start), int(stop), bool((subtree_end_RL[row, start:stop] != stop).any()))
+        for row, start, stop in reversed(trees)
+    )
     return Layout(input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, spans)

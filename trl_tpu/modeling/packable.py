@@ -130,7 +130,8 @@ def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
 def _refuse_hidden_windows(model: PreTrainedModel, asked: list[str]) -> None:
     """A window that is no part of a mask rule counts columns, which only rows longer than it would show."""
     config = model.config.get_text_config().to_dict()
-    windows = {name: size for name, size in config.items() if "window" in name and isinstance(size, int) and size > 1}
+    sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}
+    windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
     if windows and set(asked) == {causal_mask_function.__name__}:
         listed = ", ".join(f"{name}={size}" for name, size in windows.items())
         raise PackingImpossible(

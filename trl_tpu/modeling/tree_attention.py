@@ -12,7 +12,8 @@ by tree, so that its cost is that of the trees and not of the row.
 Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -51,9 +52,13 @@ def tree_rule(
 
 
 class TreeMasks(NamedTuple):
-    """The masks of the trees in one tight row: first column, the column after the last, and mask [1, 1, S, S]."""
+    """The masks of the trees in one tight row: first column, the column after the last, and mask [1, 1, S, S].
 
-    trees: tuple[tuple[int, int, torch.Tensor], ...]
+    A tree that is a single dialogue has the mask that the model would have had for it alone, or None where it is
+    causal: attention functions have a faster way for that.
+    """
+
+    trees: tuple[tuple[int, int, torch.Tensor | None], ...]
 
 
 @dataclass(frozen=True)
@@ -62,13 +67,14 @@ class RowLayout:
 
     Args:
         layout_R2L: Subtree ends and position ids of each row, stacked.
-        trees: Of a tight row, the first column of each tree and the one after its last; None to mask whole rows.
+        trees: Of a tight row, the first column of each tree, the one after its last, and whether it branches; None to
+            mask whole rows.
         expanded: Where the tokens lie in rows of whole dialogues, for models that attend there.
         asked: The rules that a model has asked for masks of: none, if it makes its masks by itself.
     """
 
     layout_R2L: torch.Tensor
-    trees: tuple[tuple[int, int], ...] | None = None
+    trees: tuple[tuple[int, int, bool], ...] | None = None
     expanded: ExpandedRows | None = None
     asked: list[str] = field(default_factory=list)
 
@@ -99,8 +105,11 @@ class TreeMask:
         if layout.trees is None:
             return self.plain(*args, **kwargs)
         masks = []
-        for start, stop in layout.trees:
-            span = {"q_length": stop - start, "kv_length": stop - start, "q_offset": start, "kv_offset": start}
+        for start, stop, branches in layout.trees:
+            length = stop - start
+            span: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
+            if not branches:
+                span |= {"mask_function": rule, "allow_is_causal_skip": True, "q_offset": 0, "kv_offset": 0}
             masks.append((start, stop, self.plain(*args, **kwargs | span)))
         return TreeMasks(tuple(masks))
 
@@ -138,7 +147,13 @@ class TreeByTree:
         if not isinstance(attention_mask, TreeMasks):
             return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
         outputs = []
-        for start, stop, mask in attention_mask.trees:
+        for start, stop, count, mask in _runs(attention_mask.trees):
+            here = slice(start, stop)
+            if mask is None:
+                # trees of one length are rows of one batch
+                rows = (tensor[0, :, here].unflatten(1, (count, -1)).transpose(0, 1) for tensor in (query, key, value))
+                outputs.append(self.plain(module, *rows, None, *args, **kwargs)[0].flatten(0, 1)[None])
+                continue
             queries = -(-(stop - start) // max(1, round((stop - start) / _QUERIES)))
             for first in range(0, stop - start, queries):
                 # keys after the block's last query are seen by none of it
@@ -150,6 +165,22 @@ class TreeByTree:
                     self.plain(module, block, key[:, :, seen], value[:, :, seen], mask_11QK, *args, **kwargs)[0]
                 )
         return torch.cat(outputs, dim=1), None
+
+
+def _runs(
+    trees: Sequence[tuple[int, int, torch.Tensor | None]],
+) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
+    """Start, stop, number and mask of trees; equally long ones without a mask that follow one another are one run."""
+
+    def kind(tree: tuple[int, int, torch.Tensor | None]) -> tuple[bool, int]:
+        return tree[2] is not None, tree[1] - tree[0]
+
+    for (has_mask, _), group in itertools.groupby(trees, key=kind):
+        members = list(group)
+        if has_mask:
+            yield from ((start, stop, 1, mask) for start, stop, mask in members)
+        else:
+            yield members[0][0], members[-1][1], len(members), None
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:
@@ -186,7 +217,7 @@ def packed_rewards(
     subtree_end_RL: torch.Tensor,
     last_row_P2: torch.Tensor,
     last_column_P2: torch.Tensor,
-    trees: tuple[tuple[int, int], ...] | None = None,
+    trees: tuple[tuple[int, int, bool], ...] | None = None,
     expanded: ExpandedRows | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
