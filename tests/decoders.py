@@ -119,7 +119,7 @@ def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
 
 def in_rows(pairs: Pairs, *shapes: RowShape) -> PackedPass:
     """The pairs in one pass of the first shape that holds them."""
-    (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), len(pairs), PAD)
+    (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), len(pairs), PAD, room_for_dialogues=True)
     return rows
 
 
