@@ -35,7 +35,10 @@ INTENDED: dict[str, dict[str, str]] = {
         ),
         "ours alone: mesh = 'fsdp=-1'": "how the devices of one process are arranged, which TRL leaves to accelerate",
         "ours alone: sharding_plan = None": "which weight goes over which mesh axis, a file of patterns",
-        "ours alone: packing = False": "computes what a pair's dialogues share once, which TRL computes twice",
+        "ours alone: packing = 'auto'": "computes what a pair's dialogues share once, which TRL computes twice",
+        "ours alone: row_length = None": "packed rows on XLA have a length that is compiled",
+        "ours alone: packed_attention = 'auto'": "packed rows on XLA attend through masks or a kernel",
+        "ours alone: max_shapes = 4": "each shape of batch is compiled on XLA",
         "ours alone: evaluation_strategy = None": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
     },
     "RewardConfig's values once made": {
@@ -54,7 +57,9 @@ INTENDED: dict[str, dict[str, str]] = {
             "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
         ),
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
+        "ours alone: prepare_rows": _INTERNAL,
         "ours alone: device_collator": _INTERNAL,
+        "ours alone: has_partial_passes": _INTERNAL,
         "ours alone: planned_shapes": _INTERNAL,
         "ours alone: predicts_preferences": _INTERNAL,
         "ours alone: read_batch": _INTERNAL,
@@ -92,6 +97,9 @@ INTENDED: dict[str, dict[str, str]] = {
         "RewardConfig ours alone: mesh": "see RewardConfig's fields",
         "RewardConfig ours alone: sharding_plan": "see RewardConfig's fields",
         "RewardConfig ours alone: packing": "see RewardConfig's fields",
+        "RewardConfig ours alone: row_length": "see RewardConfig's fields",
+        "RewardConfig ours alone: packed_attention": "see RewardConfig's fields",
+        "RewardConfig ours alone: max_shapes": "see RewardConfig's fields",
         "RewardConfig ours alone: evaluation_strategy": "see RewardConfig's fields",
         "default of RewardConfig optim: 'adamw_torch_fused', ours 'adamw_torch'": "see RewardConfig's fields",
         "default of RewardTrainer model: <class 'inspect._empty'>, ours None": "see RewardTrainer's parameters",
@@ -253,15 +261,17 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
     theirs, ours = (
         set(HfArgumentParser(each)._option_string_actions) for each in (trl.RewardConfig, trl_tpu.RewardConfig)
     )
-    own = {
-        "--mesh",
-        "--sharding_plan",
-        "--sharding-plan",
-        "--packing",
-        "--evaluation_strategy",
-        "--evaluation-strategy",
+    alone = {
+        "mesh",
+        "sharding_plan",
+        "packing",
+        "row_length",
+        "packed_attention",
+        "max_shapes",
+        "evaluation_strategy",
     }
-    assert ours - theirs == own
+    spellings = {f"--{name}" for name in alone} | {f"--{name.replace('_', '-')}" for name in alone}
+    assert ours - theirs == spellings
     assert theirs - ours == set()
 
 

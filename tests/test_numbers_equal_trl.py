@@ -62,9 +62,8 @@ def hh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, f
 def test_50_steps_on_real_pairs(hh: tuple[Path, list[dict[str, float]]], setting: str) -> None:
     folder, reference = hh
     environment, batch = SETTINGS[setting]
-    assert_equal(
-        train(folder, "trl_tpu", environment, {"max_steps": 50, "per_device_train_batch_size": batch}), reference
-    )
+    settings = {"max_steps": 50, "per_device_train_batch_size": batch, "packing": False}
+    assert_equal(train(folder, "trl_tpu", environment, settings), reference)
 
 
 @tiny.needs_hh
@@ -73,7 +72,7 @@ def test_50_steps_in_packed_rows(hh: tuple[Path, list[dict[str, float]]], settin
     """What pairs share is computed once; the loss of every step stays TRL's."""
     folder, reference = hh
     environment, batch = SETTINGS[setting]
-    settings = {"max_steps": 50, "per_device_train_batch_size": batch, "packing": True}
+    settings = {"max_steps": 50, "per_device_train_batch_size": batch}
     assert_equal(train(folder, "trl_tpu", environment, settings), reference)
 
 
@@ -90,10 +89,16 @@ def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 _ALL_AT_ONCE = {"gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.01, "num_train_epochs": 2}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_margins_centering_accumulation_and_epochs(made_up: tuple[Path, list[dict[str, float]]], setting: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "packing"),
+    [*((setting, True) for setting in SETTINGS), ("plain torch", False), ("XLA, 8 devices", False)],
+)
+def test_margins_centering_accumulation_and_epochs(
+    made_up: tuple[Path, list[dict[str, float]]], setting: str, packing: bool
+) -> None:
     folder, reference = made_up
     environment, batch = SETTINGS[setting]
-    ours = train(folder, "trl_tpu", environment, _ALL_AT_ONCE | {"per_device_train_batch_size": batch})
+    settings = _ALL_AT_ONCE | {"per_device_train_batch_size": batch, "packing": packing}
+    ours = train(folder, "trl_tpu", environment, settings)
     # TRL averages what its micro-batches say, where we weigh every pair alike: the reward statistics differ by design
     assert_equal(ours, reference, ("loss", "grad_norm", "learning_rate"))

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_tpu.data.packing import PackedBatch, pack, pair_size
+from trl_tpu.data.expansion import expand_rows
+from trl_tpu.data.packing import PackedPass, pack, pack_tight
+from trl_tpu.data.row_plan import RowPlan
 from trl_tpu.data.row_shapes import RowShape, plan_shapes, rows_needed, snake
 
 PAD = 0
@@ -21,33 +23,50 @@ pair = st.one_of(free_pair, prompted_pair, identical_pair)
 batches = st.lists(pair, min_size=1, max_size=7)
 
 
-def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> PackedBatch:
-    shapes = shapes or plan_shapes([pair_size(*pair) for pair in pairs], len(pairs), multiple=4)
+def pair_size(one: list[int], other: list[int]) -> int:
+    common = next((at for at, ids in enumerate(zip(one, other, strict=False)) if ids[0] != ids[1]), None)
+    return len(one) + len(other) - (min(len(one), len(other)) if common is None else common)
+
+
+def passes(pairs: list[Any], plan: RowPlan, size: int | None = None, **kwargs: Any) -> list[PackedPass]:
     chosen, rejected = zip(*pairs, strict=True)
-    return pack(chosen, rejected, shapes, size or len(pairs), PAD, **kwargs)
+    return pack(chosen, rejected, plan, size or len(pairs), PAD, **kwargs)
 
 
-def seen_by(batch: PackedBatch, row: int, column: int) -> np.ndarray:
+def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> PackedPass:
+    """In one pass."""
+    shapes = shapes or plan_shapes([pair_size(*pair) for pair in pairs], len(pairs), multiple=4)
+    (batch,) = passes(pairs, RowPlan(tuple(shapes)), size, **kwargs)
+    return batch
+
+
+def tight(pairs: list[Any], attention_length: float = 50) -> PackedPass:
+    return pack_tight(*zip(*pairs, strict=True), PAD, attention_length=attention_length)
+
+
+def seen_by(batch: PackedPass, row: int, column: int) -> np.ndarray:
     """The columns that a token sees, by the definition of ``subtree_end``."""
     return np.flatnonzero((np.arange(len(batch.subtree_end_RL[row])) <= column) & (column < batch.subtree_end_RL[row]))
 
 
-def read_back(batch: PackedBatch, pair: int, half: int) -> list[int]:
+def read_back(batch: PackedPass, pair: int, half: int) -> list[int]:
     row, column = batch.last_row_P2[pair, half], batch.last_column_P2[pair, half]
     return batch.input_ids_RL[row, seen_by(batch, row, column)].tolist()
 
 
-@given(batches)
-def test_the_last_token_of_a_dialogue_sees_that_dialogue_and_nothing_else(pairs: list[Any]) -> None:
-    batch = packed(pairs)
+@pytest.mark.parametrize("layout", [packed, tight])
+@given(pairs=batches)
+def test_the_last_token_of_a_dialogue_sees_that_dialogue_and_nothing_else(layout: Any, pairs: list[Any]) -> None:
+    batch = layout(pairs)
     for index, dialogues in enumerate(pairs):
         assert [read_back(batch, index, half) for half in (0, 1)] == list(map(list, dialogues))
         assert batch.last_row_P2[index, 0] == batch.last_row_P2[index, 1]
 
 
-@given(batches)
-def test_every_token_sees_the_path_to_it_at_positions_from_zero(pairs: list[Any]) -> None:
-    batch = packed(pairs)
+@pytest.mark.parametrize("layout", [packed, tight])
+@given(pairs=batches)
+def test_every_token_sees_the_path_to_it_at_positions_from_zero(layout: Any, pairs: list[Any]) -> None:
+    batch = layout(pairs)
     beginnings = {tuple(ids[: end + 1]) for pair in pairs for ids in pair for end in range(len(ids))}
     found = set()
     for row, column in zip(*np.nonzero(batch.input_ids_RL != PAD), strict=True):
@@ -124,7 +143,7 @@ def test_what_does_not_fit_is_an_error_that_says_what_and_never_cut() -> None:
     with pytest.raises(ValueError, match="rejected dialogue of pair 0 of the batch has no tokens"):
         packed([([1], [])], shapes)
     with pytest.raises(ValueError, match="got 1 chosen and 2 rejected"):
-        pack([[1]], [[1], [2]], shapes, 2, PAD)
+        pack([[1]], [[1], [2]], RowPlan(shapes), 2, PAD)
     with pytest.raises(ValueError, match="pairs=0"):
         plan_shapes(np.array([5]), 0)
 
@@ -195,9 +214,63 @@ def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> N
     assert short < long
 
 
+@given(batches)
+def test_a_tight_row_has_no_padding_and_trees_that_see_only_themselves(pairs: list[Any]) -> None:
+    batch = tight(pairs)
+    length = batch.input_ids_RL.shape[1]
+    assert batch.input_ids_RL.shape[0] == 1
+    assert (batch.input_ids_RL != PAD).all()
+    assert length <= sum(len(ids) for pair in pairs for ids in pair)
+    assert [start for start, _, _ in batch.trees] == [0, *(stop for _, stop, _ in batch.trees[:-1])]
+    assert batch.trees[-1][1] == length
+    for start, stop, branches in batch.trees:
+        seen_of = [seen_by(batch, 0, column) for column in range(start, stop)]
+        assert all(start <= seen[0] and seen[-1] < stop for seen in seen_of)
+        assert branches == any(len(seen) != index for index, seen in enumerate(seen_of, start=1))
+
+
+def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
+    prompt = list(range(10, 40))
+    pairs = [(prompt + [1, 2], prompt + [3]), (prompt + [4], prompt + [5]), ([10, 6], [10, 7])]
+    assert len(tight(pairs, attention_length=1e9).trees) == 1  # attention for nothing: whatever is shared is shared
+    assert len(tight(pairs, attention_length=50).trees) > 1  # one token in common is not worth a larger tree
+    apart = tight([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)])
+    assert apart.trees == ((0, 9, False), (9, 18, False), (18, 27, False), (27, 36, False))  # nothing to share
+
+
+@given(batches, st.integers(1, 3), st.integers(0, 2))
+def test_passes_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -> None:
+    longest = max(pair_size(*pair) for pair in pairs)
+    plan = RowPlan((RowShape(rows, longest), RowShape(rows + 1, 8)), (RowShape(rows, longest), RowShape(1, 6)))
+    margins = [float(index) for index in range(len(pairs))]
+    some = passes(pairs, plan, len(pairs) + missing, margins=margins)
+    assert [RowShape(*rows.input_ids_RL.shape) in plan.partial for rows in some[:-1]] == [True] * (len(some) - 1)
+    assert RowShape(*some[-1].input_ids_RL.shape) in plan.final
+    assert sum(rows.pair_mask_P.astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
+    for rows_ in some:
+        assert rows_.batch_pairs_1.tolist() == [len(pairs)]
+        assert (rows_.tokens_P > 0).tolist() == rows_.pair_mask_P.tolist()
+        for index in np.flatnonzero(rows_.pair_mask_P):
+            assert [read_back(rows_, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
+            assert rows_.margin_P is not None and rows_.margin_P[index] == margins[index]
+
+
+@given(batches, st.integers(1, 3))
+def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pair(pairs: list[Any], rows: int) -> None:
+    longest = max(pair_size(*pair) for pair in pairs)
+    plan = RowPlan((RowShape(rows, longest),), (RowShape(rows, longest),))
+    for some in passes(pairs, plan, room_for_dialogues=True):
+        lengths_P2 = np.array([[len(ids) for ids in pair] for pair in pairs])
+        for row in range(rows):
+            here = some.pair_mask_P & (some.last_row_P2[:, 0] == row)
+            assert (lengths_P2[here].sum(axis=0) <= longest).all()
+        expand_rows(some.subtree_end_RL, some.last_row_P2, some.last_column_P2, some.pair_mask_P)
+
+
 @settings(max_examples=20)
 @given(batches)
 def test_packing_is_a_pure_function(pairs: list[Any]) -> None:
-    one, other = packed(pairs), packed(pairs)
-    for name in vars(one):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    for layout in (packed, tight):
+        one, other = layout(pairs), layout(pairs)
+        for name in vars(one):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))

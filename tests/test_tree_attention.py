@@ -14,9 +14,17 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from trl_tpu.data.collators import DataCollatorForPreference
-from trl_tpu.data.packing import pack, pair_size
-from trl_tpu.data.row_shapes import RowShape, plan_shapes
-from trl_tpu.modeling.tree_attention import packed_rewards, score_wide, tree_rule, use_tree_masks
+from trl_tpu.data.packing import PackedPass, pack, pack_tight
+from trl_tpu.data.row_plan import RowPlan
+from trl_tpu.data.row_shapes import RowShape
+from trl_tpu.modeling.packable import PROVEN_TYPES, check_packing_is_exact
+from trl_tpu.modeling.tree_attention import (
+    goes_tree_by_tree,
+    packed_rewards,
+    score_wide,
+    tree_rule,
+    use_tree_masks,
+)
 
 PAD = 0
 VOCAB = 32
@@ -118,11 +126,42 @@ def padded(model: nn.Module, pairs: list[Any]) -> torch.Tensor:
     return model(**batch).logits.view(2, len(pairs)).T
 
 
-def packed(model: nn.Module, pairs: list[Any], shapes: Any = None, **kwargs: Any) -> torch.Tensor:
-    shapes = shapes or plan_shapes([pair_size(*pair) for pair in pairs], len(pairs), multiple=8, attention_length=20)
-    batch = pack(*zip(*pairs, strict=True), shapes, len(pairs), PAD)
+LONG = 32  # what the largest pair of the tests takes
+LAYOUTS = {
+    "one pass": RowPlan((RowShape(2, 160),)),
+    "passes": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
+    "tight": None,
+}
+
+
+# a model's own eager attention takes one mask for all trees
+CASES = [
+    (family, layout)
+    for family, (_, config) in FAMILIES.items()
+    for layout in LAYOUTS
+    if layout != "tight" or config.get("attn_implementation") != "eager"
+]
+
+
+def packed(model: nn.Module, pairs: list[Any], layout: str = "one pass", **kwargs: Any) -> torch.Tensor:
+    """The rewards [P, 2], put together from all passes."""
+    plan = LAYOUTS[layout]
+    chosen, rejected = zip(*pairs, strict=True)
+    if plan is None:
+        rows = pack_tight(chosen, rejected, PAD, attention_length=20)
+        return rewards_of(model, rows, trees=rows.trees, **kwargs)
+    passes = pack(chosen, rejected, plan, len(pairs), PAD)
+    parts = [torch.where(mask(rows), rewards_of(model, rows, **kwargs), 0.0) for rows in passes]
+    return torch.stack(parts).sum(dim=0)
+
+
+def mask(rows: PackedPass) -> torch.Tensor:
+    return torch.from_numpy(rows.pair_mask_P)[:, None]
+
+
+def rewards_of(model: nn.Module, rows: PackedPass, **kwargs: Any) -> torch.Tensor:
     names = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2")
-    return packed_rewards(model, *(torch.from_numpy(getattr(batch, name)) for name in names), **kwargs)
+    return packed_rewards(model, *(torch.from_numpy(getattr(rows, name)) for name in names), **kwargs)
 
 
 def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -183,38 +222,63 @@ KNOWN_PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rewards_and_gradients_equal_the_padded_forward(family: str) -> None:
-    assert_equal_in_both(model_of(family), KNOWN_PAIRS)
-    assert_equal_in_both(model_of(family), KNOWN_PAIRS, shapes=[RowShape(1, 96)])
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_rewards_and_gradients_equal_the_padded_forward(family: str, layout: str) -> None:
+    assert_equal_in_both(model_of(family), KNOWN_PAIRS, layout=layout)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize(("family", "layout"), CASES)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs=batches)
-def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(family: str, pairs: list[Any]) -> None:
-    assert_equal_in_both(model_of(family), pairs)
+def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(
+    family: str, layout: str, pairs: list[Any]
+) -> None:
+    assert_equal_in_both(model_of(family), pairs, layout=layout)
 
 
-def test_lora_trains_the_same() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trying_it_finds_every_family_exact_in_float32(family: str) -> None:
+    check_packing_is_exact(tiny_model(family, vocab_size=64).float(), PAD)
+
+
+def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
+    assert {model_of(family).config.get_text_config().model_type for family in FAMILIES} == PROVEN_TYPES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tight_rows_are_for_all_but_eager_attention(family: str) -> None:
+    assert goes_tree_by_tree(model_of(family)) == ((family, "tight") in CASES)
+
+
+def test_long_trees_are_read_in_blocks_of_queries() -> None:
+    prompt = [1 + at % 30 for at in range(230)]
+    pairs = [(prompt + [1, 2] * 60, prompt + [3] * 100), ([4, 5], [6])]
+    model = tiny_model("Llama", max_position_embeddings=512)
+    assert_equal_in_both(model, pairs, layout="tight")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lora_trains_the_same(layout: str) -> None:
     lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(tiny_model("Qwen3"), lora)
-    assert_equal_in_both(model, KNOWN_PAIRS)
-    assert any("lora_A" in name for name in gradients(model, packed(model, KNOWN_PAIRS)))
-    assert any("score" in name for name in gradients(model, packed(model, KNOWN_PAIRS)))
+    assert_equal_in_both(model, KNOWN_PAIRS, layout=layout)
+    found = gradients(model, packed(model, KNOWN_PAIRS, layout))
+    assert any("lora_A" in name for name in found) and any("score" in name for name in found)
 
 
-def test_recomputed_layers_train_the_same() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputed_layers_train_the_same(layout: str) -> None:
     model = tiny_model("GPT-NeoX").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_equal_in_both(model, KNOWN_PAIRS)
+    assert_equal_in_both(model, KNOWN_PAIRS, layout=layout)
 
 
 def test_a_window_counts_positions_not_columns() -> None:
     """The other tail stands between a tail and its prompt; it must not use up the window."""
     pairs = [(PROMPT + [1] * 9, PROMPT + [2, 3])]
     model = tiny_model("Mistral, sliding window")
-    torch.testing.assert_close(packed(model, pairs), padded(model, pairs), rtol=1e-9, atol=1e-9)
+    for layout in LAYOUTS:
+        torch.testing.assert_close(packed(model, pairs, layout), padded(model, pairs), rtol=1e-9, atol=1e-9)
     subtree_end, positions = torch.tensor([[6, 6, 5, 5, 5, 6]]), torch.tensor([[0, 1, 2, 3, 4, 2]])
 
     def window(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

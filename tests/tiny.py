@@ -61,28 +61,28 @@ def tiny_tokenizer(texts: list[str], vocab_size: int = 2000) -> PreTrainedTokeni
 
 
 def tiny_model(
-    tokenizer: PreTrainedTokenizerFast, hidden: int = 32, layers: int = 2
+    tokenizer: PreTrainedTokenizerFast, hidden: int = 32, layers: int = 2, **config: Any
 ) -> LlamaForSequenceClassification:
     """A random Llama reward model whose dimensions 8 devices divide."""
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer) + -len(tokenizer) % 8,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        num_labels=1,
-    )
-    return LlamaForSequenceClassification(config)
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer) + -len(tokenizer) % 8,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "num_labels": 1,
+    }
+    return LlamaForSequenceClassification(LlamaConfig(**(settings | config)))
 
 
-def save_tiny(folder: Path, texts: list[str], hidden: int = 32, layers: int = 2) -> str:
+def save_tiny(folder: Path, texts: list[str], hidden: int = 32, layers: int = 2, **config: Any) -> str:
     """A tiny model and its tokenizer in ``folder``, as a hub checkpoint would be."""
     tokenizer = tiny_tokenizer(texts)
-    tiny_model(tokenizer, hidden, layers).save_pretrained(folder)
+    tiny_model(tokenizer, hidden, layers, **config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

@@ -1,15 +1,19 @@
 """Time per pair of training, against TRL 1.16 in the same process: plain torch, float32, real pairs.
 
-USE_TORCH_XLA=0 python -m tests.benchmarks.bench_time_per_pair [HIDDEN ...]
+USE_TORCH_XLA=0 python -m tests.benchmarks.bench_time_per_pair [--hidden 64 256] [--data real unshared one_length]
 
-Runs alternate (TRL, padded, packed, TRL, ...), each on a fresh model and the same pairs in the same order, and the
-table shows medians. Quote the ratios: the machine's own speed cancels out of them. Losses stand beside each other.
+Runs alternate (TRL, packed, padded, TRL, ...), each on a fresh model and the same pairs in the same order, and the
+table shows medians. Quote the ratios: the machine's own speed cancels out of them. Per-step losses stand beside TRL's.
 """
 
 import os
 
 os.environ["USE_TORCH_XLA"] = "0"  # before transformers is imported
+os.environ["HF_HUB_OFFLINE"] = "1"
 
+import argparse
+import contextlib
+import random
 import statistics
 import sys
 import tempfile
@@ -18,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import trl
+from datasets import Dataset, disable_progress_bars
 
 import trl_tpu
 
@@ -26,24 +32,57 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny  # noqa: E402
 
-RUNS, STEPS, PAIRS_A_BATCH, LAYERS = 5, 12, 8, {64: 4, 256: 6}
+RUNS, STEPS, PAIRS_A_BATCH, LAYERS, HEADS = 5, 12, 8, {64: 4, 256: 6}, 8
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "TRL 1.16": (trl, {"optim": "adamw_torch", "use_cpu": True}),
     "trl_tpu": (trl_tpu, {}),
-    "trl_tpu, packed": (trl_tpu, {"packing": True}),
+    "trl_tpu, padded": (trl_tpu, {"packing": False}),
 }
 
 
-def train(model: str, pairs: Any, package: Any, settings: dict[str, Any]) -> tuple[float, float]:
-    """Seconds per pair of the training loop, and the mean loss."""
-    with tempfile.TemporaryDirectory() as folder:
+def real(count: int) -> Dataset:
+    """The first pairs of the data, as they are."""
+    return tiny.hh_pairs(0, count)
+
+
+def unshared(count: int) -> Dataset:
+    """The same dialogues, each chosen one beside the rejected one of another pair: nothing to share."""
+    pairs = real(count)
+    rejected = list(pairs["rejected"])
+    random.Random(0).shuffle(rejected)
+    return Dataset.from_dict({"chosen": pairs["chosen"], "rejected": rejected})
+
+
+def one_length(count: int) -> Dataset:
+    """Token ids at random, all dialogues equally long, nothing shared: the least that packing can do."""
+    chooser = random.Random(0)
+    rows = [
+        {half: [chooser.randrange(3, 1000) for _ in range(150)] for half in ("chosen_ids", "rejected_ids")}
+        for _ in range(count)
+    ]
+    return Dataset.from_list(rows)
+
+
+DATA = {"real": real, "unshared": unshared, "one_length": one_length}
+
+
+def train(
+    model: str,
+    pairs: Any,
+    package: Any,
+    settings: dict[str, Any],
+    pairs_a_batch: int = PAIRS_A_BATCH,
+    steps: int = STEPS,
+) -> tuple[float, list[float]]:
+    """Seconds per pair of the training loop, and the loss of each step."""
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         args = package.RewardConfig(
             folder,
             bf16=False,
-            max_steps=STEPS,
-            per_device_train_batch_size=PAIRS_A_BATCH,
+            max_steps=steps,
+            per_device_train_batch_size=pairs_a_batch,
             gradient_checkpointing=False,
-            logging_steps=STEPS,
+            logging_steps=1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -54,32 +93,50 @@ def train(model: str, pairs: Any, package: Any, settings: dict[str, Any]) -> tup
         trainer.train()
         seconds = time.perf_counter() - start
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return seconds / (STEPS * PAIRS_A_BATCH), losses[0]
+    return seconds / (steps * pairs_a_batch), losses
 
 
-def compare(hidden: int) -> None:
-    pairs = tiny.hh_pairs(0, 400)
+def save_model(folder: str, hidden: int, pairs: Dataset) -> str:
+    texts = [*pairs["chosen"], *pairs["rejected"]]
+    layers = LAYERS.get(hidden, 4)
+    return tiny.save_tiny(Path(folder), texts, hidden, layers, num_attention_heads=HEADS, num_key_value_heads=HEADS)
+
+
+def compare(hidden: int, data: str) -> None:
+    pairs = DATA[data](400)
     with tempfile.TemporaryDirectory() as folder:
-        texts = [*pairs["chosen"], *pairs["rejected"]]
-        model = tiny.save_tiny(Path(folder), texts, hidden=hidden, layers=LAYERS.get(hidden, 4))
+        model = save_model(folder, hidden, real(400))
         seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
-        losses = {}
+        losses: dict[str, list[float]] = {}
         for _ in range(RUNS):
             for name, (package, settings) in SYSTEMS.items():
                 each, losses[name] = train(model, pairs, package, settings)
                 seconds[name].append(each)
-    layers, threads = LAYERS.get(hidden, 4), torch.get_num_threads()
-    print(f"\nhidden {hidden}, {layers} layers, {PAIRS_A_BATCH} pairs a batch, {threads} threads")
-    print(f"{'':18}{'ms a pair':>12}{'times TRL':>12}{'loss':>14}")
+    threads = torch.get_num_threads()
+    print(
+        f"\n{data} pairs: hidden {hidden}, {LAYERS.get(hidden, 4)} layers, {PAIRS_A_BATCH} pairs a batch, "
+        f"{threads} threads"
+    )
+    print(f"{'':18}{'ms a pair':>12}{'times TRL':>12}{'1 / that':>10}{'mean loss':>12}{'largest difference':>20}")
+    reference = seconds["TRL 1.16"]
     for name in SYSTEMS:
-        ratios = [ours / reference for ours, reference in zip(seconds[name], seconds["TRL 1.16"], strict=True)]
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(seconds[name], reference, strict=True))
         median = 1000 * statistics.median(seconds[name])
-        print(f"{name:18}{median:12.1f}{statistics.median(ratios):12.3f}{losses[name]:14.6f}")
+        differences = (abs(a - b) for a, b in zip(losses[name], losses["TRL 1.16"], strict=True))
+        loss = statistics.mean(losses[name])
+        print(f"{name:18}{median:12.1f}{ratio:12.3f}{1 / ratio:10.2f}{loss:12.6f}{max(differences):20.1e}", flush=True)
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, nargs="*", default=list(LAYERS))
+    parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
+    options = parser.parse_args()
     if not tiny.HH_FILE.exists():
         sys.exit(f"The real preference pairs are not at {tiny.HH_FILE}: nothing to measure.")
     torch.set_num_threads(2)
-    for size in map(int, sys.argv[1:] or LAYERS):
-        compare(size)
+    disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    for size in options.hidden:
+        for kind in options.data:
+            compare(size, kind)

@@ -10,6 +10,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 
 from trl_tpu import RewardTrainer
+from trl_tpu.training.loop import passes_of
 
 
 def bytes_on_a_device(tensor: torch.Tensor) -> int:
@@ -41,20 +42,22 @@ def test_weights_and_optimizer_state_are_split_over_fsdp(
     assert torch.isfinite(torch.tensor(losses)).all()
 
 
-def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model_folder: str) -> None:
+@pytest.mark.parametrize("packing", [True, False])
+def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model_folder: str, packing: bool) -> None:
     """Also after skipping batches, as a resumed run does."""
-    trainer = RewardTrainer(model_folder, config(), train_dataset=tiny.made_up_pairs(40))
+    trainer = RewardTrainer(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
     for batches in (loader, trainer._skip_batches(loader, 2)):
         for batch in batches:
-            for key, value in batch.items():
-                whole = value.numel() * value.element_size()
-                assert bytes_on_a_device(value) == whole // 8, key
+            for rows in passes_of(batch):
+                for key, value in rows.items():
+                    whole = value.numel() * value.element_size()
+                    assert bytes_on_a_device(value) == (whole if key == "batch_pairs" else whole // 8), key
     assert len(trainer._skip_batches(loader, 2)) == len(loader) - 2
 
 
 def test_the_batch_counts_pairs_on_every_device(config: Callable[..., Any], model_folder: str) -> None:
-    args = config(per_device_train_batch_size=3)
+    args = config(per_device_train_batch_size=3, packing=False)
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
     assert args.train_batch_size == 24
     assert trainer.get_total_train_batch_size(args) == 24

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
-from .packing import pack
-from .row_shapes import RowShape
+from .expansion import Expansion, expand_rows
+from .packing import PackedPass, pack, pack_tight
+from .row_plan import RowPlan
 
 LEGACY_KEYS = (
     "input_ids_chosen",
@@ -212,32 +213,66 @@ class PairRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Pack a batch's pairs into rows of a planned shape, every shared prefix once (see `trl_tpu.data.packing`).
+    """Pack a batch's pairs into rows of planned shapes, every shared prefix once (see `trl_tpu.data.packing`).
 
-    The batch has `input_ids`, `position_ids` and `subtree_end` [R, L], `last_row` and `last_column` [P, 2], and
-    `pair_mask`, `tokens` and, where the data has it, `margin` [P].
+    The batch has `passes`, of which each has `input_ids`, `position_ids` and `subtree_end` [R, L], `last_row` and
+    `last_column` [P, 2], `pair_mask`, `tokens` and, where the data has it, `margin` [P], and `batch_pairs` [1]; and a
+    `pair_mask` of all real pairs [P]. With `expands`, each pass also has `expand`, `segment` and `home` [R, 2, L] and
+    `back` [R, L] (see `trl_tpu.data.expansion`).
 
     Args:
-        shapes: From `plan_shapes`.
+        plan: From `plan_rows`.
         pairs: P, pairs in every batch.
         pad_token_id: Fills what rows have left.
+        expands: Whether attention reads rows of whole dialogues.
     """
 
-    shapes: tuple[RowShape, ...]
+    plan: RowPlan
     pairs: int
     pad_token_id: int
+    expands: bool = False
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        packed = pack(
-            [example["chosen_ids"] for example in examples],
-            [example["rejected_ids"] for example in examples],
-            self.shapes,
-            self.pairs,
-            self.pad_token_id,
-            [example["margin"] for example in examples] if "margin" in examples[0] else None,
-        )
-        arrays = {
-            name.removesuffix("_RL").removesuffix("_P2").removesuffix("_P"): value
-            for name, value in vars(packed).items()
-        }
-        return {name: torch.from_numpy(value) for name, value in arrays.items() if value is not None}
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        passes = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
+        pair_mask_P = torch.arange(self.pairs) < len(examples)
+        return {"passes": [self._pass(packed) for packed in passes], "pair_mask": pair_mask_P}
+
+    def _pass(self, packed: PackedPass) -> dict[str, torch.Tensor]:
+        if not self.expands:
+            return _tensors(packed)
+        places = expand_rows(packed.subtree_end_RL, packed.last_row_P2, packed.last_column_P2, packed.pair_mask_P)
+        return _tensors(packed) | _tensors(places)
+
+
+@dataclass(frozen=True)
+class TightRow:
+    """Pack a batch's pairs into one row without padding, for devices that take any shape.
+
+    The batch has the keys of one of `PackedRows`' passes, with R = 1, and `trees`, the first column of each tree and
+    the one after its last.
+
+    Args:
+        pad_token_id: Texts end before it.
+        attention_length: As in `pack_tight`.
+    """
+
+    pad_token_id: int
+    attention_length: float
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        packed = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_length)
+        return _tensors(packed) | {"trees": packed.trees}
+
+
+def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+    return [example["chosen_ids"] for example in examples], [example["rejected_ids"] for example in examples]
+
+
+def _margins(examples: Sequence[Mapping[str, Any]]) -> list[float] | None:
+    return [example["margin"] for example in examples] if "margin" in examples[0] else None
+
+
+def _tensors(packed: PackedPass | Expansion) -> dict[str, torch.Tensor]:
+    """Arrays under their names without shapes."""
+    arrays = {name.rpartition("_")[0]: value for name, value in vars(packed).items() if name != "trees"}
+    return {name: torch.from_numpy(value) for name, value in arrays.items() if value is not None}

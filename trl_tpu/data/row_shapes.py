@@ -72,12 +72,12 @@ def plan_shapes(
     # what a pair adds to a row that begins with the common tokens; pairs of size 0 fill up data of less than a batch
     added = np.concatenate([np.maximum(np.asarray(sizes) - common, 0), np.zeros(max(0, pairs - len(sizes)), int)])
     worst_P = np.sort(added)[::-1][:pairs]
-    largest = _largest_shape(worst_P, shards, common, attention_length, multiple)
-    batches_BP = _draw_batches(added, pairs, seed)
+    largest = largest_shape(worst_P, shards, common, attention_length, multiple)
+    batches_BP = draw_batches(added, pairs, seed)
     candidates, fits_CB = _candidates(batches_BP, worst_P, shards, common, multiple)
     works_C = np.array([shape.work(attention_length) for shape in candidates])
     works_CB = np.where(fits_CB, works_C[:, None], np.inf)
-    chosen = _least_work(works_CB, largest.work(attention_length), most - 1)
+    chosen = least_work(works_CB, largest.work(attention_length), most - 1)
     shapes = {candidates[index] for index in chosen if works_C[index] < largest.work(attention_length)} | {largest}
     return tuple(sorted(shapes, key=lambda shape: shape.work(attention_length)))
 
@@ -92,22 +92,23 @@ def snake(pairs: int, rows: int) -> np.ndarray:
     return np.where(deal % 2 == 0, place, rows - 1 - place)
 
 
-def _round_up(values: Any, multiple: int) -> Any:
+def round_up(values: Any, multiple: int) -> Any:
+    """To the next multiple."""
     return -(-values // multiple) * multiple
 
 
-def _largest_shape(worst_P: np.ndarray, shards: int, common: int, attention_length: float, multiple: int) -> RowShape:
+def largest_shape(worst_P: np.ndarray, shards: int, common: int, attention_length: float, multiple: int) -> RowShape:
     """The cheapest shape that holds the largest pairs of the data, dealt out: then it holds every batch."""
     shapes = []
     for rows in range(shards, len(worst_P) + shards, shards):
         longest = int(np.bincount(snake(len(worst_P), rows), worst_P).max()) + common
-        shapes.append(RowShape(rows, _round_up(max(longest, 1), multiple)))
+        shapes.append(RowShape(rows, round_up(max(longest, 1), multiple)))
     return min(shapes, key=lambda shape: shape.work(attention_length))
 
 
-def _draw_batches(sizes: np.ndarray, pairs: int, seed: int) -> np.ndarray:
+def draw_batches(sizes: np.ndarray, pairs: int, seed: int, most: int = 512) -> np.ndarray:
     """Batches of sizes [B, P] as training would draw them: consecutive parts of random orders."""
-    count = min(512, max(64, 2**15 // pairs))
+    count = min(most, max(64, 2**15 // pairs))
     generator = np.random.default_rng(seed)
     whole = len(sizes) // pairs
     epochs = [generator.permutation(sizes)[: whole * pairs].reshape(whole, pairs) for _ in range(-(-count // whole))]
@@ -122,8 +123,8 @@ def _candidates(
     shortest = np.clip(np.median(batches_BP), 1, longest)
     lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + common
     candidates, fits = [], []
-    for length in np.unique(_round_up(np.ceil(lengths).astype(int), multiple)):
-        rows_B = _round_up(rows_needed(batches_BP, int(length) - common), shards)
+    for length in np.unique(round_up(np.ceil(lengths).astype(int), multiple)):
+        rows_B = round_up(rows_needed(batches_BP, int(length) - common), shards)
         for rows in np.unique(rows_B[rows_B > 0]):
             candidates.append(RowShape(int(rows), int(length)))
             fits.append((rows_B > 0) & (rows_B <= rows))
@@ -144,7 +145,7 @@ def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
     return np.where(sizes_BP[:, 0] <= length, np.maximum((free_BR < length).sum(axis=1), 1), 0)
 
 
-def _least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[int]:
+def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[int]:
     """Up to ``count`` candidates that have, with the largest shape, the least total work: greedy, then swaps."""
     chosen: list[int] = []
 

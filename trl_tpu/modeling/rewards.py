@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..data.collators import join_halves
+from .losses import masked_mean
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class PairBatch:
         """The model's logits as float32 rewards, [P, 2]: chosen, rejected."""
         rewards_R = logits_R1.squeeze(-1).float()
         return rewards_R.view(-1, 2) if self.interleaved else rewards_R.view(2, -1).T
+
+    def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
+        """The batch's loss."""
+        return masked_mean(losses_P, self.mask_P)
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -6,26 +6,31 @@ implementation with a rule ``(batch, head, query, key) -> bool`` that says causa
 Here that function is given one more ability: while packed rows are read, the rule is asked about positions in the
 dialogues, and the tree decides who is on whose path.
 So a sliding window counts a dialogue's tokens, each layer keeps its own rule, and whatever takes a mask for each query
-and key works: eager attention, sdpa and what is built on them.
+and key works: eager attention, sdpa and what is built on them. In a tight row (`TightRow`) attention is computed tree
+by tree, so that its cost is that of the trees and not of the row.
 
 Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..data.collators import DataCollatorForPreference, PackedRows
-from ..data.row_shapes import RowShape
-from .rewards import PairBatch, find_score_head
+from .expanded_rows import ExpandedRows
+from .rewards import find_score_head
+
+# Queries are taken in blocks of about this many, since a block's keys end with its last query.
+_QUERIES = 192
 
 
 def tree_rule(
@@ -46,37 +51,136 @@ def tree_rule(
     return on_path
 
 
+class TreeMasks(NamedTuple):
+    """The masks of the trees in one tight row: first column, the column after the last, and mask [1, 1, S, S].
+
+    A tree that is a single dialogue has the mask that the model would have had for it alone, or None where it is
+    causal: attention functions have a faster way for that.
+    """
+
+    trees: tuple[tuple[int, int, torch.Tensor | None], ...]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What a mask must know of packed rows.
+
+    Args:
+        layout_R2L: Subtree ends and position ids of each row, stacked.
+        trees: Of a tight row, the first column of each tree, the one after its last, and whether it branches; None to
+            mask whole rows.
+        expanded: Where the tokens lie in rows of whole dialogues, for models that attend there.
+        asked: The rules that a model has asked for masks of: none, if it makes its masks by itself.
+    """
+
+    layout_R2L: torch.Tensor
+    trees: tuple[tuple[int, int, bool], ...] | None = None
+    expanded: ExpandedRows | None = None
+    asked: list[str] = field(default_factory=list)
+
+
 class TreeMask:
-    """A registered mask function that, while `reading` a layout, builds the masks of packed rows.
+    """A registered mask function that, while `reading` packed rows, builds their masks.
 
     Args:
         plain: The mask function for ordinary batches.
     """
 
-    layout: ContextVar[tuple[torch.Tensor, list[str]] | None] = ContextVar("layout", default=None)
+    layout: ContextVar[RowLayout | None] = ContextVar("layout", default=None)
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self.plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (current := self.layout.get()) is None:
+        if (layout := self.layout.get()) is None:
             return self.plain(*args, **kwargs)
-        layout_R2L, asked = current
         rule = kwargs.get("mask_function", causal_mask_function)
-        asked.append(getattr(rule, "__name__", "rule"))
-        ours = {"mask_function": tree_rule(layout_R2L, rule), "attention_mask": None, "allow_is_causal_skip": False}
-        return self.plain(*args, **(kwargs | ours))
+        layout.asked.append(getattr(rule, "__name__", "rule"))
+        return self.masks_of(layout, rule, *args, **kwargs)
+
+    def masks_of(self, layout: RowLayout, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The masks of packed rows by a model's own rule, in the form that its attention function takes."""
+        ours = {"mask_function": tree_rule(layout.layout_R2L, rule), "attention_mask": None}
+        kwargs |= ours | {"allow_is_causal_skip": False}
+        if layout.trees is None:
+            return self.plain(*args, **kwargs)
+        masks = []
+        for start, stop, branches in layout.trees:
+            length = stop - start
+            span: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
+            if not branches:
+                span |= {"mask_function": rule, "allow_is_causal_skip": True, "q_offset": 0, "kv_offset": 0}
+            masks.append((start, stop, self.plain(*args, **kwargs | span)))
+        return TreeMasks(tuple(masks))
 
     @classmethod
     @contextmanager
-    def reading(cls, layout_R2L: torch.Tensor) -> Iterator[list[str]]:
-        """Yields the rules that a model has asked for masks of: none, if it makes its masks by itself."""
-        asked: list[str] = []
-        token = cls.layout.set((layout_R2L, asked))
+    def reading(cls, layout: RowLayout) -> Iterator[None]:
+        """Packed rows are read."""
+        token = cls.layout.set(layout)
         try:
-            yield asked
+            yield
         finally:
             cls.layout.reset(token)
+
+
+class TreeByTree:
+    """A registered attention function that computes a tight row's trees one at a time.
+
+    Args:
+        plain: The attention function for ordinary batches and masks.
+    """
+
+    def __init__(self, plain: Callable[..., tuple[torch.Tensor, Any]]) -> None:
+        self.plain = plain
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | TreeMasks | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        if not isinstance(attention_mask, TreeMasks):
+            return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
+        outputs = []
+        for start, stop, count, mask in _runs(attention_mask.trees):
+            here = slice(start, stop)
+            if mask is None:
+                # trees of one length are rows of one batch
+                rows = (tensor[0, :, here].unflatten(1, (count, -1)).transpose(0, 1) for tensor in (query, key, value))
+                outputs.append(self.plain(module, *rows, None, *args, **kwargs)[0].flatten(0, 1)[None])
+                continue
+            queries = -(-(stop - start) // max(1, round((stop - start) / _QUERIES)))
+            for first in range(0, stop - start, queries):
+                # keys after the block's last query are seen by none of it
+                last = min(first + queries, stop - start)
+                mask_11QK = mask[:, :, first:last, :last]
+                block = query[:, :, start + first : start + last]
+                seen = slice(start, start + last)
+                outputs.append(
+                    self.plain(module, block, key[:, :, seen], value[:, :, seen], mask_11QK, *args, **kwargs)[0]
+                )
+        return torch.cat(outputs, dim=1), None
+
+
+def _runs(
+    trees: Sequence[tuple[int, int, torch.Tensor | None]],
+) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
+    """Start, stop, number and mask of trees; equally long ones without a mask that follow one another are one run."""
+
+    def kind(tree: tuple[int, int, torch.Tensor | None]) -> tuple[bool, int]:
+        return tree[2] is not None, tree[1] - tree[0]
+
+    for (has_mask, _), group in itertools.groupby(trees, key=kind):
+        members = list(group)
+        if has_mask:
+            yield from ((start, stop, 1, mask) for start, stop, mask in members)
+        else:
+            yield members[0][0], members[-1][1], len(members), None
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:
@@ -96,33 +200,14 @@ def use_tree_masks(model: PreTrainedModel) -> None:
         )
     if not isinstance(plain, TreeMask):
         AttentionMaskInterface.register(name, TreeMask(plain))
+    attention = ALL_ATTENTION_FUNCTIONS.get(name)
+    if attention is not None and not isinstance(attention, TreeByTree):
+        AttentionInterface.register(name, TreeByTree(attention))
 
 
-@dataclass(frozen=True)
-class PackedPairs:
-    """P pairs in packed rows (see `trl_tpu.data.packing.PackedBatch`), on the device."""
-
-    layout: Mapping[str, torch.Tensor]
-    tokens_P: torch.Tensor
-    margin_P: torch.Tensor | None
-    mask_P: torch.Tensor
-
-    @classmethod
-    def read(cls, inputs: Mapping[str, Any]) -> "PackedPairs":
-        """Read a batch of `trl_tpu.data.collators.PackedRows`."""
-        layout = {f"{name}_RL": inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
-        layout |= {f"{name}_P2": inputs[name] for name in ("last_row", "last_column")}
-        return cls(layout, inputs["tokens"], inputs.get("margin"), inputs["pair_mask"])
-
-    def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """The rewards [P, 2], and in the place of a model's outputs the two halves of them."""
-        rewards_P2 = packed_rewards(model, **self.layout, **extras)
-        return rewards_P2, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """How many tokens the dialogues of the real pairs have, as if nothing were shared: an int32 scalar."""
-        return self.tokens_P.sum(dtype=torch.int32)
+def goes_tree_by_tree(model: PreTrainedModel) -> bool:
+    """Whether the model's attention takes tight rows: after `use_tree_masks`, any but a model's own eager one."""
+    return isinstance(ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation), TreeByTree)
 
 
 def packed_rewards(
@@ -132,6 +217,8 @@ def packed_rewards(
     subtree_end_RL: torch.Tensor,
     last_row_P2: torch.Tensor,
     last_column_P2: torch.Tensor,
+    trees: tuple[tuple[int, int, bool], ...] | None = None,
+    expanded: ExpandedRows | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     """The rewards of a packed batch, [P, 2] in float32 or wider, equal to those of the padded forward.
@@ -141,8 +228,23 @@ def packed_rewards(
     Args:
         model: A decoder with a `score` head over its hidden states, as transformers' sequence classifiers, after
             `use_tree_masks`.
-        input_ids_RL, position_ids_RL, subtree_end_RL, last_row_P2, last_column_P2: See `PackedBatch`.
+        input_ids_RL, position_ids_RL, subtree_end_RL, last_row_P2, last_column_P2: See `PackedPass`.
+        trees: The trees of a tight row.
+        expanded: Where the tokens lie in expanded rows; used after `use_expanded_attention`.
         kwargs: Handed on to the model.
+
+    Raises:
+        ValueError: If the model has no `score` head, or did not ask for a mask.
+    """
+    layout = RowLayout(torch.stack([subtree_end_RL, position_ids_RL], dim=1), trees, expanded)
+    head, hidden_RLH = packed_states(model, input_ids_RL, position_ids_RL, layout, **kwargs)
+    return score_wide(head, hidden_RLH[last_row_P2, last_column_P2])
+
+
+def packed_states(
+    model: nn.Module, input_ids_RL: torch.Tensor, position_ids_RL: torch.Tensor, layout: RowLayout, **kwargs: Any
+) -> tuple[nn.Module, torch.Tensor]:
+    """The score head of ``model``, and the hidden states [R, L, H] that it is given.
 
     Raises:
         ValueError: If the model has no `score` head, or did not ask for a mask.
@@ -155,18 +257,17 @@ def packed_rewards(
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(input_ids_RL), "position_ids": position_ids_RL}
     try:
-        with TreeMask.reading(torch.stack([subtree_end_RL, position_ids_RL], dim=1)) as asked:
+        with TreeMask.reading(layout):
             # the scores that the model itself picks, one a row, mean nothing here
             model(input_ids=input_ids_RL, **everything, **kwargs)
     finally:
         watch.remove()
-    if not asked:
+    if not layout.asked:
         raise ValueError(
             f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or `use_tree_masks` "
             "was not called with its attention implementation. Train it on padded rows."
         )
-    (hidden_RLH,) = seen
-    return score_wide(head, hidden_RLH[last_row_P2, last_column_P2])
+    return head, seen[0]
 
 
 def score_wide(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -178,40 +279,3 @@ def score_wide(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     wide = {name: parameter.to(dtype) for name, parameter in parameters.items()}
     with torch.autocast(hidden.device.type, enabled=False):
         return functional_call(head, wide, (hidden.to(dtype),)).squeeze(-1)
-
-
-@torch.no_grad()
-def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
-    """Compare the rewards of two small pairs in packed rows with those of padded rows, on the model as it is.
-
-    Some models take a mask and yet read positions from elsewhere (ALiBi), or let padding or order leak in otherwise.
-
-    Raises:
-        ValueError: If the rewards differ by more than the model's precision explains, or packed rows cannot be read.
-    """
-    ids = [token for token in range(40) if token != pad_token_id]
-    chosen, rejected = [ids[:9], ids[20:24]], [[*ids[:5], *ids[10:14]], [*ids[20:22], *ids[30:33]]]
-    packed = PackedRows((RowShape(1, 32),), pairs=2, pad_token_id=pad_token_id)
-    padded = DataCollatorForPreference(pad_token_id)
-    examples = [{"chosen_ids": one, "rejected_ids": other} for one, other in zip(chosen, rejected, strict=True)]
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        rows = {name: tensor.to(device) for name, tensor in packed(examples).items()}
-        packed_P2, _ = PackedPairs.read(rows).rewards(model)
-        batch = PairBatch.read(
-            {key: value.to(device) for key, value in padded(examples).items()}, pad_token_id, "right"
-        )
-        padded_P2, _ = batch.rewards(model)
-    finally:
-        model.train(was_training)
-    dtype = next(model.parameters()).dtype
-    allowed = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
-    difference = (packed_P2.float() - padded_P2).abs().max()
-    if not difference <= allowed * padded_P2.abs().max().clamp(min=1):
-        raise ValueError(
-            f"packing=True is not exact for {type(model).__name__}: packed and padded rewards of the same pairs "
-            f"differ by {difference:.2g}, where {dtype} explains {allowed:.0e}. Its attention or positions do not "
-            "follow the mask and position ids they are given. Leave packing out for this model."
-        )

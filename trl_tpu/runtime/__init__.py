@@ -6,7 +6,7 @@ torch_xla, and only when it is chosen.
 
 import importlib.util
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -89,6 +89,39 @@ class Runtime(Protocol):
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix multiplications in ``dtype`` over float32 weights; None changes nothing."""
+
+    def attention(
+        self,
+        q_BHLD: torch.Tensor,
+        k_BGLD: torch.Tensor,
+        v_BGLD: torch.Tensor,
+        segment_BL: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Causal attention within segments by the device's best kernel, equal to `kernels.segment_attention`."""
+
+    def has_attention_kernel(self) -> bool:
+        """Whether `attention` needs less memory than a mask for each query and key."""
+
+    def by_device(
+        self,
+        function: Callable[..., torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        axes: Sequence[Axes],
+        result_axes: Axes,
+    ) -> torch.Tensor:
+        """``function(*tensors)``, each device computing its own part of the result from its own parts of the tensors.
+
+        For functions of which the compiler would not see that the parts are independent.
+
+        Args:
+            function: Right for any part. It is given parts, and returns one.
+            axes: The mesh axes that each dimension of each tensor goes over. An axis that does not divide every
+                dimension that it is named for is left out.
+            result_axes: The same of the result.
+        """
 
     def use_checkpointing(self, model: nn.Module) -> None:
         """Make layers that transformers marked for activation checkpointing recompute in a way the device supports."""

@@ -1,7 +1,7 @@
 """Plain torch: a CPU or a CUDA device, with accelerate's own loaders around it."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import Axes
+from .kernels import segment_attention
 
 
 class NativeRuntime:
@@ -43,6 +44,21 @@ class NativeRuntime:
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    def attention(self, *args: Any) -> torch.Tensor:
+        return segment_attention(*args)
+
+    def has_attention_kernel(self) -> bool:
+        return False
+
+    def by_device(
+        self,
+        function: Callable[..., torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        axes: Sequence[Axes],
+        result_axes: Axes,
+    ) -> torch.Tensor:
+        return function(*tensors)
 
     def use_checkpointing(self, model: nn.Module) -> None:
         """torch.utils.checkpoint, which transformers uses, works here as it is."""

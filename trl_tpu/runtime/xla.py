@@ -4,6 +4,7 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
@@ -21,6 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import Axes
+from .kernels import segment_attention
+from .manual import by_device
 from .remat import recompute
 
 
@@ -109,9 +112,13 @@ class _ShardingLoader(pl.ParallelLoader):
             self._exception_queue.put(error)
 
     def send_cpu_data_to_device(self, batches: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-        return [{key: self._send(value, device) for key, value in batch.items()} for batch in batches]
+        return [self._send(batch, device) for batch in batches]
 
     def _send(self, value: Any, device: torch.device) -> Any:
+        if isinstance(value, dict):
+            return {key: self._send(part, device) for key, part in value.items()}
+        if isinstance(value, list):
+            return [self._send(part, device) for part in value]
         if not isinstance(value, torch.Tensor):
             return value
         return xm.send_cpu_data_to_device([value], device, self._shardings(value))[0]  # type: ignore[index]
@@ -179,6 +186,33 @@ class XlaRuntime:
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+    @functools.cached_property
+    def attention_kernel(self) -> Callable[..., torch.Tensor]:
+        """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
+        if xr.device_type() != "TPU":
+            return segment_attention
+        from .splash import splash_attention  # imports jax, which must not come before torch_xla has the TPU
+
+        return splash_attention
+
+    def attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:
+        kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
+        return kernel(q_BHLD, *others)
+
+    def has_attention_kernel(self) -> bool:
+        return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
+
+    def by_device(
+        self,
+        function: Callable[..., torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        axes: Sequence[Axes],
+        result_axes: Axes,
+    ) -> torch.Tensor:
+        if tensors[0].device.type != "xla" or not hasattr(self, "_mesh"):
+            return function(*tensors)  # on the host, or outside a trainer
+        return by_device(self._mesh, function, tensors, axes, result_axes)
 
     def use_checkpointing(self, model: nn.Module) -> None:
         for module in model.modules():

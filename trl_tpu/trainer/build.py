@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -15,8 +14,6 @@ from .. import runtime
 from ..data.checks import check_token_ids
 from ..data.collators import bucket_lengths
 from ..data.legacy import prepare_legacy_dataset
-from ..data.packing import pair_size
-from ..data.row_shapes import RowShape, plan_shapes
 from ..data.tokenize import prepare_preference_dataset
 from ..modeling.adapters import (
     add_adapters,
@@ -36,7 +33,6 @@ from ..modeling.load import (
     set_pad_token,
 )
 from ..modeling.rewards import keep_score_head_in_float32
-from ..modeling.tree_attention import check_packing_is_exact, use_tree_masks
 from ..parallel.shard import WeightPlacer
 from .reward_config import RewardConfig
 from .utils import disable_dropout_in_model
@@ -130,9 +126,6 @@ def build_reward_model(
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token)
     _fit_to_device(model, args)
-    if args.packing:
-        use_tree_masks(model.get_base_model() if is_peft_model(model) else model)
-        check_packing_is_exact(model, tokenizer.pad_token_id)
     return RewardModel(model, tokenizer)
 
 
@@ -192,42 +185,7 @@ def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
     if multiple := args.pad_to_multiple_of:
         assert isinstance(multiple, int)  # the config has read its text forms
         return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
-    return bucket_lengths(longest)
-
-
-def check_packing(train_dataset: Any, data_collator: Any, computes_own_loss: bool, old_columns: bool) -> None:
-    """Refuse what `packing` cannot go with.
-
-    Raises:
-        ValueError: Names it, and the way out.
-    """
-    obstacles = {
-        "a stream: row shapes are chosen from the data before training": not isinstance(train_dataset, Dataset),
-        "a data collator of your own": data_collator is not None,
-        "a subclass that overrides compute_loss, which expects padded rows": computes_own_loss,
-        "the old columns and collator": old_columns,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            raise ValueError(f"packing=True cannot go with {obstacle}. Leave one of the two out.")
-
-
-def planned_row_shapes(dataset: Any, hidden_size: int, pairs: int, shards: int) -> tuple[RowShape, ...]:
-    """The shapes of packed rows that batches of ``pairs`` pairs of ``dataset`` will have.
-
-    Raises:
-        ValueError: For a stream, whose pairs cannot be measured beforehand.
-    """
-    if not isinstance(dataset, Dataset):
-        raise ValueError("packing=True cannot go with a stream: row shapes are chosen from the data beforehand.")
-    columns = dataset.with_format("numpy", columns=["chosen_ids", "rejected_ids"])
-    sizes = [
-        pair_size(chosen, rejected)
-        for chunk in columns.iter(batch_size=1000)
-        for chosen, rejected in zip(chunk["chosen_ids"], chunk["rejected_ids"], strict=True)
-    ]
-    # attention costs as much as the linear layers of a plain transformer at about six times its hidden size
-    return plan_shapes(np.array(sizes), pairs, shards, attention_length=6 * hidden_size)
+    return bucket_lengths(longest, args.max_shapes)
 
 
 def _longest(dataset: Any) -> int | None:

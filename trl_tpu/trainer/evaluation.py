@@ -40,12 +40,35 @@ class PairEvaluation(PairBatching):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The loss, the rewards [P, 2] and labels [P] of one batch, on the device."""
         inputs = self._prepare_inputs(inputs)
+        if "passes" in inputs:
+            loss, rewards_P2 = self._evaluate_passes(model, inputs)
+        else:
+            loss, outputs = self._evaluate_pass(model, inputs)
+            rewards_P2 = self.rewards_of(outputs, inputs).detach()
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
+
+    def _evaluate_pass(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        if prediction_loss_only:
-            return loss.detach(), None, None
-        rewards_P2 = self.rewards_of(outputs, inputs).detach()
-        return loss.detach(), rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
+        return loss.detach(), outputs
+
+    def _evaluate_passes(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss and the rewards of a batch whose passes have some of the pairs each.
+
+        Both are sums that begin with zeros on the device, so that every pass is the same program wherever it comes.
+        """
+        pairs = len(inputs["pair_mask"])
+        upload, device = self.runtime.upload, self.args.device
+        loss_1, rewards_P2 = upload(torch.zeros(1), device), upload(torch.zeros(pairs, 2), device)
+        for index, rows in enumerate(inputs["passes"]):
+            if index:
+                self.runtime.step_boundary()
+            loss, outputs = self._evaluate_pass(model, rows)
+            loss_1 = loss_1 + loss
+            rewards_P2 = rewards_P2 + torch.where(rows["pair_mask"][:, None], self.rewards_of(outputs, rows), 0.0)
+        return loss_1.squeeze(), rewards_P2
 
     def evaluation_loop(
         self,

@@ -33,10 +33,19 @@ class RewardConfig(TrainingArguments):
         sharding_plan (`str`, *optional*):
             A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
             the model's own plan: see `trl_tpu.parallel.rules`.
-        packing (`bool`, *optional*, defaults to `False`):
+        packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
-            once: the same losses at a fraction of the work. For causal decoders with a `score` head. Batches then
-            have one of at most four shapes, chosen from the data, and `pad_to_multiple_of` has no effect.
+            once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
+            says why not: causal decoders with a `score` head, TRL's own columns, collator and loss. `True` insists.
+        row_length (`int`, *optional*):
+            The length of packed rows on XLA, at least the tokens of the largest pair. By default lengths are chosen
+            from the data. Plain torch needs none.
+        packed_attention (`str`, *optional*, defaults to `"auto"`):
+            How packed rows attend on XLA. `"masks"` builds a mask for each query and key; `"expanded"` moves queries,
+            keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need. `"auto"`
+            expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
+        max_shapes (`int`, *optional*, defaults to `4`):
+            On XLA, how many shapes batches may have, packed or padded: each is compiled once.
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
             defaults to float32. On a command line: JSON.
@@ -135,10 +144,19 @@ class RewardConfig(TrainingArguments):
     activation_offloading: bool = field(
         default=False, metadata={"help": "Not supported; activations are recomputed instead."}
     )
-    packing: bool = field(
-        default=False,
-        metadata={"help": "Compute what a pair's two dialogues share once, in packed rows. For causal decoders."},
+    packing: str = field(  # or a bool
+        default="auto",
+        metadata={
+            "help": "Compute what a pair's dialogues share once, in packed rows: true, false, or 'auto' (where exact)."
+        },
     )
+    row_length: int | None = field(
+        default=None, metadata={"help": "Length of packed rows on XLA; by default chosen from the data."}
+    )
+    packed_attention: str = field(
+        default="auto", metadata={"help": "How packed rows attend on XLA: 'masks', 'expanded' or 'auto'."}
+    )
+    max_shapes: int = field(default=4, metadata={"help": "How many shapes batches may have on XLA; each is compiled."})
     mesh: str = field(
         default="fsdp=-1", metadata={"help": "Axis sizes of the device mesh, such as 'data=2,fsdp=4'; -1 fills."}
     )
@@ -173,6 +191,14 @@ class RewardConfig(TrainingArguments):
                 stacklevel=3,
             )
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+        self.packing = _packing(self.packing)
+        if self.packed_attention not in ("auto", "masks", "expanded"):
+            raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
+        for name in ("row_length", "max_shapes"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {value}. Leave it out for a value that fits the data."
+                )
         with warnings.catch_warnings():
             # our own default is spelled the way TRL spells it
             warnings.filterwarnings(
@@ -221,6 +247,14 @@ def _multiple(value: int | str | None) -> int | None:
     if isinstance(value, str):
         return None if value.lower() in ("auto", "none", "null") else int(value)
     return value
+
+
+def _packing(value: str | bool) -> str:
+    """One of "auto", "true" and "false"."""
+    text = str(value).lower()
+    if text not in ("auto", "true", "false"):
+        raise ValueError(f"packing must be 'auto', true or false, got {value!r}.")
+    return text
 
 
 __all__ = ["MeshShape", "RewardConfig"]

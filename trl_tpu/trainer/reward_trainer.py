@@ -29,18 +29,18 @@ from ..data.collators import (
 )
 from ..data.legacy import _tokenize
 from ..modeling.adapters import is_peft_model
-from ..modeling.losses import masked_mean, pairwise_losses
-from ..modeling.tree_attention import PackedPairs
+from ..modeling.losses import pairwise_losses
+from ..modeling.packed_pairs import PackedPairs
 from .build import (
     build_dataset,
     build_reward_model,
     check_arguments,
-    check_packing,
     default_folder,
 )
 from .evaluation import PairEvaluation
 from .legacy import today_args, today_processing_class, uses_old_columns
 from .model_card import make_model_card
+from .packing import packing_obstacle, report_obstacle, try_to_pack
 from .reward_config import RewardConfig
 
 # Here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
@@ -50,7 +50,8 @@ EvalDataset: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
 )
 
-_PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens"}
+_PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens", "batch_pairs", "trees"}
+_PACKED_KEYS |= {"expand", "segment", "home", "back"}
 _OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
 
 
@@ -112,8 +113,7 @@ class RewardTrainer(PairEvaluation):
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
-        if args.packing:
-            check_packing(train_dataset, data_collator, self.computes_own_loss, self._old_columns)
+        self.padded_because = packing_obstacle(args, data_collator, self.computes_own_loss, self._old_columns)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         self.sharding_rules = args.sharding_rules
@@ -126,6 +126,8 @@ class RewardTrainer(PairEvaluation):
         def build(model: Any) -> PreTrainedModel:
             built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
             self.processing_class = built.processing_class
+            if self.padded_because is None:
+                self.padded_because = try_to_pack(built.model, built.processing_class.pad_token_id, train_dataset)
             built.model.add_model_tags(self._tag_names)
             return built.model
 
@@ -134,6 +136,8 @@ class RewardTrainer(PairEvaluation):
             return build(model_init(trial) if inspect.signature(model_init).parameters else model_init())
 
         built_model = build(model) if model_init is None else init()
+        if self.padded_because is not None:
+            report_obstacle(args, self.padded_because)
         datasets = {
             name: build_dataset(dataset, built_model, self.processing_class, args, name, self._old_columns)
             for name, dataset in (("train", train_dataset), ("eval", eval_dataset))
@@ -154,6 +158,7 @@ class RewardTrainer(PairEvaluation):
         )
         if model_init is not None:
             self.model_init = init
+        self.prepare_rows()
         # Trainer computes a loss in evaluation only for models that return one, or when told so.
         self.can_return_loss = True
         self.label_names = []
@@ -182,7 +187,7 @@ class RewardTrainer(PairEvaluation):
             extras["use_cache"] = False
         rewards_P2, outputs = batch.rewards(model, **extras)
         losses_P = pairwise_losses(rewards_P2, batch.margin_P, self.args.center_rewards_coefficient)
-        loss = masked_mean(losses_P, batch.mask_P)
+        loss = batch.mean(losses_P)
         if self.model.training:
             self.reward_metrics.update(rewards_P2, batch.mask_P, batch.tokens)
         if not return_outputs:

@@ -57,6 +57,11 @@ class DeviceTrainer(Trainer):
         """How many batch shapes training will see, where that is planned."""
         return None
 
+    @property
+    def has_partial_passes(self) -> bool:
+        """Whether some batches take passes that only add up gradients."""
+        return False
+
     # ---- placement and precision
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -128,7 +133,7 @@ class DeviceTrainer(Trainer):
         torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
             prepare_optimizer(torch_optimizer, self.runtime)
-            accumulates = self.args.gradient_accumulation_steps > 1
+            accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
             self._prepared_optimizer = torch_optimizer
         return super().create_scheduler(num_training_steps, optimizer)
@@ -145,11 +150,22 @@ class DeviceTrainer(Trainer):
         return prepared
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        self._guard.see(inputs)
+        """One micro-batch, in one or several passes, whose gradients add up and whose losses do."""
+        *partial, final = passes_of(inputs)
         self._end_micro_batch()
+        for rows in partial:
+            self._tr_loss += self._pass(model, rows, num_items_in_batch)
+            self.runtime.step_boundary()
+        return self._pass(model, final, num_items_in_batch)
+
+    def _pass(self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+        self._guard.see(rows)
         if self._gradients is not None:
             self._gradients.attach()
-        return super().training_step(model, inputs, num_items_in_batch)
+        return super().training_step(model, rows, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return sum(super(DeviceTrainer, self).floating_point_ops(rows) for rows in passes_of(inputs))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:
@@ -160,13 +176,17 @@ class DeviceTrainer(Trainer):
         self._end_micro_batch()
         return super()._clip_grad_norm(model)
 
+    @property
+    def _accumulates(self) -> bool:
+        return self.args.gradient_accumulation_steps > 1
+
     def _end_micro_batch(self) -> None:
         """Execute each micro-batch on its own, or all of a step would unroll into one long program.
 
         Called before the next micro-batch and before the update, not after the micro-batch: the loop adds up its loss
         after `training_step`, and that belongs to the same program.
         """
-        if self._gradients is not None:
+        if self._accumulates:
             self.runtime.step_boundary()
 
     # ---- logging: one stop of the device per log
@@ -251,6 +271,11 @@ class DeviceTrainer(Trainer):
         load_progress(self.reward_metrics, checkpoint)
 
 
+def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The passes of a batch, the final one last; a batch without `passes` is one."""
+    return inputs.get("passes") or [inputs]
+
+
 class _StepEdges(TrainerCallback):
     """What has to happen inside the loop, at points where only callbacks are called."""
 
@@ -261,10 +286,9 @@ class _StepEdges(TrainerCallback):
         trainer = self._trainer
         trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
         trainer.reset_loss()
-        accumulates = args.gradient_accumulation_steps > 1
         if trainer.runtime.name == "xla":
             planned = trainer.planned_shapes
-            trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(accumulates))
+            trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(trainer._accumulates))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._guard.check()

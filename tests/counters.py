@@ -1,0 +1,37 @@
+"""Programs compiled, programs executed and reads from the device, by torch_xla's own metrics."""
+
+from typing import Any, NamedTuple
+
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as met
+from transformers import TrainerCallback
+
+
+class Counts(NamedTuple):
+    compiles: int
+    executions: int
+    device_to_host: int
+
+
+def count() -> Counts:
+    xm.wait_device_ops()  # executions are counted when they have run
+
+    def total(*metrics: str) -> int:
+        return sum((met.metric_data(metric) or [0])[0] for metric in metrics)
+
+    return Counts(total("CompileTime"), total("ExecuteTime", "ExecuteReplicatedTime"), total("TransferFromDeviceTime"))
+
+
+class CountAtSteps(TrainerCallback):
+    """Counts when a step begins: the step before has just been executed."""
+
+    def __init__(self) -> None:
+        self.at: dict[int, Counts] = {}
+        self.rates: dict[int, float] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any, **_: Any) -> None:
+        self.at[state.global_step] = count()
+        self.rates[state.global_step] = lr_scheduler.get_last_lr()[0]
+
+    def between(self, first: int, last: int) -> Counts:
+        return Counts(*(after - before for before, after in zip(self.at[first], self.at[last], strict=True)))

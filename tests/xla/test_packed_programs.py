@@ -1,0 +1,111 @@
+"""Packed training compiles as many programs as shapes were planned, whatever the batches, and evaluation no more."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from counters import CountAtSteps, count
+from datasets import Dataset
+
+from trl_tpu import RewardTrainer, runtime
+from trl_tpu.data.row_plan import RowPlan
+from trl_tpu.data.row_shapes import RowShape
+from trl_tpu.training.loop import passes_of
+
+
+def uneven_pairs(count: int, seed: int = 0) -> Dataset:
+    """Made-up pairs of which every fifth is many times as long, so that batches differ in size."""
+    rows = tiny.made_up_pairs(count, seed).to_list()
+    for index, row in enumerate(rows):
+        row["prompt"] = f"{index} " + row["prompt"] * (1 + 8 * (index % 5 == 0) + 4 * (index % 9 == 0))
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(("accumulation", "attention"), [(1, "masks"), (2, "masks"), (1, "expanded")])
+def test_as_many_programs_as_planned_shapes(
+    config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
+) -> None:
+    """One execution a pass, nothing read between logs; losses and rewards equal those of padded rows."""
+    settings = {"num_train_epochs": 2, "logging_steps": 1000, "gradient_accumulation_steps": accumulation}
+    devices = runtime.current().device_count()
+    # a small rate, since Adam makes whole steps of the rounding in gradients near 0
+    settings |= {"learning_rate": 1e-4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
+    pairs, held_out = uneven_pairs(64 * devices - 3), uneven_pairs(27 * devices, seed=1)
+    counter = CountAtSteps()
+    args = config(packing=True, packed_attention=attention, **settings)
+    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
+    # rows so short that many batches take several passes; a plan of the trainer's own would do so more rarely
+    shape = RowShape(devices, 192)
+    key = trainer.train_dataset._fingerprint, args.train_batch_size, attention == "expanded"
+    trainer._row_plans[key] = RowPlan((shape,), (shape,))
+    passes = [len(passes_of(batch)) for batch in trainer.get_train_dataloader().batches]
+    assert trainer.planned_shapes == 2
+    assert trainer.has_partial_passes
+    assert max(passes) > 1
+    trainer.train()
+    last = max(counter.at)
+    steps = counter.between(0, last)
+    assert steps.compiles <= 2 + (accumulation > 1)
+    assert steps.executions > last * accumulation  # some batches take several passes
+    assert steps.device_to_host == 0
+
+    before = count()
+    packed = trainer.predict(held_out)
+    assert count().compiles - before.compiles <= 4 + 1  # and slicing of what came before
+    between = count()
+    trainer.predict(held_out)
+    assert count().compiles == between.compiles
+
+    padded_args = config(packing=False, **settings)
+    reference = RewardTrainer(model_folder, padded_args, train_dataset=pairs)
+    reference.train()
+    padded = reference.predict(held_out)
+    np.testing.assert_allclose(packed.predictions, padded.predictions, atol=2e-5)
+    assert packed.metrics["test_loss"] == pytest.approx(padded.metrics["test_loss"], abs=1e-5)
+    assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(
+        reference.state.log_history[-1]["train_loss"], abs=1e-5
+    )
+
+
+def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
+    """Rows are a function of the batch, and the batch of (seed, epoch, step)."""
+    args = config(packing=True, max_steps=9, save_strategy="steps", save_steps=5)
+    whole = RewardTrainer(model_folder, args, train_dataset=uneven_pairs(61))
+    loader = whole.get_train_dataloader()
+    loader.set_epoch(0)
+    batches = list(loader.batches)
+    loader.set_epoch(0)  # as the loop does; each pass over the pairs is an epoch of its own
+    resumed = list(whole._skip_batches(loader, 5).batches)
+    assert len(resumed) == len(batches) - 5
+    for one, other in zip(batches[5:], resumed, strict=True):
+        for rows, again in zip(passes_of(one), passes_of(other), strict=True):
+            assert all(np.array_equal(rows[key], again[key]) for key in rows)
+
+
+@tiny.needs_hh
+@pytest.mark.skipif("CPU_NUM_DEVICES" in os.environ, reason="shown on one device, in less time")
+def test_an_epoch_of_real_pairs(config: Callable[..., Any], tmp_path: Path) -> None:
+    """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""
+    pairs = tiny.hh_pairs(0, 10**6)
+    model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=8, layers=1)
+    counter = CountAtSteps()
+    args = config(packing=True, num_train_epochs=1, logging_steps=1000, max_length=256)
+    args.per_device_train_batch_size *= 4
+    trainer = RewardTrainer(model, args, train_dataset=pairs, callbacks=[counter])
+    trainer.train()
+    last = max(counter.at)
+    steps = counter.between(0, last)
+    assert last == len(trainer.train_dataset) // 32 > 40
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(0)
+    used = {
+        (rows["input_ids"].shape, rows is batch["passes"][-1]) for batch in loader.batches for rows in passes_of(batch)
+    }
+    assert trainer.planned_shapes is not None and trainer.planned_shapes <= 4
+    assert steps.compiles == len(used) <= trainer.planned_shapes
+    assert steps.device_to_host == 0
+    assert steps.executions >= last

@@ -1,0 +1,43 @@
+"""Splash attention equals plain attention: jax interprets the TPU's kernel on the CPU, in torch_xla's own program."""
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+
+from trl_tpu import runtime
+from trl_tpu.runtime.kernels import segment_attention
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax") is None, reason="kernels in Pallas need jax: pip install 'trl-tpu[tpu]'"
+)
+
+
+@pytest.mark.parametrize(
+    ("length", "size", "window", "softcap"), [(512, 128, None, None), (200, 64, 7, None), (130, 16, 40, 2.0)]
+)
+def test_splash_attention_equals_plain_attention(
+    length: int, size: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients, with segments, grouped heads, and lengths and heads that are padded."""
+    runtime.current().start()
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    from trl_tpu.runtime import splash
+
+    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
+    monkeypatch.setattr(splash, "_PLATFORM", "cpu")
+    torch.manual_seed(0)
+    q, k, v, weight = (torch.randn(2, heads, length, size) for heads in (4, 2, 2, 4))
+    segment = torch.randint(0, 4, (2, length), dtype=torch.int32).sort(-1).values
+
+    def outputs_and_gradients(kernel: object, device: str) -> list[torch.Tensor]:
+        leaves = [tensor.to(device).requires_grad_() for tensor in (q, k, v)]
+        output = kernel(*leaves, segment.to(device), size**-0.5, window, softcap)  # type: ignore[operator]
+        return [output, *torch.autograd.grad((output * weight.to(device)).sum(), leaves)]
+
+    found = runtime.current().fetch(outputs_and_gradients(splash.splash_attention, "xla"))
+    for ours, theirs in zip(found, outputs_and_gradients(segment_attention, "cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # float32 sums in another order

@@ -1,0 +1,83 @@
+"""Moving the tokens of packed rows to rows of whole dialogues and back, on the device.
+
+Every move gathers, in its backward too wherever a token has one place only: accelerators gather fast and scatter
+slowly.
+
+Letters: R rows, L length of a row, 2 chosen and rejected, H heads, D size of a head, N and M places in a row.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class ExpandedRows(NamedTuple):
+    """Where the tokens of packed rows lie in expanded rows: see `trl_tpu.data.expansion.Expansion`."""
+
+    expand_R2L: torch.Tensor
+    segment_R2L: torch.Tensor
+    home_R2L: torch.Tensor
+    back_RL: torch.Tensor
+
+    def queries(self, x_RHLD: torch.Tensor) -> torch.Tensor:
+        """A query for each place, [2R, H, L, D], of which only those count whose output is taken back."""
+        # so no other copy has a gradient, and none need be summed
+        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.expand_R2L.flatten(1), self.back_RL))
+
+    def copies(self, x_RHLD: torch.Tensor) -> torch.Tensor:
+        """A copy for each place, [2R, H, L, D]."""
+        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.expand_R2L.flatten(1), None))
+
+    def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
+        """Each token's output, in the order that transformers wants: [R, L, H, D]."""
+        x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
+        return _Gather.apply(x_RNHD, self.back_RL, self.home_R2L.flatten(1))
+
+    @property
+    def segment_2RL(self) -> torch.Tensor:
+        """The segments of the expanded rows."""
+        return self.segment_R2L.flatten(0, 1)
+
+    @staticmethod
+    def _as_rows(x_RNHD: torch.Tensor) -> torch.Tensor:
+        return x_RNHD.unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)
+
+
+class _Gather(torch.autograd.Function):
+    """``x[r, index[r, m]]``, and zeros where the index is -1.
+
+    Args:
+        x_RN: Any number of dimensions may follow.
+        index_RM: Where to take from.
+        inverse_RN: For each n, the one m whose gradient it gets, or -1. None to sum over all m that took it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_RN: torch.Tensor, index_RM: torch.Tensor, inverse_RN: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(index_RM, inverse_RN)
+        ctx.columns = x_RN.shape[1]
+        return _take(x_RN, index_RM)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RM: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        index_RM, inverse_RN = ctx.saved_tensors
+        if inverse_RN is not None:
+            return _take(gradient_RM, inverse_RN), None, None
+        # sums of many copies need more than bfloat16's 8 bits
+        wide = _blank(gradient_RM, index_RM).to(torch.promote_types(gradient_RM.dtype, torch.float32))
+        total = wide.new_zeros((len(wide), ctx.columns, *wide.shape[2:]))
+        total = total.index_put(_places(index_RM), wide, accumulate=True)
+        return total.to(gradient_RM.dtype), None, None
+
+
+def _take(x_RN: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
+    return _blank(x_RN[_places(index_RM)], index_RM)
+
+
+def _places(index_RM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.arange(len(index_RM), dtype=index_RM.dtype, device=index_RM.device)  # XLA wants one type
+    return rows[:, None], index_RM.clamp(min=0)
+
+
+def _blank(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
+    return x_RM.masked_fill((index_RM < 0)[(...,) + (None,) * (x_RM.dim() - 2)], 0)

@@ -1,0 +1,78 @@
+"""Computations that each device does with its own parts of tensors, without XLA's partitioner.
+
+Between a whole tensor and its parts stands a change of view, to the parts and back, that moves no data where the
+tensor is laid out so already. https://docs.pytorch.org/xla/release/r2.9/perf/spmd_advanced.html
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch_xla.distributed.spmd as xs
+
+from . import Axes
+
+
+def by_device(
+    mesh: xs.Mesh,
+    function: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    axes: Sequence[Axes],
+    result_axes: Axes,
+) -> torch.Tensor:
+    """See `Runtime.by_device`."""
+    dividing = _dividing_axes(mesh, tensors, axes)
+    parts = [_Parts.apply(tensor, mesh, _only(over, dividing)) for tensor, over in zip(tensors, axes, strict=True)]
+    return _Whole.apply(function(*parts), mesh, _only(result_axes, dividing))
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        return _to_parts(whole, mesh, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _to_whole(gradient, ctx.mesh, ctx.axes), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+        ctx.mesh, ctx.axes = mesh, axes
+        return _to_whole(part, mesh, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _to_parts(gradient, ctx.mesh, ctx.axes), None, None
+
+
+def _to_parts(whole: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+    # a copy, since the layout is written to the tensor itself
+    return xs.enable_manual_sharding(whole + 0, axes, mesh=mesh).global_tensor
+
+
+def _to_whole(part: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+    shape = torch.Size(size * _shards(mesh, over) for size, over in zip(part.shape, axes, strict=True))
+    return xs.disable_manual_sharding(part, axes, shape, mesh=mesh).global_tensor
+
+
+def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequence[Axes]) -> set[Any]:
+    """The entries of ``axes`` that are more than one device and divide each dimension that they are named for."""
+    sizes: dict[Any, set[int]] = {}
+    for tensor, over_all in zip(tensors, axes, strict=True):
+        for over, size in zip(over_all, tensor.shape, strict=True):
+            sizes.setdefault(over, set()).add(size)
+    shards = {over: _shards(mesh, over) for over in sizes}
+    return {over for over, count in shards.items() if count > 1 and all(size % count == 0 for size in sizes[over])}
+
+
+def _only(axes: Axes, dividing: set[Any]) -> Axes:
+    return tuple(over if over in dividing else None for over in axes)
+
+
+def _shards(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
+    sizes = mesh.shape()
+    return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))

@@ -1,0 +1,123 @@
+"""Splash attention, jax's block-sparse flash attention in Pallas, as a differentiable function of XLA tensors.
+
+torch_xla 2.9 wraps the same kernel, but needs flax to be installed, cannot take a soft cap in training, and runs the
+forward again in the backward. Here jax traces forward and backward once for each shape, lowered for TPUs wherever this
+runs, and torch_xla takes the result into its own program.
+https://github.com/jax-ml/jax/tree/jax-v0.7.1/jax/experimental/pallas/ops/tpu/splash_attention
+
+Letters: B rows, H query heads, G key and value heads, L length, D size of a head.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch.nn.functional import pad
+from torch_xla._internal.jax_workarounds import requires_jax
+from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
+
+_LANES = 128
+"""A TPU's vectors have as many numbers: lengths and sizes of heads are padded to multiples of it."""
+_BLOCKS = (512, 384, 256)
+"""Queries and keys that are computed at a time, the first that divides the length."""
+_PLATFORM = "tpu"
+"""jax would lower for the device that it finds, which need not be the one that is compiled for."""
+
+
+def splash_attention(
+    q_BHLD: torch.Tensor,
+    k_BGLD: torch.Tensor,
+    v_BGLD: torch.Tensor,
+    segment_BL: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """`kernels.segment_attention` in memory linear in L; blocks above the diagonal or outside the window cost nothing.
+
+    Rows whose length is a multiple of 512 are computed without waste.
+    """
+    length, size = q_BHLD.shape[2], v_BGLD.shape[-1]
+    columns = -length % _LANES
+    # zeros add nothing to products; columns without tokens see each other only
+    q, k, v = (
+        pad(tensor, (0, -tensor.shape[-1] % _LANES, 0, columns)).contiguous()
+        for tensor in (q_BHLD * scale, k_BGLD, v_BGLD)
+    )
+    segment = pad(segment_BL, (0, columns), value=-1).int()
+    return _Splash.apply(q, k, v, segment, window, softcap)[:, :, :length, :size]
+
+
+class _Splash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        *tensors, window, softcap = args
+        forward, ctx.gradients = _programs(window, softcap, tuple(map(to_jax_shape_dtype_struct, tensors)))
+        output, *residuals = forward(tensors)
+        ctx.save_for_backward(*residuals)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return (*ctx.gradients([gradient.contiguous(), *ctx.saved_tensors]), None, None, None)
+
+
+Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+@functools.cache
+@requires_jax
+def _programs(window: int | None, softcap: float | None, inputs: tuple[Any, ...]) -> tuple[Program, Program]:
+    """The forward, which returns the output and what the backward needs, and the backward, for one set of shapes."""
+    import jax
+
+    pullback: list[Any] = []
+
+    def forward(q: Any, k: Any, v: Any, segment: Any) -> tuple[Any, ...]:
+        output, pull = jax.vjp(lambda q, k, v: _attend(q, k, v, segment, window, softcap), q, k, v)
+        residuals, structure = jax.tree.flatten(pull)
+        pullback[:] = [structure]
+        return output, *residuals
+
+    def backward(gradient: Any, *residuals: Any) -> tuple[Any, ...]:
+        return jax.tree.unflatten(pullback[0], residuals)(gradient)
+
+    outputs = jax.eval_shape(forward, *inputs)
+    return _lowered(forward, inputs), _lowered(backward, outputs)
+
+
+def _attend(q: Any, k: Any, v: Any, segment: Any, window: int | None, softcap: float | None) -> Any:
+    """The kernel, in jax."""
+    import jax
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    heads, length = q.shape[1], q.shape[2]
+    shape = (length, length)
+    mask = (
+        splash_attention_mask.CausalMask(shape)
+        if window is None
+        else splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
+    )
+    block = next((block for block in _BLOCKS if length % block == 0), _LANES)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask] * heads),
+        block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
+        attn_logits_soft_cap=softcap,
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    return jax.vmap(kernel)(q, k, v, splash_attention_kernel.SegmentIds(segment, segment))
+
+
+def _lowered(function: Callable[..., Any], inputs: Sequence[Any]) -> Program:
+    """A jax function of arrays like ``inputs`` as one of XLA tensors, which the program around it takes in."""
+    import jax
+
+    lowered = jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=(_PLATFORM,))
+    module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+    computation = xb.computation_from_module_proto(function.__name__, module)
+    return lambda tensors: torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
