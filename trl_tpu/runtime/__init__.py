@@ -57,6 +57,18 @@ class Runtime(Protocol):
     def device_count(self) -> int:
         """How many devices one process drives as a mesh."""
 
+    def process_index(self) -> int:
+        """Which of the processes that share one mesh this is: on a pod there is one a host."""
+
+    def process_count(self) -> int:
+        """How many processes share one mesh."""
+
+    def barrier(self) -> None:
+        """Wait until all processes of the mesh are here."""
+
+    def from_everyone(self, values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
+        """What each process of the mesh says, in their order."""
+
     def hardware(self) -> str:
         """What the devices are, for the log."""
 
@@ -126,8 +138,14 @@ class Runtime(Protocol):
     def use_checkpointing(self, model: nn.Module) -> None:
         """Make layers that transformers marked for activation checkpointing recompute in a way the device supports."""
 
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
-        """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``."""
+    def loader(
+        self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None
+    ) -> Iterable[dict[str, Any]]:
+        """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``.
+
+        Every process has the same batches. With ``own_rows``, the rows of its own devices by the number of all, each
+        uploads those only.
+        """
 
     def step_boundary(self) -> None:
         """End the recorded step: what was computed since the last boundary becomes one execution."""
@@ -142,7 +160,7 @@ class Runtime(Protocol):
         """Device tensors as host tensors, in one stop of the device."""
 
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A state dict as host tensors, put together from shards; tied tensors stay tied."""
+        """A state dict as host tensors, put together from shards; tied tensors stay tied. All processes take part."""
 
     def compile_count(self) -> int:
         """How many programs were compiled so far (0 where nothing compiles)."""

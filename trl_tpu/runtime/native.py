@@ -24,6 +24,18 @@ class NativeRuntime:
     def device_count(self) -> int:
         return 1
 
+    def process_index(self) -> int:
+        return 0  # several processes of plain torch share no mesh: accelerate leads them
+
+    def process_count(self) -> int:
+        return 1
+
+    def barrier(self) -> None:
+        """One process."""
+
+    def from_everyone(self, values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
+        return [values]
+
     def hardware(self) -> str:
         return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 
@@ -63,7 +75,9 @@ class NativeRuntime:
     def use_checkpointing(self, model: nn.Module) -> None:
         """torch.utils.checkpoint, which transformers uses, works here as it is."""
 
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
+    def loader(
+        self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None
+    ) -> Iterable[dict[str, Any]]:
         return batches
 
     def step_boundary(self) -> None:

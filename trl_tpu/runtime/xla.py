@@ -21,7 +21,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes
+from . import Axes, hosts
 from .kernels import segment_attention
 from .manual import by_device
 from .remat import recompute
@@ -70,9 +70,9 @@ class DeviceLoader:
     Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
     """
 
-    def __init__(self, batches: DataLoader, shardings: "Callable[[torch.Tensor], MeshSharding | None]") -> None:
+    def __init__(self, batches: DataLoader, upload: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
         self.batches = batches
-        self._shardings = shardings
+        self._upload = upload
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -81,7 +81,7 @@ class DeviceLoader:
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        loader = _ShardingLoader(self.batches, [torch_xla.device()], self._shardings)
+        loader = _ShardingLoader(self.batches, [torch_xla.device()], self._upload)
         try:
             yield from loader.per_device_loader(torch_xla.device())
         finally:
@@ -99,9 +99,12 @@ class _ShardingLoader(pl.ParallelLoader):
     """torch_xla's prefetching loader with a sharding per tensor, so that batches may have any keys and ranks."""
 
     def __init__(
-        self, batches: DataLoader, devices: list[torch.device], shardings: Callable[[torch.Tensor], Any]
+        self,
+        batches: DataLoader,
+        devices: list[torch.device],
+        upload: Callable[[torch.Tensor, torch.device], torch.Tensor],
     ) -> None:
-        self._shardings = shardings
+        self._upload = upload
         super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
 
     def _watched(self, batches: DataLoader) -> Iterator[dict[str, Any]]:
@@ -121,7 +124,7 @@ class _ShardingLoader(pl.ParallelLoader):
             return [self._send(part, device) for part in value]
         if not isinstance(value, torch.Tensor):
             return value
-        return xm.send_cpu_data_to_device([value], device, self._shardings(value))[0]  # type: ignore[index]
+        return self._upload(value, device)
 
 
 class XlaRuntime:
@@ -143,6 +146,18 @@ class XlaRuntime:
 
     def device_count(self) -> int:
         return xr.global_runtime_device_count()
+
+    def process_index(self) -> int:
+        return xr.process_index()
+
+    def process_count(self) -> int:
+        return xr.process_count()
+
+    def barrier(self) -> None:
+        hosts.barrier()
+
+    def from_everyone(self, values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
+        return hosts.from_everyone(values)
 
     def hardware(self) -> str:
         return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
@@ -219,14 +234,26 @@ class XlaRuntime:
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = functools.partial(recompute, module)  # type: ignore[assignment]
 
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        return DeviceLoader(batches, functools.partial(self._batch_sharding, batch_axes))
+    def loader(
+        self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None
+    ) -> DeviceLoader:
+        return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes, own_rows))
 
-    def _batch_sharding(self, batch_axes: tuple[str, ...], tensor: torch.Tensor) -> MeshSharding | None:
+    def _upload_batch(
+        self,
+        batch_axes: tuple[str, ...],
+        own_rows: Callable[[int], slice] | None,
+        tensor: torch.Tensor,
+        device: torch.device,
+    ) -> torch.Tensor:
+        """A tensor of a batch over the batch axes; whole on every device where they do not divide it."""
         shards = int(np.prod([self._mesh.shape()[axis] for axis in batch_axes]))
-        if tensor.dim() == 0 or shards == 1 or tensor.shape[0] % shards:
-            return None  # whole on every device: right for any batch, if not fast for a large one
-        return MeshSharding(self._mesh, (batch_axes, *([None] * (tensor.dim() - 1))))
+        sharding = None
+        if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
+            spec = (batch_axes, *([None] * (tensor.dim() - 1)))
+            sharding = MeshSharding(self._mesh, spec, minibatch=own_rows is not None)
+            tensor = tensor if own_rows is None else tensor[own_rows(tensor.shape[0])]
+        return xm.send_cpu_data_to_device([tensor], device, sharding)[0]  # type: ignore[index]
 
     def step_boundary(self) -> None:
         torch_xla.sync()
@@ -242,8 +269,16 @@ class XlaRuntime:
 
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         torch_xla.sync(wait=True)  # reading a shard while it is computed fails
-        whole = {id(t): _assemble(t.detach()) for t in state.values()}
+        whole = {id(t): _assemble(self._within_reach(t.detach())) for t in state.values()}
         return {name: whole[id(t)] for name, t in state.items()}
+
+    def _within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor with all its shards on this host: of several hosts none has them all, so gather it for now."""
+        if xr.process_count() == 1 or tensor.device.type != "xla":
+            return tensor
+        whole = self.gather(tensor)
+        torch_xla.sync(wait=True)
+        return whole
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")

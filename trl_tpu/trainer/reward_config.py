@@ -218,6 +218,21 @@ class RewardConfig(TrainingArguments):
         return vars(self) | {"hub_token": None}
 
     @property
+    def process_index(self) -> int:
+        """Which host of the mesh this is. accelerate takes each for the only one, and all would write and push."""
+        return runtime.current().process_index() if runtime.is_xla() else super().process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """As `process_index` on XLA, so that one host logs for all."""
+        return self.process_index if runtime.is_xla() else super().local_process_index
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes: the first, or with `save_on_each_node` that of every host."""
+        return (runtime.is_xla() and self.save_on_each_node) or super().should_save
+
+    @property
     def train_batch_size(self) -> int:
         """Pairs in a training batch, over all devices of the mesh."""
         return self._over_mesh(self.per_device_train_batch_size, super().train_batch_size)

@@ -15,8 +15,11 @@ SCHEDULER_FILE = "scheduler.pt"
 PROGRESS_FILE = "reward_metrics.json"
 
 
-def save_optimizer(optimizer: Any, scheduler: Any, folder: str, runtime: Runtime) -> None:
-    """Write the optimizer's and the scheduler's state to ``folder``, in the format of plain torch."""
+def save_optimizer(optimizer: Any, scheduler: Any, folder: str, runtime: Runtime, writes: bool) -> None:
+    """Write the optimizer's and the scheduler's state to ``folder``, in the format of plain torch.
+
+    All processes take part, and those that have ``writes`` write.
+    """
     state = optimizer.state_dict()
     tensors = {
         f"{index}.{name}": value
@@ -25,6 +28,8 @@ def save_optimizer(optimizer: Any, scheduler: Any, folder: str, runtime: Runtime
         if isinstance(value, torch.Tensor)
     }
     host = runtime.to_host(tensors)
+    if not writes:
+        return
     moments = {
         index: {name: host.get(f"{index}.{name}", value) for name, value in values.items()}
         for index, values in state["state"].items()

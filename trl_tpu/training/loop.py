@@ -5,46 +5,46 @@ state whole on every device, they are overridden here; on plain torch most overr
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import transformers.trainer
 from accelerate.utils import gather_object
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..data.loader import host_batches, skip_batches, training_order
+from ..parallel.hosts import Host, agreed
 from ..parallel.mesh import MeshShape
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
-from ..runtime import Runtime
-from .checkpoint import load_optimizer, load_progress, save_optimizer, save_progress
-from .export import export_model
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
+from .saving import SavingTrainer
 from .step import GradientBuffers, prepare_optimizer
 
+# what all hosts have to do together
+_DECISIONS = ("should_log", "should_save", "should_evaluate", "should_training_stop", "should_epoch_stop")
 
-class DeviceTrainer(Trainer):
+
+class DeviceTrainer(SavingTrainer):
     """A Trainer whose every step is one program on the device.
 
     Subclasses set `runtime`, `mesh` and `compute_dtype` before calling ``super().__init__``.
     """
 
-    runtime: Runtime
     mesh: MeshShape
     sharding_rules: Rules | None = None
     compute_dtype: torch.dtype | None
     model: PreTrainedModel  # or one of peft, which hands its attributes on
-    optimizer: Optimizer
     shard_report: ShardReport | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.host = Host(self.runtime.process_index(), self.runtime.process_count())
         super().__init__(*args, **kwargs)
         self.reward_metrics = RewardMetrics(self.runtime, self.args.device)
         self._gradients: GradientBuffers | None = None
@@ -116,7 +116,11 @@ class DeviceTrainer(Trainer):
         if not isinstance(dataset, torch.utils.data.IterableDataset) and sampler_fn is not None:
             sampler = training_order(dataset, sampler_fn(dataset), self.args.data_seed)
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
-        return self.runtime.loader(batches, self.mesh.batch_axes)  # type: ignore[return-value]
+        return self._on_device(batches)  # type: ignore[return-value]
+
+    def _on_device(self, batches: DataLoader) -> Any:
+        own_rows = partial(self.host.rows, mesh=self.mesh) if self.host.uploads_own_rows(self.mesh) else None
+        return self.runtime.loader(batches, self.mesh.batch_axes, own_rows)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A resumed epoch skips batches through accelerate, which rebuilds the loader without its sharding.
@@ -124,7 +128,7 @@ class DeviceTrainer(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def _skip_batches(self, loader: Any, count: int) -> Any:
-        return self.runtime.loader(skip_batches(loader.batches, count), self.mesh.batch_axes)
+        return self._on_device(skip_batches(loader.batches, count))
 
     # ---- the step
 
@@ -206,6 +210,7 @@ class DeviceTrainer(Trainer):
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
+        self._agree()
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._log_step(tr_loss, grad_norm, start_time, learning_rate)
         self._guard.pause()
@@ -213,6 +218,14 @@ class DeviceTrainer(Trainer):
             tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
         )
         self._guard.resume()
+
+    def _agree(self) -> None:
+        """Let all hosts take the same decisions, whatever a callback on one of them has wished."""
+        if self.host.count == 1:
+            return
+        wishes = tuple(bool(getattr(self.control, name)) for name in _DECISIONS)
+        for name, decided in zip(_DECISIONS, agreed(self.runtime.from_everyone(wishes)), strict=True):
+            setattr(self.control, name, decided)
 
     def _log_step(
         self, tr_loss: torch.Tensor, grad_norm: torch.Tensor | float | None, start_time: float, rate: float | None
@@ -239,36 +252,6 @@ class DeviceTrainer(Trainer):
             return sums, loss
         everyone = gather_object([(sums, loss)])
         return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
-
-    # ---- state
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, or its adapters, as safetensors with config and tokenizer beside it."""
-        if self.runtime.name == "native":
-            return super().save_model(output_dir, _internal_call)
-        self._save(output_dir or self.args.output_dir, state_dict=export_model(self.model, self.runtime))
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-        return None
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        os.makedirs(output_dir, exist_ok=True)
-        if self.runtime.name == "native":
-            super()._save_optimizer_and_scheduler(output_dir)
-        else:
-            save_optimizer(self.optimizer, self.lr_scheduler, output_dir, self.runtime)
-        if self.args.should_save:
-            save_progress(self.reward_metrics, output_dir)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        if self.runtime.name == "native":
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-            load_optimizer(torch_optimizer, self.lr_scheduler, checkpoint, self.runtime)
-        load_progress(self.reward_metrics, checkpoint)
 
 
 def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,99 @@
+"""Two hosts do the same things at the same time, and one of them writes and logs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from trl_tpu import runtime
+from trl_tpu.parallel.mesh import MeshShape
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hosts")
+
+
+@pytest.fixture(scope="module")
+def hosts(folder: Path) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = os.environ | {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": "2",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(TESTS.parent),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    command = [sys.executable, str(TESTS / "one_of_two_hosts.py")]
+    processes = [
+        subprocess.Popen(
+            [*command, str(index), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=(folder / f"{index}.log").open("w"),
+            text=True,
+        )
+        for index in (0, 1)
+    ]
+    printed = [process.communicate(timeout=300)[0] for process in processes]
+    for index, process in enumerate(processes):
+        assert process.returncode == 0, (folder / f"{index}.log").read_text()[-3000:]
+    (folder / "said").write_text(printed[1])
+    return [json.loads(text.splitlines()[-1]) for text in printed]
+
+
+def test_what_one_host_wishes_both_do(hosts: list[dict[str, Any]], folder: Path) -> None:
+    assert [host["steps"] for host in hosts] == [5, 5]  # host 1 alone wanted to stop there
+    saved = {path.name for path in (folder / "out").iterdir()}
+    assert {"checkpoint-2", "checkpoint-4"} <= saved  # and it alone wanted to save at 2
+    assert [host["saved"] for host in hosts] == [[1, 1], [1, 1]]  # neither goes on before all is written
+
+
+def test_only_the_first_host_logs_and_writes(hosts: list[dict[str, Any]], folder: Path) -> None:
+    assert [bool(host["logged"]) for host in hosts] == [True, False]
+    assert [host["should_save"] for host in hosts] == [True, False]
+    assert not any("loss" in line for line in (folder / "said").read_text().splitlines()[:-1])
+
+
+def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], folder: Path) -> None:
+    assert (folder / "final" / "model.safetensors").is_file()
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= {
+        path.name for path in (folder / "out" / "checkpoint-4").iterdir()
+    }
+    assert hosts[0]["rewards"] == pytest.approx(hosts[1]["rewards"], abs=1e-6)
+
+
+def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: Any = runtime.current()
+    current.set_mesh(MeshShape(fsdp=8).sizes, 1)
+    weight = torch.arange(64.0).view(16, 4)
+    placed = current.place(weight, ("fsdp", None), torch_xla.device())
+    monkeypatch.setattr(xr, "process_count", lambda: 2)
+    assert torch.equal(current.to_host({"weight": placed})["weight"], weight)
+
+
+def test_rows_of_its_own_reach_a_hosts_devices_as_parts_of_the_whole() -> None:
+    """With one host, its own rows are all of them: uploaded either way they lie on the same devices."""
+    current: Any = runtime.current()
+    current.set_mesh(MeshShape(data=2, fsdp=4).sizes, 1)
+    rows = torch.arange(48).view(16, 3)
+    shards = []
+    for own_rows in (None, lambda count: slice(0, count)):
+        uploaded = current._upload_batch(("data", "fsdp"), own_rows, rows, torch_xla.device())
+        shards.append([shard.data.tolist() for shard in xs.wrap_if_sharded(uploaded).local_shards])
+    assert shards[0] == shards[1]
+    assert shards[0] == [rows[at : at + 2].tolist() for at in range(0, 16, 2)]

@@ -1,0 +1,32 @@
+"""Several hosts, one process each: what has to go from host to host beside the devices' own network.
+
+torch_xla's ``rendezvous`` is no barrier under SPMD, where every host counts as the only one
+(https://github.com/pytorch/xla/issues/9479). So the hosts meet in a group of torch.distributed over gloo, at the
+address of process 0, which the TPU's environment says, or MASTER_ADDR and MASTER_PORT.
+"""
+
+import torch.distributed as dist
+import torch_xla.distributed.xla_backend  # noqa: F401  # knows the address "xla://"
+import torch_xla.runtime as xr
+
+
+def barrier() -> None:
+    """Wait until every host is here."""
+    if xr.process_count() > 1:
+        _join()
+        dist.barrier()
+
+
+def from_everyone(values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
+    """What each host says, in their order."""
+    if xr.process_count() == 1:
+        return [values]
+    _join()
+    said: list[tuple[bool, ...]] = [()] * xr.process_count()
+    dist.all_gather_object(said, values)
+    return said
+
+
+def _join() -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method="xla://")
