@@ -79,6 +79,7 @@ def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], 
 
 def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     current: Any = runtime.current()
+    current.start()
     current.set_mesh(MeshShape(fsdp=8).sizes, 1)
     weight = torch.arange(64.0).view(16, 4)
     placed = current.place(weight, ("fsdp", None), torch_xla.device())
@@ -89,11 +90,13 @@ def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.Monk
 def test_rows_of_its_own_reach_a_hosts_devices_as_parts_of_the_whole() -> None:
     """With one host, its own rows are all of them: uploaded either way they lie on the same devices."""
     current: Any = runtime.current()
+    current.start()
     current.set_mesh(MeshShape(data=2, fsdp=4).sizes, 1)
     rows = torch.arange(48).view(16, 3)
     shards = []
     for own_rows in (None, lambda count: slice(0, count)):
         uploaded = current._upload_batch(("data", "fsdp"), own_rows, rows, torch_xla.device())
+        torch_xla.sync(wait=True)
         shards.append([shard.data.tolist() for shard in xs.wrap_if_sharded(uploaded).local_shards])
     assert shards[0] == shards[1]
     assert shards[0] == [rows[at : at + 2].tolist() for at in range(0, 16, 2)]
