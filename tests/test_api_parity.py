@@ -35,6 +35,7 @@ INTENDED: dict[str, dict[str, str]] = {
         ),
         "ours alone: mesh = 'fsdp=-1'": "how the devices of one process are arranged, which TRL leaves to accelerate",
         "ours alone: sharding_plan = None": "which weight goes over which mesh axis, a file of patterns",
+        "ours alone: remat = None": "what gradient_checkpointing computes again: TRL's is 'full'",
         "ours alone: packing = 'auto'": "computes what a pair's dialogues share once, which TRL computes twice",
         "ours alone: row_length = None": "packed rows on XLA have a length that is compiled",
         "ours alone: packed_attention = 'auto'": "packed rows on XLA attend through masks or a kernel",
@@ -66,6 +67,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: reset_loss": _INTERNAL,
         "ours alone: rewards_of": _INTERNAL,
         "ours alone: shard_report": _INTERNAL,
+        "ours alone: remat": _INTERNAL,
         "ours alone: sharding_rules": _INTERNAL,
     },
     "DataCollatorForPreference's fields": {},
@@ -96,6 +98,7 @@ INTENDED: dict[str, dict[str, str]] = {
     "parameters of the top-level functions and classes": {
         "RewardConfig ours alone: mesh": "see RewardConfig's fields",
         "RewardConfig ours alone: sharding_plan": "see RewardConfig's fields",
+        "RewardConfig ours alone: remat": "see RewardConfig's fields",
         "RewardConfig ours alone: packing": "see RewardConfig's fields",
         "RewardConfig ours alone: row_length": "see RewardConfig's fields",
         "RewardConfig ours alone: packed_attention": "see RewardConfig's fields",
@@ -264,6 +267,7 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
     alone = {
         "mesh",
         "sharding_plan",
+        "remat",
         "packing",
         "row_length",
         "packed_attention",

@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader
 #: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
+#: What a layer's backward computes again: nothing, all, or all but its matrix products.
+Remat = Literal["none", "full", "dots"]
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -123,8 +126,11 @@ class Runtime(Protocol):
             result_axes: The same of the result.
         """
 
-    def use_checkpointing(self, model: nn.Module) -> None:
-        """Make layers that transformers marked for activation checkpointing recompute in a way the device supports."""
+    def use_checkpointing(self, model: nn.Module, policy: Remat) -> None:
+        """Make layers that transformers marked for activation checkpointing recompute in a way the device supports.
+
+        With "dots" they keep what their matrix products return.
+        """
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
         """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``."""

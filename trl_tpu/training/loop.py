@@ -22,7 +22,7 @@ from ..parallel.mesh import MeshShape
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
-from ..runtime import Runtime
+from ..runtime import Remat, Runtime
 from .checkpoint import load_optimizer, load_progress, save_optimizer, save_progress
 from .export import export_model
 from .guard import RecompileGuard
@@ -40,6 +40,7 @@ class DeviceTrainer(Trainer):
     mesh: MeshShape
     sharding_rules: Rules | None = None
     compute_dtype: torch.dtype | None
+    remat: Remat = "full"
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     optimizer: Optimizer
     shard_report: ShardReport | None = None
@@ -146,7 +147,7 @@ class DeviceTrainer(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.runtime.use_checkpointing(self.model)
+        self.runtime.use_checkpointing(self.model, self.remat)
         return prepared
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
