@@ -132,6 +132,23 @@ class Runtime(Protocol):
         With "dots" they keep what their matrix products return.
         """
 
+    def scan(
+        self,
+        layers: Sequence[nn.Module],
+        axes: Mapping[str, Axes],
+        policy: Remat,
+        hidden: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``hidden`` after all ``layers``, which are alike, as a loop whose program has one of them.
+
+        Args:
+            axes: Of each parameter of a layer, the mesh axes that its dimensions go over.
+            policy: "full" or "dots", see `Remat`.
+            args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
+        """
+
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
         """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``."""
 

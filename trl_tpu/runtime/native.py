@@ -73,6 +73,9 @@ class NativeRuntime:
                     checkpoint, use_reentrant=False, context_fn=keep
                 )
 
+    def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
+
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
         return batches
 

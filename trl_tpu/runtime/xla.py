@@ -25,7 +25,7 @@ from . import Axes, Remat
 from .kernels import MATMULS, contract, segment_attention
 from .manual import by_device
 from .remat import recompute
-
+from .scan import scan_layers
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
@@ -228,6 +228,18 @@ class XlaRuntime:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
+
+    def scan(
+        self,
+        layers: Sequence[nn.Module],
+        axes: Mapping[str, Axes],
+        policy: Remat,
+        hidden: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        keep = MATMULS if policy == "dots" else frozenset()
+        return scan_layers(layers, axes, self.constrain, keep, hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._batch_sharding, batch_axes))

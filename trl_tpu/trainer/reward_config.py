@@ -38,6 +38,9 @@ class RewardConfig(TrainingArguments):
             What each layer's backward computes again, to save memory: `"full"` all of the layer, which is what
             `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
             them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
+        scan_layers (`bool`, *optional*, defaults to `False`):
+            Whether to run the decoder's layers as a loop on XLA: deep models compile as fast as shallow ones, for a
+            copy of the layers' weights on the devices. The layers have to be all alike, and `remat` "full" or "dots".
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
             once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
@@ -177,6 +180,10 @@ class RewardConfig(TrainingArguments):
             "(all but matrix products), 'none'."
         },
     )
+    scan_layers: bool = field(
+        default=False,
+        metadata={"help": "On XLA, run the decoder's layers as a loop: deep models compile as fast as shallow ones."},
+    )
 
     # deprecated
     pad_token: str | None = field(
@@ -240,6 +247,15 @@ class RewardConfig(TrainingArguments):
             raise ValueError(
                 f"remat={self.remat!r} contradicts gradient_checkpointing={self.activation_checkpointing}: leave "
                 "gradient_checkpointing out, or choose remat='none' to keep all activations."
+            )
+        if self.scan_layers and not runtime.is_xla():
+            raise ValueError(
+                "scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out."
+            )
+        if self.scan_layers and self.remat_policy == "none":
+            raise ValueError(
+                "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
+                "products, remat='dots', and leave gradient_checkpointing out."
             )
         options = cast("dict[str, Any]", self.activation_checkpointing_kwargs or {})
         taken = [name for name in ("use_reentrant", "context_fn") if options.get(name)]
