@@ -36,6 +36,7 @@ from transformers import (  # noqa: E402
 )
 
 from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
+from trl_tpu.training.loop import passes_of  # noqa: E402
 
 STEPS = 20
 PAIRS = 16  # in a step
@@ -53,6 +54,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed": {"packing": True, "gradient_checkpointing": False},
     "accumulated": {"pad_to_multiple_of": PADDED_LENGTH, "gradient_accumulation_steps": 2},
     "packed+accumulated": {"packing": True, "gradient_accumulation_steps": 2},
+    "packed+accumulated+scanned": {"packing": True, "gradient_accumulation_steps": 2, "scan_layers": True},
+    "packed+dots": {"packing": True, "remat": "dots"},
+    "padded+dots+scanned": {"pad_to_multiple_of": PADDED_LENGTH, "remat": "dots", "scan_layers": True},
 }
 
 
@@ -86,7 +90,8 @@ class Watched(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        self.shapes.add(tuple((name, tuple(value.shape)) for name, value in inputs.items()))
+        for rows in passes_of(inputs):
+            self.shapes.add(tuple((name, tuple(value.shape)) for name, value in rows.items()))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.losses.append(loss.detach())
         return loss

@@ -41,6 +41,7 @@ def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str
         ({"remat": "full", "activation_checkpointing": False}, "contradicts gradient_checkpointing=False"),
         ({"remat": "none", "activation_checkpointing": True}, "contradicts gradient_checkpointing=True"),
         ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "sets use_reentrant by itself"),
+        ({"scan_layers": True}, "plain torch compiles nothing"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

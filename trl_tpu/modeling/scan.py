@@ -57,7 +57,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
             )
     if buffers := [buffer for buffer, _ in layers[0].named_buffers()]:
         raise ScanImpossible(
-            f"scan_layers=True hands on parameters only, but {name}.0 has {buffers[0]}: leave it out."
+            f"scan_layers=True hands on parameters only, but {name}.0 has a buffer {buffers[0]}: leave it out."
         )
     return name, layers
 

@@ -48,7 +48,7 @@ def scan_layers(
         for weight, layout in zip(stacked, layouts, strict=True)
     ]
 
-    def run(hidden: torch.Tensor, fixed: Tensors, weights: Tensors) -> torch.Tensor:
+    def run(hidden: torch.Tensor, fixed: Tensors, weights: list[nn.Parameter]) -> torch.Tensor:
         given = iter(fixed)
         filled = [next(given) if is_tensor[n] else leaf for n, leaf in enumerate(leaves)]
         filled = [leaf.bool() if is_bool[n] else leaf for n, leaf in enumerate(filled)]
@@ -58,7 +58,7 @@ def scan_layers(
         output = output[0] if isinstance(output, tuple) else output
         if output.dtype != hidden.dtype:
             raise TypeError(
-                f"A layer turns {hidden.dtype} into {output.dtype}, which a loop cannot carry on: leave scan_layers out."
+                f"A layer turns {hidden.dtype} into {output.dtype}, which no loop can carry: leave scan_layers out."
             )
         return output
 
@@ -74,7 +74,7 @@ def scan_layers(
 def _once(layer: nn.Module) -> Iterator[None]:
     """Let ``layer`` run without activation checkpointing, which the loop itself does."""
     checkpointing = layer.gradient_checkpointing
-    layer.gradient_checkpointing = False
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -116,11 +116,9 @@ class _Scan(torch.autograd.Function):
             with torch.enable_grad(), ctx.autocast(), Reusing(ctx.keep, kept):
                 output = ctx.run(hidden, fixed, weights)
             wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
-            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-            found = [
-                torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(wanted, found, strict=True)
-            ]
-            return [found[0], *fixed], ctx.laid_out(found[1:])
+            found = zip(wanted, torch.autograd.grad(output, wanted, gradient, allow_unused=True), strict=True)
+            gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in found]
+            return [gradients[0], *fixed], ctx.laid_out(gradients[1:])
 
         carry, found = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
         gradients = iter(found)
