@@ -2,8 +2,8 @@
 
 python tests/host_memory.py MODEL OUT {streamed,whole}
 
-"streamed" places weights as they are read; "whole" reads the model to the host first. On virtual devices the shards are
-in the host's memory too, so they are taken off.
+"streamed" places weights as they are read; "whole" reads the model to the host first. On virtual devices the shards
+are in the host's memory too, so they are taken off.
 """
 
 import gc

@@ -19,7 +19,7 @@ from typing import Any
 
 DUMPS = Path(tempfile.mkdtemp())
 if os.environ.get("USE_TORCH_XLA") != "0":  # before torch_xla is imported
-    # machine code without optimisation: the programs and their collectives are the same, compiled in a sixth of the time
+    # machine code without optimisation: the same programs and collectives, compiled in a sixth of the time
     quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {quick}"
 
@@ -50,13 +50,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama_lora": {},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "padded": {"pad_to_multiple_of": PADDED_LENGTH, "gradient_checkpointing": False},
+    "padded": {"packing": False, "pad_to_multiple_of": PADDED_LENGTH, "gradient_checkpointing": False},
     "packed": {"packing": True, "gradient_checkpointing": False},
-    "accumulated": {"pad_to_multiple_of": PADDED_LENGTH, "gradient_accumulation_steps": 2},
+    "accumulated": {"packing": False, "pad_to_multiple_of": PADDED_LENGTH, "gradient_accumulation_steps": 2},
     "packed+accumulated": {"packing": True, "gradient_accumulation_steps": 2},
     "packed+accumulated+scanned": {"packing": True, "gradient_accumulation_steps": 2, "scan_layers": True},
     "packed+dots": {"packing": True, "remat": "dots"},
-    "padded+dots+scanned": {"pad_to_multiple_of": PADDED_LENGTH, "remat": "dots", "scan_layers": True},
+    "padded+dots+scanned": {
+        "packing": False,
+        "pad_to_multiple_of": PADDED_LENGTH,
+        "remat": "dots",
+        "scan_layers": True,
+    },
+    "expanded": {"packing": True, "packed_attention": "expanded", "gradient_checkpointing": False},
 }
 
 
@@ -82,7 +88,7 @@ def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 class Watched(RewardTrainer):
-    """Keeps each step's loss on the device, and the shapes of the batches."""
+    """Keeps each step's loss on the device, and the shapes of the passes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses: list[torch.Tensor] = []
@@ -90,8 +96,10 @@ class Watched(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        for rows in passes_of(inputs):
-            self.shapes.add(tuple((name, tuple(value.shape)) for name, value in rows.items()))
+        *partial, final = passes_of(inputs)
+        for is_final, rows in [*((False, rows) for rows in partial), (True, final)]:
+            sizes = ((name, tuple(value.shape)) for name, value in rows.items() if isinstance(value, torch.Tensor))
+            self.shapes.add((is_final, tuple(sizes)))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.losses.append(loss.detach())
         return loss
@@ -152,7 +160,7 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         "losses": (micro.sum(1) if scale == micro.shape[1] else micro.mean(1)).tolist(),
         "shapes": len(trainer.shapes),
-        "tokens": max(prod(shape) for shapes in trainer.shapes for _, shape in shapes),
+        "tokens": max(prod(shape) for _, shapes in trainer.shapes for _, shape in shapes),
         "counts": counting.at,
         "tensors": tensors_of(trainer) if runtime.is_xla() else [],
         "collectives": collectives(args.mesh_shape.sizes),

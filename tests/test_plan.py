@@ -22,7 +22,7 @@ shapes = st.lists(st.integers(1, 40), max_size=4).map(tuple)
 
 
 @given(shapes, st.integers(2, 16))
-def test_fsdp_splits_the_largest_divisible_dimension_and_the_first_of_equals(shape: tuple[int, ...], fsdp: int) -> None:
+def test_fsdp_splits_the_largest_divisible_dimension_or_the_first_of_equals(shape: tuple[int, ...], fsdp: int) -> None:
     placement = Plan(MeshShape(fsdp=fsdp)).place("w", shape)
     divisible = [size for size in shape if size % fsdp == 0]
     assert placement.is_sharded == bool(divisible)
@@ -153,7 +153,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=4, tensor=2), MeshShape(tensor=8)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=4, tensor=2), MeshShape(tensor=8)], ids=str
+)
 def test_of_real_models_next_to_nothing_stays_replicated(model_type: str, mesh: MeshShape) -> None:
     model = on_meta(model_type, **MODELS[model_type])
     plan = plan_model(model, mesh)

@@ -2,7 +2,8 @@
 
 Five families on five meshes in four variants are 100 runs of some 10 s. These 15 cover every mesh with three families,
 every family on three meshes, and both with padded and packed rows, with and without accumulation; one run says its
-`data` axis as slices. `python tests/layouts.py OUT MODEL:MESH:VARIANT ...` runs any other.
+`data` axis as slices, and one more attends in rows of whole dialogues.
+`python tests/layouts.py OUT MODEL:MESH:VARIANT ...` runs any other.
 
 The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 20
 steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.1.
@@ -27,6 +28,7 @@ RUNS = [
     "llama:data=2,fsdp=4:packed+dots",
     "llama:fsdp=8:packed+accumulated+scanned",
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
+    "llama:fsdp=4,tensor=2:expanded",
     "qwen3:slices=2,fsdp=4:accumulated",
     "qwen3:fsdp=4,tensor=2:packed",
     "qwen3:tensor=8:padded",

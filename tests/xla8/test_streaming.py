@@ -85,7 +85,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(params=["llama in bfloat16", "experts one by one"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> str:
-    """A language model's checkpoint: without a reward head, with a head of its own, and experts as separate weights."""
+    """A language model's checkpoint: with a head of its own and none for rewards, and experts as separate weights."""
     set_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer) + -len(tokenizer) % 8,

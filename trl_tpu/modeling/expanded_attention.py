@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from .. import runtime
+from ..parallel.mesh import BATCH_AXES, Axes
 from ..runtime.kernels import masked_attention
 from .attention import static_sdpa_attention, static_sdpa_mask
 from .expanded_rows import ExpandedRows
@@ -28,8 +29,7 @@ from .tree_attention import RowLayout, TreeByTree, TreeMask
 
 EXPANDED = "expanded"
 
-# the mesh axes that rows and heads go over
-_BATCH, _HEADS = ("data", "fsdp"), "tensor"
+_HEADS = "tensor"  # the mesh axis that heads go over
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -128,8 +128,9 @@ def expanded_attention(
 
     # rows are independent: left to itself, the compiler would fetch every row to every device to gather from
     tensors = (query, key, value, *attention_mask.rows)
-    axes = [(_BATCH, _HEADS, None, None)] * 3 + [(_BATCH, *(None,) * (place.dim() - 1)) for place in tensors[3:]]
-    return runtime.current().by_device(attend, tensors, axes, (_BATCH, None, _HEADS, None)), None
+    axes: list[Axes] = [(BATCH_AXES, _HEADS, None, None)] * 3
+    axes += [(BATCH_AXES, *(None,) * (place.dim() - 1)) for place in attention_mask.rows]
+    return runtime.current().by_device(attend, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
 
 
 def _refuse(dropout: float, module: nn.Module, kwargs: dict[str, Any]) -> None:
