@@ -54,6 +54,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed": {"packing": True, "gradient_checkpointing": False},
     "accumulated": {"packing": False, "pad_to_multiple_of": PADDED_LENGTH, "gradient_accumulation_steps": 2},
     "packed+accumulated": {"packing": True, "gradient_accumulation_steps": 2},
+    "packed+accumulated+scanned": {"packing": True, "gradient_accumulation_steps": 2, "scan_layers": True},
+    "packed+dots": {"packing": True, "remat": "dots"},
+    "padded+dots+scanned": {
+        "packing": False,
+        "pad_to_multiple_of": PADDED_LENGTH,
+        "remat": "dots",
+        "scan_layers": True,
+    },
     "expanded": {"packing": True, "packed_attention": "expanded", "gradient_checkpointing": False},
 }
 

@@ -25,6 +25,8 @@ TESTS = Path(__file__).parents[1]
 RUNS = [
     "llama:fsdp=8:padded",
     "llama:data=2,fsdp=4:packed",
+    "llama:data=2,fsdp=4:packed+dots",
+    "llama:fsdp=8:packed+accumulated+scanned",
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
     "llama:fsdp=4,tensor=2:expanded",
     "qwen3:slices=2,fsdp=4:accumulated",
@@ -39,6 +41,8 @@ RUNS = [
     "llama_lora:fsdp=8:packed",
     "llama_lora:fsdp=4,tensor=2:accumulated",
     "llama_lora:tensor=8:padded",
+    "llama_lora:fsdp=8:packed+accumulated+scanned",
+    "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
 ]
 
 Results = dict[str, dict[str, Any]]

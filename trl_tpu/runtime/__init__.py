@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader
 #: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
 Axes = tuple[str | tuple[str, ...] | None, ...]
 
+#: What a layer's backward computes again: nothing, all, or all but its matrix products.
+Remat = Literal["none", "full", "dots"]
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -135,8 +138,28 @@ class Runtime(Protocol):
             result_axes: The same of the result.
         """
 
-    def use_checkpointing(self, model: nn.Module) -> None:
-        """Make layers that transformers marked for activation checkpointing recompute in a way the device supports."""
+    def use_checkpointing(self, model: nn.Module, policy: Remat) -> None:
+        """Make layers that transformers marked for activation checkpointing recompute in a way the device supports.
+
+        With "dots" they keep what their matrix products return.
+        """
+
+    def scan(
+        self,
+        layers: Sequence[nn.Module],
+        axes: Mapping[str, Axes],
+        policy: Remat,
+        hidden: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """``hidden`` after all ``layers``, which are alike, as a loop whose program has one of them.
+
+        Args:
+            axes: Of each parameter of a layer, the mesh axes that its dimensions go over.
+            policy: "full" or "dots", see `Remat`.
+            args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
+        """
 
     def loader(
         self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None

@@ -1,10 +1,58 @@
-"""Attention in plain torch, for every device: what the faster kernels of an accelerator must equal.
+"""Attention and products in plain torch, for every device: what faster kernels of an accelerator must equal.
 
 Letters: B rows, H query heads, G key and value heads, L length, D size of a head.
 """
 
+from typing import Any
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+
+@torch.library.custom_op("trl_tpu::contract", mutates_args=())
+def contract(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """`torch.einsum` of two tensors, each letter of one being in the other or in the result.
+
+    An operation of its own, so that it can be kept when a layer is recomputed: torch_xla's einsum is not seen below
+    autograd, and torch's own joins dimensions that are sharded apart.
+    """
+    return torch.einsum(equation, first, second).contiguous()
+
+
+@contract.register_fake
+def _(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.einsum(equation, first, second).contiguous()
+
+
+def _keep_factors(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.equation, *factors = inputs
+    ctx.save_for_backward(*factors)
+
+
+def _contract_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    first, second = ctx.saved_tensors
+    letters, result = ctx.equation.split("->")
+    one, two = letters.split(",")
+    return (
+        None,
+        contract(f"{result},{two}->{one}", gradient, second) if ctx.needs_input_grad[1] else None,
+        contract(f"{result},{one}->{two}", gradient, first) if ctx.needs_input_grad[2] else None,
+    )
+
+
+contract.register_autograd(_contract_backward, setup_context=_keep_factors)
+
+_aten = torch.ops.aten
+#: Every operation that multiplies matrices.
+MATMULS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.bmm.default,
+        _aten.addmm.default,
+        _aten.baddbmm.default,
+        torch.ops.trl_tpu.contract.default,
+    }
+)
 
 
 def segment_attention(

@@ -1,16 +1,18 @@
 """Plain torch: a CPU or a CUDA device, with accelerate's own loaders around it."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from . import Axes
-from .kernels import segment_attention
+from . import Axes, Remat
+from .kernels import MATMULS, segment_attention
 
 
 class NativeRuntime:
@@ -72,8 +74,19 @@ class NativeRuntime:
     ) -> torch.Tensor:
         return function(*tensors)
 
-    def use_checkpointing(self, model: nn.Module) -> None:
-        """torch.utils.checkpoint, which transformers uses, works here as it is."""
+    def use_checkpointing(self, model: nn.Module, policy: Remat) -> None:
+        if policy != "dots":
+            return  # torch.utils.checkpoint, which transformers uses, works here as it is
+        keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
+                checkpoint: Any = module._gradient_checkpointing_func
+                module._gradient_checkpointing_func = functools.partial(  # type: ignore[assignment]
+                    checkpoint, use_reentrant=False, context_fn=keep
+                )
+
+    def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 
     def loader(
         self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None

@@ -4,43 +4,92 @@ Without the barrier XLA's common-subexpression elimination would keep the first 
 behind it too, as copies: so the backward gathers sharded weights again instead of keeping the gathered ones, and the
 parameters themselves are not touched (torch_xla's own checkpoint puts the barrier on them in place, which makes every
 parameter an output of every program). Chen et al., https://arxiv.org/abs/1604.06174
+
+Operations to keep are seen below autograd: the forward collects what they return, and the recomputed forward is given
+that in their place. What is kept goes behind the barrier too, or what is computed from it would be kept as well.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
 from torch import nn
+from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Operations = frozenset[OpOverload]
 
 
-def recompute(layer: nn.Module, function: Callable[..., torch.Tensor | tuple[Any, ...]], *args: Any) -> Any:
-    """Call ``function(*args)``, which runs ``layer``, keeping only its inputs for the backward.
+def recompute(
+    layer: nn.Module, keep: Operations, function: Callable[..., torch.Tensor | tuple[Any, ...]], *args: Any
+) -> Any:
+    """Call ``function(*args)``, which runs ``layer``; keep for the backward its inputs and what ``keep`` returns.
 
     Tensors inside ``function`` (a partial's keywords) are kept as they are, and get no gradient.
     """
     parameters = list(layer.parameters())
-    return _Recompute.apply(layer, function, len(parameters), *parameters, *args)
+    return _Recompute.apply(layer, keep, function, len(parameters), *parameters, *args)
+
+
+class Keeping(TorchDispatchMode):
+    """Collects in `kept` what the operations of ``keep`` return, in order."""
+
+    def __init__(self, keep: Operations) -> None:
+        super().__init__()
+        self._keep = keep
+        self.kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function in self._keep:
+            self.kept.append(result.detach())
+        return result
+
+
+class Reusing(TorchDispatchMode):
+    """Gives the operations of ``keep`` what they returned to `Keeping`, in place of running them."""
+
+    def __init__(self, keep: Operations, kept: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._keep, self._kept = keep, iter(kept)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in self._keep:
+            return function(*args, **(kwargs or {}))
+        result = next(self._kept)
+        # functionalization, which every XLA tensor goes through, calls this with its own wrappers taken off
+        return torch._from_functional_tensor(result) if torch._is_functional_tensor(result) else result
+
+
+def autocast_now() -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts with the autocast that is on now: a backward runs outside the forward's."""
+    settings: dict[str, Any] = {
+        "dtype": torch.get_autocast_dtype("xla"),
+        "enabled": torch.is_autocast_enabled("xla"),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+    return lambda: torch.autocast("xla", **settings)
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: nn.Module, function: Callable[..., Any], count: int, *inputs: Any) -> Any:
-        ctx.layer, ctx.function, ctx.count = layer, function, count
-        ctx.autocast = {
-            "dtype": torch.get_autocast_dtype("xla"),
-            "enabled": torch.is_autocast_enabled("xla"),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
+    def forward(  # type: ignore[override]
+        ctx: Any, layer: nn.Module, keep: Operations, function: Callable[..., Any], count: int, *inputs: Any
+    ) -> Any:
+        ctx.layer, ctx.keep, ctx.function = layer, keep, function
+        ctx.autocast = autocast_now()
         ctx.seed = xm.get_rng_state()
         args = inputs[count:]
         ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
         ctx.others = [None if is_tensor else arg for arg, is_tensor in zip(args, ctx.is_tensor, strict=True)]
         ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
-        with torch.no_grad():
-            return function(*args)
+        with torch.no_grad(), Keeping(keep) as keeping:
+            outputs = function(*args)
+        ctx.kept = keeping.kept
+        return outputs
 
     @staticmethod
     @once_differentiable
@@ -48,7 +97,8 @@ class _Recompute(torch.autograd.Function):
         weights = [nn.Parameter(_copy(parameter), parameter.requires_grad) for parameter in ctx.layer.parameters()]
         tensors = [_copy(tensor) for tensor in ctx.saved_tensors]
         gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
-        xm.optimization_barrier_([*weights, *tensors, *(gradient for gradient in gradients if gradient is not None)])
+        kept, ctx.kept = [tensor.clone() for tensor in ctx.kept], []
+        xm.optimization_barrier_([*weights, *tensors, *kept, *(each for each in gradients if each is not None)])
         saved = iter(tensors)
         args = [
             next(saved) if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
@@ -56,8 +106,9 @@ class _Recompute(torch.autograd.Function):
         with (
             xm.fork_rng(),
             torch.enable_grad(),
-            torch.autocast("xla", **ctx.autocast),
-            _weights_of(ctx.layer, weights),
+            ctx.autocast(),
+            weights_of(ctx.layer, weights),
+            Reusing(ctx.keep, kept),
         ):
             xm.set_rng_state(ctx.seed)
             outputs = ctx.function(*args)
@@ -78,7 +129,7 @@ class _Recompute(torch.autograd.Function):
         )
         weight_gradients = [next(found) if weight.requires_grad else None for weight in weights]
         arg_gradients = [next(found) if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in args]
-        return (None, None, None, *weight_gradients, *arg_gradients)
+        return (None, None, None, None, *weight_gradients, *arg_gradients)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +137,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _weights_of(layer: nn.Module, weights: list[nn.Parameter]) -> Iterator[None]:
+def weights_of(layer: nn.Module, weights: list[nn.Parameter]) -> Iterator[None]:
     """Let ``layer`` run with ``weights`` in the place of its parameters, given in the order of ``parameters()``."""
     new = dict(zip((id(parameter) for parameter in layer.parameters()), weights, strict=True))
     originals = [(module, dict(module._parameters)) for module in layer.modules()]

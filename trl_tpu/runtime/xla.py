@@ -21,10 +21,19 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes, hosts
-from .kernels import segment_attention
+from . import Axes, Remat, hosts
+from .kernels import MATMULS, contract, segment_attention
 from .manual import by_device
 from .remat import recompute
+from .scan import scan_layers
+
+_AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
+
+
+@contract.register_kernel("xla")
+def _contract(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    # below autograd torch would take its own einsum, of reshapes; torch_xla's one dot is registered with autograd's
+    return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
 
 
 class MeshSharding(xs.ShardingSpec):
@@ -229,10 +238,23 @@ class XlaRuntime:
             return function(*tensors)  # on the host, or outside a trainer
         return by_device(self._mesh, function, tensors, axes, result_axes)
 
-    def use_checkpointing(self, model: nn.Module) -> None:
+    def use_checkpointing(self, model: nn.Module, policy: Remat) -> None:
+        keep = MATMULS if policy == "dots" else frozenset()
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = functools.partial(recompute, module)  # type: ignore[assignment]
+                module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
+
+    def scan(
+        self,
+        layers: Sequence[nn.Module],
+        axes: Mapping[str, Axes],
+        policy: Remat,
+        hidden: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        keep = MATMULS if policy == "dots" else frozenset()
+        return scan_layers(layers, axes, self.constrain, keep, hidden, args, kwargs)
 
     def loader(
         self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None

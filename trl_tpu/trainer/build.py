@@ -33,6 +33,7 @@ from ..modeling.load import (
     set_pad_token,
 )
 from ..modeling.rewards import keep_score_head_in_float32
+from ..modeling.scan import find_layers
 from ..parallel.shard import WeightPlacer
 from .reward_config import RewardConfig
 from .utils import disable_dropout_in_model
@@ -144,6 +145,8 @@ def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
     if runtime.is_xla():
         use_static_attention(base)
         use_static_experts(base)
+    if args.scan_layers:
+        find_layers(base)  # or says why not, before any data is read
 
 
 def build_dataset(

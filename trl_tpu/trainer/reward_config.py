@@ -3,7 +3,7 @@
 import logging
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -12,6 +12,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from .. import runtime
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
+from ..runtime import Remat
 from .limits import check_xla_limits
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,13 @@ class RewardConfig(TrainingArguments):
         sharding_plan (`str`, *optional*):
             A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
             the model's own plan: see `trl_tpu.parallel.rules`.
+        remat (`str`, *optional*):
+            What each layer's backward computes again, to save memory: `"full"` all of the layer, which is what
+            `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
+            them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
+        scan_layers (`bool`, *optional*, defaults to `False`):
+            Whether to run the decoder's layers as a loop on XLA: deep models compile as fast as shallow ones, for a
+            copy of the layers' weights on the devices. The layers have to be all alike, and `remat` "full" or "dots".
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
             once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
@@ -165,6 +173,17 @@ class RewardConfig(TrainingArguments):
         default=None,
         metadata={"help": "A YAML file: patterns of parameter names to mesh axes; '\"*\": auto' keeps the rest."},
     )
+    remat: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a layer's backward computes again: 'full' (the default with gradient_checkpointing), 'dots' "
+            "(all but matrix products), 'none'."
+        },
+    )
+    scan_layers: bool = field(
+        default=False,
+        metadata={"help": "On XLA, run the decoder's layers as a loop: deep models compile as fast as shallow ones."},
+    )
 
     # deprecated
     pad_token: str | None = field(
@@ -199,18 +218,51 @@ class RewardConfig(TrainingArguments):
                 raise ValueError(
                     f"{name} must be at least 1, got {value}. Leave it out for a value that fits the data."
                 )
+        if self.remat == "none" and not self.activation_checkpointing:
+            self.gradient_checkpointing = False  # its True is only TRL's default
         with warnings.catch_warnings():
             # our own default is spelled the way TRL spells it
             warnings.filterwarnings(
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
+        self._check_remat()
         self.mesh_shape = parse_mesh(self.mesh, chosen.device_count(), chosen.slice_count())
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
         if self.activation_offloading:
             raise ValueError(
                 "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes "
                 "activations instead of storing them anywhere, or use a larger mesh."
+            )
+
+    @property
+    def remat_policy(self) -> Remat:
+        """What each layer's backward computes again: "none", "full" or "dots"."""
+        return cast(Remat, self.remat or ("full" if self.activation_checkpointing else "none"))
+
+    def _check_remat(self) -> None:
+        if self.remat not in (None, *get_args(Remat)):
+            raise ValueError(f"remat must be 'full', 'dots' or 'none', got {self.remat!r}.")
+        if self.remat is not None and (self.remat != "none") != bool(self.activation_checkpointing):
+            raise ValueError(
+                f"remat={self.remat!r} contradicts gradient_checkpointing={self.activation_checkpointing}: leave "
+                "gradient_checkpointing out, or choose remat='none' to keep all activations."
+            )
+        if self.scan_layers and not runtime.is_xla():
+            raise ValueError(
+                "scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out."
+            )
+        if self.scan_layers and self.remat_policy == "none":
+            raise ValueError(
+                "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
+                "products, remat='dots', and leave gradient_checkpointing out."
+            )
+        options = cast("dict[str, Any]", self.activation_checkpointing_kwargs or {})
+        taken = [name for name in ("use_reentrant", "context_fn") if options.get(name)]
+        if self.remat == "dots" and taken:
+            raise ValueError(
+                f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
+                "or choose remat='full'."
             )
 
     def __getstate__(self) -> dict[str, Any]:

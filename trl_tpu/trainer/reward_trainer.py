@@ -117,6 +117,8 @@ class RewardTrainer(PairEvaluation):
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         self.sharding_rules = args.sharding_rules
+        self.remat = args.remat_policy
+        self.scan_layers = args.scan_layers
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
 
         set_seed(args.seed)  # before the model, whose score head may be random

@@ -17,11 +17,13 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..data.loader import host_batches, skip_batches, training_order
+from ..modeling.scan import use_scan
 from ..parallel.hosts import Host, agreed
 from ..parallel.mesh import MeshShape
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
+from ..runtime import Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
 from .saving import SavingTrainer
@@ -40,6 +42,8 @@ class DeviceTrainer(SavingTrainer):
     mesh: MeshShape
     sharding_rules: Rules | None = None
     compute_dtype: torch.dtype | None
+    remat: Remat = "full"
+    scan_layers: bool = False
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     shard_report: ShardReport | None = None
 
@@ -150,7 +154,11 @@ class DeviceTrainer(SavingTrainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self.runtime.use_checkpointing(self.model)
+        self.runtime.use_checkpointing(self.model, self.remat)
+        if self.scan_layers:
+            placements = self.shard_report.placements if self.shard_report is not None else {}
+            axes = {name: placement.axes for name, placement in placements.items()}
+            use_scan(self.model, axes, self.remat, self.runtime)
         return prepared
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""Layers as a loop: the same loss and gradients as one by one, from a program that has one layer."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch_xla.debug.metrics as met
+from layouts import family
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from trl_tpu import RewardTrainer
+from trl_tpu.modeling.scan import ScanImpossible, find_layers
+
+TESTS = Path(__file__).parents[1]
+CASES = {
+    "llama:padded": {},
+    "llama_lora:packed": {"remat": "dots"},
+    "qwen3_moe:padded": {},
+    "qwen3:packed": {"bf16": True, "remat": "dots"},
+    "llama:packed": {"packed_attention": "expanded"},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one step gave, by case and whether its layers were a loop."""
+    out = tmp_path_factory.mktemp("scan") / "out.json"
+    runs = [
+        f"{case}:{json.dumps(settings | {'scan_layers': scan})}"
+        for case, settings in CASES.items()
+        for scan in (False, True)
+    ]
+    process = subprocess.run(
+        [sys.executable, str(TESTS / "remat_programs.py"), str(out), *runs],
+        env=os.environ | {"CPU_NUM_DEVICES": "1", "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_layers_one_by_one(results: dict[str, Any], case: str) -> None:
+    unrolled, scanned = (
+        results[f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"] for scan in (False, True)
+    )
+    assert scanned["dots"] < 0.7 * unrolled["dots"]  # of two layers
+    assert scanned["loss"] == pytest.approx(unrolled["loss"], abs=1e-6)
+    assert scanned["gradients"].keys() == unrolled["gradients"].keys()
+    # float32: differences of weights around 1; bfloat16 products: sums rounded in another order
+    tolerance = {"atol": 1e-4, "rtol": 2e-2} if CASES[case].get("bf16") else {"atol": 1e-6, "rtol": 1e-5}
+    for name, gradient in unrolled["gradients"].items():
+        assert np.abs(gradient).max() > 0, name
+        np.testing.assert_allclose(scanned["gradients"][name], gradient, **tolerance, err_msg=name)
+
+
+def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
+    args = config(scan_layers=True, packing=False, pad_to_multiple_of=64, max_steps=2, logging_steps=1)
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
+    trainer.train()
+    names = [name for name, _ in trainer.model.named_parameters()]
+    assert any(".layers.1." in name for name in names)
+    first = trainer.state.log_history[0]["loss"]
+    compiles = met.metric_data("CompileTime")[0]
+    args.max_steps = 6
+    trainer.train()
+    assert trainer.state.log_history[-2]["loss"] < first
+    assert met.metric_data("CompileTime")[0] <= compiles + 2  # new optimizer state, not new steps
+
+
+def test_layers_that_differ_are_refused_by_name() -> None:
+    tokenizer = tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300)
+    with pytest.raises(ScanImpossible, match=r"model.layers.0 and model.layers.1 differ: .* is .* and .*"):
+        find_layers(family("gemma3_text", tokenizer))
+    assert find_layers(family("llama", tokenizer))[0] == "model.layers"
+
+
+def test_dropout_is_refused() -> None:
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_dropout=0.1,
+    )
+    with pytest.raises(ScanImpossible, match="attention_dropout=0.1"):
+        find_layers(LlamaForSequenceClassification(config))
+
+
+def test_a_loop_that_keeps_everything_is_refused(config: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="choose remat='full'"):
+        config(scan_layers=True, gradient_checkpointing=False)

@@ -1,0 +1,130 @@
+"""Layers that are alike as a loop: XLA compiles one layer's forward and one's backward, however deep the model is.
+
+torch_xla's `scan` differentiates through AOTAutograd, which splits einsums, does not see layouts of activations nor
+kernels, and needs jax for sharded gradients. Its loop primitive underneath takes any traced function. So the backward
+here is a loop of its own: each turn computes a layer again from its saved input, or from that and what its matrix
+products returned, and differentiates it while tracing. Two loops share nothing that XLA could keep between them, so
+this needs no barriers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch_xla.experimental.scan import _scan_impl_flat
+
+from . import Axes
+from .remat import Keeping, Operations, Reusing, autocast_now, weights_of
+
+Tensors = list[torch.Tensor]
+
+
+def scan_layers(
+    layers: Sequence[nn.Module],
+    axes: Mapping[str, Axes],
+    constrain: Callable[[torch.Tensor, Axes], torch.Tensor],
+    keep: Operations,
+    hidden: torch.Tensor,
+    args: Any,
+    kwargs: Any,
+) -> torch.Tensor:
+    """``hidden`` after all ``layers``; see `Runtime.scan`. ``keep`` is as in `remat.recompute`."""
+    leaves, structure = tree_flatten((args, kwargs))
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    is_bool = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves]
+    # the loop multiplies its inputs by 1, which booleans would not survive
+    fixed = [leaf.to(torch.uint8) if is_bool[n] else leaf for n, leaf in enumerate(leaves) if is_tensor[n]]
+    first = layers[0]
+    names = [name for name, _ in first.named_parameters()]
+    parameters = [dict(layer.named_parameters()) for layer in layers]
+    stacked = [torch.stack([each[name] for each in parameters]) for name in names]
+    layouts = [axes.get(name) for name in names]
+    stacked = [
+        weight if layout is None else constrain(weight, (None, *layout))
+        for weight, layout in zip(stacked, layouts, strict=True)
+    ]
+
+    def run(hidden: torch.Tensor, fixed: Tensors, weights: list[nn.Parameter]) -> torch.Tensor:
+        given = iter(fixed)
+        filled = [next(given) if is_tensor[n] else leaf for n, leaf in enumerate(leaves)]
+        filled = [leaf.bool() if is_bool[n] else leaf for n, leaf in enumerate(filled)]
+        args, kwargs = tree_unflatten(filled, structure)
+        with weights_of(first, weights), _once(first):
+            output = first(hidden, *args, **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        if output.dtype != hidden.dtype:
+            raise TypeError(
+                f"A layer turns {hidden.dtype} into {output.dtype}, which no loop can carry: leave scan_layers out."
+            )
+        return output
+
+    def laid_out(gradients: Tensors) -> Tensors:
+        trained = [layout for layout, weight in zip(layouts, stacked, strict=True) if weight.requires_grad]
+        pairs = zip(gradients, trained, strict=True)
+        return [each if layout is None else constrain(each, layout) for each, layout in pairs]
+
+    return _Scan.apply(run, laid_out, keep, len(fixed), hidden, *fixed, *stacked)
+
+
+@contextmanager
+def _once(layer: nn.Module) -> Iterator[None]:
+    """Let ``layer`` run without activation checkpointing, which the loop itself does."""
+    checkpointing = layer.gradient_checkpointing
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        layer.gradient_checkpointing = checkpointing
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, run: Any, laid_out: Any, keep: Operations, count: int, hidden: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.run, ctx.laid_out, ctx.keep, ctx.count = run, laid_out, keep, count
+        ctx.autocast = autocast_now()
+        fixed, weights = list(tensors[:count]), list(tensors[count:])
+        ctx.trained = [weight.requires_grad for weight in weights]
+        saves = any(ctx.needs_input_grad)
+
+        def step(carry: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
+            hidden, *fixed = carry
+            with torch.no_grad(), Keeping(keep) as keeping:
+                output = run(hidden, fixed, _as_parameters(weights, [False] * len(weights)))
+            return [output, *fixed], [hidden, *keeping.kept] if saves else []
+
+        carry, saved = _scan_impl_flat(step, [hidden, *fixed], weights)
+        ctx.save_for_backward(*fixed, *weights, *saved)
+        return carry[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        trained, count = ctx.trained, len(ctx.trained)
+        fixed, slices = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+
+        def step(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
+            gradient, *fixed = carry
+            weights = _as_parameters(slices[:count], trained)
+            hidden, *kept = slices[count:]
+            hidden = hidden.detach().requires_grad_()
+            with torch.enable_grad(), ctx.autocast(), Reusing(ctx.keep, kept):
+                output = ctx.run(hidden, fixed, weights)
+            wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
+            found = zip(wanted, torch.autograd.grad(output, wanted, gradient, allow_unused=True), strict=True)
+            gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in found]
+            return [gradients[0], *fixed], ctx.laid_out(gradients[1:])
+
+        carry, found = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
+        gradients = iter(found)
+        weights = [next(gradients) if is_trained else None for is_trained in trained]
+        return (None, None, None, None, carry[0], *(None for _ in fixed), *weights)
+
+
+def _as_parameters(weights: Tensors, trained: list[bool]) -> list[nn.Parameter]:
+    return [nn.Parameter(weight.detach(), is_trained) for weight, is_trained in zip(weights, trained, strict=True)]
