@@ -249,8 +249,8 @@ class PackedRows:
 class TightRow:
     """Pack a batch's pairs into one row without padding, for devices that take any shape.
 
-    The batch has the keys of one of `PackedRows`' passes, with R = 1, and `trees`, the first column of each tree, the
-    one after its last and whether it branches, and `scored`, the columns of dialogues' last tokens, ascending.
+    The batch has the keys of one of `PackedRows`' passes, with R = 1, and `trees`, where each tree lies, and `scored`,
+    the columns of dialogues' last tokens, ascending.
 
     Args:
         pad_token_id: Texts end before it.

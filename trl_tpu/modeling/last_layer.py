@@ -34,7 +34,7 @@ def scored_only(model: nn.Module, scored: Sequence[int]) -> Iterator[None]:
     def narrow_mask(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masks = kwargs.get("attention_mask")
         if isinstance(masks, TreeMasks):
-            kwargs = kwargs | {"attention_mask": masks.of(scored, columns_S.device)}
+            kwargs = kwargs | {"attention_mask": masks.for_queries(scored)}
         return args, kwargs
 
     def gather(_mlp: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..data.tries import Tree
 from .expanded_rows import ExpandedRows
 from .last_layer import scored_only
 from .rewards import find_score_head
@@ -55,15 +56,14 @@ class RowLayout:
 
     Args:
         layout_R2L: Subtree ends and position ids of each row, stacked.
-        trees: Of a tight row, the first column of each tree, the one after its last, and whether it branches; None to
-            mask whole rows.
+        trees: The trees of a tight row; None to mask whole rows.
         scored: Of a tight row, the columns of the tokens that are scored, ascending; None to compute all of them.
         expanded: Where the tokens lie in rows of whole dialogues, for models that attend there.
         asked: The rules that a model has asked for masks of: none, if it makes its masks by itself.
     """
 
     layout_R2L: torch.Tensor
-    trees: tuple[tuple[int, int, bool], ...] | None = None
+    trees: tuple[Tree, ...] | None = None
     scored: tuple[int, ...] | None = None
     expanded: ExpandedRows | None = None
     asked: list[str] = field(default_factory=list)
@@ -90,18 +90,19 @@ class TreeMask:
 
     def masks_of(self, layout: RowLayout, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The masks of packed rows by a model's own rule, in the form that its attention function takes."""
-        ours = {"mask_function": tree_rule(layout.layout_R2L, rule), "attention_mask": None}
-        kwargs |= ours | {"allow_is_causal_skip": False}
+        tree_wise = kwargs | {"mask_function": tree_rule(layout.layout_R2L, rule), "attention_mask": None}
+        tree_wise["allow_is_causal_skip"] = False
         if layout.trees is None:
-            return self.plain(*args, **kwargs)
+            return self.plain(*args, **tree_wise)
         masks = []
-        for start, stop, branches in layout.trees:
-            length = stop - start
-            span: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
-            if not branches:
-                span |= {"mask_function": rule, "allow_is_causal_skip": True, "q_offset": 0, "kv_offset": 0}
-            masks.append((start, stop, self.plain(*args, **kwargs | span)))
-        return TreeMasks(tuple(masks))
+        for tree in layout.trees:
+            length = tree.stop - tree.start
+            alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
+            mask = self.plain(*args, **kwargs | alone)
+            if mask is not None and len(tree.tails) > 1:
+                mask = self.plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
+            masks.append((tree, mask))
+        return TreeMasks.of(masks, layout.layout_R2L[0, 0])
 
     @classmethod
     @contextmanager
@@ -148,7 +149,7 @@ def packed_rewards(
     subtree_end_RL: torch.Tensor,
     last_row_P2: torch.Tensor,
     last_column_P2: torch.Tensor,
-    trees: tuple[tuple[int, int, bool], ...] | None = None,
+    trees: tuple[Tree, ...] | None = None,
     scored: tuple[int, ...] | None = None,
     expanded: ExpandedRows | None = None,
     **kwargs: Any,

@@ -1,4 +1,11 @@
-"""The masks of a tight row's trees, and attention by them, tree by tree."""
+"""Attention in a tight row: tree by tree, and where a model's attention is causal, tail by tail.
+
+Causal attention over a dialogue has a faster way than a mask in most attention functions, which leaves out what is not
+seen. So a tree's first dialogue goes that way, and each tail after it attends to its own path only. Where a model has
+another rule, as a window, a tree has a mask.
+
+Letters: L columns of the row, S of a tree, T of a tail, Q queries, K keys, N heads, D features of a head.
+"""
 
 import itertools
 from bisect import bisect_left
@@ -8,36 +15,50 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-# Queries are taken in blocks of about this many, since a block's keys end with its last query.
+from ..data.tries import Tail, Tree
+
+# Queries under a mask are taken in blocks of about this many, since a block's keys end with its last query.
 _QUERIES = 192
+
+#: Queries, keys, values and a mask, None for causal, to outputs [1, Q, N, D].
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class TreeMasks(NamedTuple):
-    """The masks of the trees in one tight row: first column, the column after the last, and mask [1, 1, S, S].
+    """How the trees of a tight row attend."""
 
-    A tree that is a single dialogue has the mask that the model would have had for it alone, or None where it is
-    causal: attention functions have a faster way for that.
-    """
+    trees: tuple[tuple[Tree, torch.Tensor | None], ...]
+    """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
+    tail_masks: dict[Tail, torch.Tensor]
+    """Of trees without a mask, the masks [1, 1, T, K] of tails after the first: their paths, then themselves."""
+    subtree_end_L: torch.Tensor
 
-    trees: tuple[tuple[int, int, torch.Tensor | None], ...]
+    @classmethod
+    def of(cls, trees: Sequence[tuple[Tree, torch.Tensor | None]], subtree_end_L: torch.Tensor) -> "TreeMasks":
+        tails = {tail for tree, mask in trees if mask is None for tail in tree.tails[1:]}
+        return cls(tuple(trees), {tail: _tail_mask(tail, subtree_end_L.device) for tail in tails}, subtree_end_L)
 
-    def of(self, columns: Sequence[int], device: torch.device) -> "QueryMasks":
+    def for_queries(self, columns: Sequence[int]) -> "QueryMasks":
         """The masks of some queries only: those in ``columns``, ascending, of which each tree has one or more."""
         masks = []
-        for start, stop, mask in self.trees:
-            here = columns[bisect_left(columns, start) : bisect_left(columns, stop)]
-            queries_Q = torch.tensor(here, device=device) - start
-            keys_S = torch.arange(stop - start, device=device)
-            # a mask that was left out is causal
-            mask_11QS = keys_S <= queries_Q[None, None, :, None] if mask is None else mask[:, :, queries_Q]
-            masks.append((start, stop, queries_Q, mask_11QS))
+        device = self.subtree_end_L.device
+        for tree, mask in self.trees:
+            here = columns[bisect_left(columns, tree.start) : bisect_left(columns, tree.stop)]
+            queries_Q = torch.tensor(here, device=device)
+            if mask is None:
+                keys_S = torch.arange(tree.start, tree.stop, device=device)
+                queries_Q1 = queries_Q[:, None]
+                seen_QS = (keys_S <= queries_Q1) & (queries_Q1 < self.subtree_end_L[tree.start : tree.stop])
+                masks.append((tree, queries_Q, seen_QS[None, None]))
+            else:
+                masks.append((tree, queries_Q, mask[:, :, queries_Q - tree.start]))
         return QueryMasks(tuple(masks))
 
 
 class QueryMasks(NamedTuple):
-    """For some queries of each tree: its first column, the one after its last, the queries in it, their masks."""
+    """For some queries of each tree: the tree, the columns of the queries, and their masks [1, 1, Q, S]."""
 
-    trees: tuple[tuple[int, int, torch.Tensor, torch.Tensor], ...]
+    trees: tuple[tuple[Tree, torch.Tensor, torch.Tensor], ...]
 
 
 class TreeByTree:
@@ -60,67 +81,98 @@ class TreeByTree:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        def plain(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+        def attend(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
             return self.plain(module, query, key, value, mask, *args, **kwargs)[0]
 
         if isinstance(attention_mask, TreeMasks):
-            return _of_all(plain, query, key, value, attention_mask), None
+            return _all_queries(attend, query, key, value, attention_mask), None
         if isinstance(attention_mask, QueryMasks):
-            return _of_some(plain, query, key, value, attention_mask), None
+            return _some_queries(attend, query, key, value, attention_mask), None
         return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
 
 
-Attend = Callable[..., torch.Tensor]
-
-
-def _of_all(
-    plain: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: TreeMasks
+def _all_queries(
+    attend: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: TreeMasks
 ) -> torch.Tensor:
-    outputs = []
+    outputs: list[torch.Tensor] = []
     runs = list(_runs(masks.trees))
     # cut at once: the backward of slices would write a row of zeros for each
-    sizes = [length * count for length, count, _ in runs]
+    sizes = [count * (tree.stop - tree.start) for tree, _, count in runs]
     parts = (tensor.split(sizes, dim=2) for tensor in (query_1NLD, key_1NLD, value_1NLD))
-    for (length, count, mask), query, key, value in zip(runs, *parts, strict=True):
-        if mask is None:
-            # trees of one length are rows of one batch
-            rows = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value))
-            outputs.append(plain(*rows, None).flatten(0, 1)[None])
-            continue
-        blocks = query.split(-(-length // max(1, round(length / _QUERIES))), dim=2)
-        first = 0
-        for block in blocks:
-            # keys after the block's last query are seen by none of it
-            last = first + block.shape[2]
-            outputs.append(plain(block, key[:, :, :last], value[:, :, :last], mask[:, :, first:last, :last]))
-            first = last
+    for (tree, mask, count), *states in zip(runs, *parts, strict=True):
+        query, key, value = states
+        if mask is not None:
+            outputs += _in_blocks(attend, query, key, value, mask)
+        elif len(tree.tails) > 1:
+            outputs += _tail_by_tail(attend, query, key, value, tree, masks.tail_masks)
+        else:
+            # dialogues of one length are rows of one batch
+            rows = [tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in states]
+            outputs.append(attend(rows[0], rows[1], rows[2], None).flatten(0, 1)[None])
     return torch.cat(outputs, dim=1)
 
 
-def _runs(trees: Sequence[tuple[int, int, torch.Tensor | None]]) -> Iterator[tuple[int, int, torch.Tensor | None]]:
-    """Length, number and mask of trees; equally long ones without a mask that follow one another are one run."""
+def _runs(
+    trees: Sequence[tuple[Tree, torch.Tensor | None]],
+) -> Iterator[tuple[Tree, torch.Tensor | None, int]]:
+    """A tree, its mask and 1; of equally long single dialogues without a mask in a row, the first and their number."""
 
-    def kind(tree: tuple[int, int, torch.Tensor | None]) -> tuple[bool, int]:
-        return tree[2] is not None, tree[1] - tree[0]
+    def kind(each: tuple[Tree, torch.Tensor | None]) -> tuple[bool, int]:
+        tree, mask = each
+        return mask is not None or len(tree.tails) > 1, tree.stop - tree.start
 
-    for (has_mask, length), group in itertools.groupby(trees, key=kind):
+    for (is_alone, _), group in itertools.groupby(trees, key=kind):
         members = list(group)
-        if has_mask:
-            yield from ((length, 1, mask) for _, _, mask in members)
+        if is_alone:
+            yield from ((*member, 1) for member in members)
         else:
-            yield length, len(members), None
+            yield *members[0], len(members)
 
 
-def _of_some(
-    plain: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: QueryMasks
+def _in_blocks(
+    attend: Attend, query_1NSD: torch.Tensor, key_1NSD: torch.Tensor, value_1NSD: torch.Tensor, mask: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    length = query_1NSD.shape[2]
+    first = 0
+    for block in query_1NSD.split(-(-length // max(1, round(length / _QUERIES))), dim=2):
+        # keys after the block's last query are seen by none of it
+        last = first + block.shape[2]
+        yield attend(block, key_1NSD[:, :, :last], value_1NSD[:, :, :last], mask[:, :, first:last, :last])
+        first = last
+
+
+def _tail_by_tail(
+    attend: Attend,
+    query_1NSD: torch.Tensor,
+    key_1NSD: torch.Tensor,
+    value_1NSD: torch.Tensor,
+    tree: Tree,
+    masks: dict[Tail, torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    sizes = [tail.stop - tail.start for tail in tree.tails]
+    parts = (states.split(sizes, dim=2) for states in (query_1NSD, key_1NSD, value_1NSD))
+    for tail, *states in zip(tree.tails, *parts, strict=True):
+        query, key, value = states
+        if tail.path:
+            before = [[x[:, :, start:stop] for start, stop in tail.path] for x in (key_1NSD, value_1NSD)]
+            key, value = torch.cat([*before[0], key], dim=2), torch.cat([*before[1], value], dim=2)
+        yield attend(query, key, value, masks.get(tail))
+
+
+def _tail_mask(tail: Tail, device: torch.device) -> torch.Tensor:
+    before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
+    return torch.ones(own, before + own, dtype=torch.bool, device=device).tril(before)[None, None]
+
+
+def _some_queries(
+    attend: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: QueryMasks
 ) -> torch.Tensor:
     """The outputs [1, L, N, D] of some queries, and zeros for the others."""
-    starts, stops, queries_of, masks_of = zip(*masks.trees, strict=True)
-    columns_S = torch.cat([start + queries_Q for start, queries_Q in zip(starts, queries_of, strict=True)])
-    queries = query_1NLD.index_select(2, columns_S).split([len(queries_Q) for queries_Q in queries_of], dim=2)
-    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    trees, columns, masks_of = zip(*masks.trees, strict=True)
+    columns_Q = torch.cat(columns)
+    queries = query_1NLD.index_select(2, columns_Q).split([len(each) for each in columns], dim=2)
+    sizes = [tree.stop - tree.start for tree in trees]
     keys, values = key_1NLD.split(sizes, dim=2), value_1NLD.split(sizes, dim=2)
-    outputs = map(plain, queries, keys, values, masks_of)
-    output_1SND = torch.cat(list(outputs), dim=1)
-    shape = (1, query_1NLD.shape[2], *output_1SND.shape[2:])
-    return output_1SND.new_zeros(shape).index_copy(1, columns_S, output_1SND)
+    output_1QND = torch.cat(list(map(attend, queries, keys, values, masks_of)), dim=1)
+    shape = (1, query_1NLD.shape[2], *output_1QND.shape[2:])
+    return output_1QND.new_zeros(shape).index_copy(1, columns_Q, output_1QND)
