@@ -1,8 +1,8 @@
 """A decoder's last layer, for the tokens that are scored and no others.
 
-A reward is read at the last token of a dialogue, and above the last attention no token sees another. So of all queries
-of the last layer, and of its feed-forward, which is most of its work, only those of scored tokens matter: two tokens a
-pair in place of hundreds. The others' outputs are left at what the layer adds to: nobody reads them.
+A reward is read at the last token of a dialogue, and above the last attention no token sees another. So in the
+last layer everything but keys and values, which is most of its work, matters for scored tokens only: two tokens a pair
+in place of hundreds. What comes out for the others is wrong, and nobody reads it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .tree_masks import TreeMasks
+
+# The parts of a layer that work for queries alone, by transformers' names.
+_FOR_QUERIES = {"q_proj", "o_proj", "mlp"}
 
 
 @contextmanager
@@ -37,19 +40,18 @@ def scored_only(model: nn.Module, scored: Sequence[int]) -> Iterator[None]:
             kwargs = kwargs | {"attention_mask": masks.for_queries(scored)}
         return args, kwargs
 
-    def gather(_mlp: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def gather(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         whole.append(args[0])
         return (args[0].index_select(1, columns_S), *args[1:])
 
-    def scatter(_mlp: nn.Module, _args: tuple[Any, ...], output_1SH: torch.Tensor) -> torch.Tensor:
-        return output_1SH.new_zeros(whole.pop().shape).index_copy(1, columns_S, output_1SH)
+    def scatter(_module: nn.Module, _args: tuple[Any, ...], output_1SH: torch.Tensor) -> torch.Tensor:
+        shape = (*whole.pop().shape[:2], *output_1SH.shape[2:])
+        return output_1SH.new_zeros(shape).index_copy(1, columns_S, output_1SH)
 
-    mlp: Any = layer.mlp
-    hooks = (
-        layer.register_forward_pre_hook(narrow_mask, with_kwargs=True),
-        mlp.register_forward_pre_hook(gather),
-        mlp.register_forward_hook(scatter),
-    )
+    hooks = [layer.register_forward_pre_hook(narrow_mask, with_kwargs=True)]
+    for name, module in layer.named_modules():
+        if name.rpartition(".")[2] in _FOR_QUERIES:
+            hooks += [module.register_forward_pre_hook(gather), module.register_forward_hook(scatter)]
     try:
         yield
     finally:
