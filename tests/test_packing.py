@@ -221,12 +221,16 @@ def test_a_tight_row_has_no_padding_and_trees_that_see_only_themselves(pairs: li
     assert batch.input_ids_RL.shape[0] == 1
     assert (batch.input_ids_RL != PAD).all()
     assert length <= sum(len(ids) for pair in pairs for ids in pair)
-    assert [start for start, _, _ in batch.trees] == [0, *(stop for _, stop, _ in batch.trees[:-1])]
-    assert batch.trees[-1][1] == length
-    for start, stop, branches in batch.trees:
-        seen_of = [seen_by(batch, 0, column) for column in range(start, stop)]
-        assert all(start <= seen[0] and seen[-1] < stop for seen in seen_of)
-        assert branches == any(len(seen) != index for index, seen in enumerate(seen_of, start=1))
+    assert [tree.start for tree in batch.trees] == [0, *(tree.stop for tree in batch.trees[:-1])]
+    assert batch.trees[-1].stop == length
+    for tree in batch.trees:
+        assert [tail.start for tail in tree.tails] == [0, *(tail.stop for tail in tree.tails[:-1])]
+        assert tree.tails[-1].stop == tree.stop - tree.start
+        for tail in tree.tails:
+            path = [column for start, stop in tail.path for column in range(start, stop)]
+            for column in range(tail.start, tail.stop):
+                path.append(column)
+                assert list(seen_by(batch, 0, tree.start + column)) == [tree.start + each for each in path]
 
 
 def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
@@ -235,7 +239,13 @@ def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
     assert len(tight(pairs, attention_length=1e9).trees) == 1  # attention for nothing: whatever is shared is shared
     assert len(tight(pairs, attention_length=50).trees) > 1  # one token in common is not worth a larger tree
     apart = tight([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)])
-    assert apart.trees == ((0, 9, False), (9, 18, False), (18, 27, False), (27, 36, False))  # nothing to share
+    assert [(tree.start, tree.stop) for tree in apart.trees] == [
+        (0, 9),
+        (9, 18),
+        (18, 27),
+        (27, 36),
+    ]  # nothing to share
+    assert all(len(tree.tails) == 1 for tree in apart.trees)
 
 
 @given(batches, st.integers(1, 3), st.integers(0, 2))
@@ -272,5 +282,6 @@ def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pai
 def test_packing_is_a_pure_function(pairs: list[Any]) -> None:
     for layout in (packed, tight):
         one, other = layout(pairs), layout(pairs)
-        for name in vars(one):
+        assert one.trees == other.trees
+        for name in vars(one).keys() - {"trees"}:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))

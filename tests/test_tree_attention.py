@@ -2,18 +2,17 @@
 
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
 import transformers
+from decoders import FAMILIES, KNOWN_PAIRS, PAD, PROMPT, TINY, VOCAB, StayInFloat64, gradients, padded, random_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.functional import logsigmoid
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.data.packing import PackedPass, pack, pack_tight
 from trl_tpu.data.row_plan import RowPlan
 from trl_tpu.data.row_shapes import RowShape
@@ -26,89 +25,14 @@ from trl_tpu.modeling.tree_attention import (
     use_tree_masks,
 )
 
-PAD = 0
-VOCAB = 32
-TINY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "num_labels": 1,
-}
-LAYERS = ["sliding_attention", "full_attention"]
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("Llama", {}),
-    "Llama, scaled RoPE": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
-    "Llama, eager": ("Llama", {"attn_implementation": "eager"}),
-    "Qwen2": ("Qwen2", {}),
-    "Qwen2, mixed windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": LAYERS}),
-    "Qwen3": ("Qwen3", {}),
-    "Mistral, sliding window": ("Mistral", {"sliding_window": 4}),
-    "Mistral, sliding window, eager": ("Mistral", {"sliding_window": 4, "attn_implementation": "eager"}),
-    "Gemma2, soft cap, mixed windows": (
-        "Gemma2",
-        {
-            "sliding_window": 3,
-            "layer_types": LAYERS,
-            "attn_logit_softcapping": 0.2,
-            "query_pre_attn_scalar": 4,
-            "attn_implementation": "eager",
-        },
-    ),
-    "Gemma3, mixed windows": (
-        "Gemma3Text",
-        {"sliding_window": 3, "layer_types": LAYERS, "query_pre_attn_scalar": 4},
-    ),
-    "Phi-3, sliding window": ("Phi3", {"sliding_window": 5}),
-    "OLMo2": ("Olmo2", {}),
-    "GPT-NeoX": ("GPTNeoX", {}),
-    "GPT-2, learned positions": ("GPT2", {}),
-    "Qwen3-MoE": (
-        "Qwen3Moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            "decoder_sparse_step": 1,
-            "experts_implementation": "eager",
-        },
-    ),
-}
+EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}
+ALL = [*FAMILIES, *EAGER]
 
 
 def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
-    """A random reward model in float64, its weights large enough that attention is far from uniform."""
-    name, settings = FAMILIES[family]
-    settings = {**TINY, **settings, **changes}
-    implementation = settings.pop("attn_implementation", "sdpa")
-    if name == "GPT2":
-        settings = {**settings, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**settings)
-    classes = transformers.AutoModelForSequenceClassification
-    model = classes.from_config(config, attn_implementation=implementation, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+    if family in EAGER:
+        family, changes = EAGER[family], {"attn_implementation": "eager", **changes}
+    model = random_decoder(family, **changes)
     use_tree_masks(model)
     return model
 
@@ -118,12 +42,6 @@ MODELS: dict[str, PreTrainedModel] = {}
 
 def model_of(family: str) -> PreTrainedModel:
     return MODELS.setdefault(family, tiny_model(family))
-
-
-def padded(model: nn.Module, pairs: list[Any]) -> torch.Tensor:
-    """The rewards [P, 2] as TRL computes them."""
-    batch = DataCollatorForPreference(PAD)([{"chosen_ids": one, "rejected_ids": other} for one, other in pairs])
-    return model(**batch).logits.view(2, len(pairs)).T
 
 
 LONG = 32  # what the largest pair of the tests takes
@@ -137,9 +55,9 @@ LAYOUTS = {
 # a model's own eager attention takes one mask for all trees
 CASES = [
     (family, layout)
-    for family, (_, config) in FAMILIES.items()
+    for family in ALL
     for layout in LAYOUTS
-    if layout != "tight" or config.get("attn_implementation") != "eager"
+    if layout != "tight" or not (family in EAGER or "attn_implementation" in FAMILIES[family][1])
 ]
 
 
@@ -149,7 +67,8 @@ def packed(model: nn.Module, pairs: list[Any], layout: str = "one pass", **kwarg
     chosen, rejected = zip(*pairs, strict=True)
     if plan is None:
         rows = pack_tight(chosen, rejected, PAD, attention_length=20)
-        return rewards_of(model, rows, trees=rows.trees, **kwargs)
+        scored = tuple(np.unique(rows.last_column_P2).tolist())
+        return rewards_of(model, rows, trees=rows.trees, scored=scored, **kwargs)
     passes = pack(chosen, rejected, plan, len(pairs), PAD)
     parts = [torch.where(mask(rows), rewards_of(model, rows, **kwargs), 0.0) for rows in passes]
     return torch.stack(parts).sum(dim=0)
@@ -162,28 +81,6 @@ def mask(rows: PackedPass) -> torch.Tensor:
 def rewards_of(model: nn.Module, rows: PackedPass, **kwargs: Any) -> torch.Tensor:
     names = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2")
     return packed_rewards(model, *(torch.from_numpy(getattr(rows, name)) for name in names), **kwargs)
-
-
-def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:
-    chosen, rejected = rewards_P2.unbind(-1)
-    loss = (-logsigmoid(chosen - rejected) + 0.1 * (chosen + rejected) ** 2).mean()
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
-
-
-class StayInFloat64(TorchFunctionMode):
-    """Norms and routers compute in float32 whatever the model's type is, which would hide errors up to 1e-7."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        tensor = args[0] if args else None
-        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
-            if function is torch.Tensor.float or (function is torch.Tensor.to and torch.float32 in args[1:]):
-                return tensor
-            if kwargs.get("dtype") == torch.float32:
-                kwargs["dtype"] = torch.float64
-        return function(*args, **kwargs)
 
 
 def assert_equal_in_both(model: nn.Module, pairs: list[Any], **kwargs: Any) -> None:
@@ -210,16 +107,6 @@ pair = st.one_of(
     st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
 )
 batches = st.lists(pair, min_size=1, max_size=5)
-PROMPT = [5, 6, 7, 8, 9, 10, 11]
-KNOWN_PAIRS = [
-    (PROMPT + [1, 2, 3, 4], PROMPT + [4, 3]),  # two tails
-    (PROMPT + [1, 2, 12], PROMPT + [13]),  # another pair of that prompt
-    (PROMPT, PROMPT + [14, 15, 16]),  # one a prefix of the other
-    ([17, 18, 19], [17, 18, 19]),  # identical
-    ([20], [21]),  # single tokens
-    ([22] * 9, [23] * 11),  # nothing shared
-    ([24, PAD, 25, PAD, PAD], [24, PAD, PAD]),  # the pad token in the text
-]
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
@@ -236,16 +123,16 @@ def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(
     assert_equal_in_both(model_of(family), pairs, layout=layout)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_trying_it_finds_every_family_exact_in_float32(family: str) -> None:
     check_packing_is_exact(tiny_model(family, vocab_size=64).float(), PAD)
 
 
 def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
-    assert {model_of(family).config.get_text_config().model_type for family in FAMILIES} == PROVEN_TYPES
+    assert {model_of(family).config.get_text_config().model_type for family in ALL} == PROVEN_TYPES
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_tight_rows_are_for_all_but_eager_attention(family: str) -> None:
     assert goes_tree_by_tree(model_of(family)) == ((family, "tight") in CASES)
 
@@ -264,6 +151,19 @@ def test_lora_trains_the_same(layout: str) -> None:
     assert_equal_in_both(model, KNOWN_PAIRS, layout=layout)
     found = gradients(model, packed(model, KNOWN_PAIRS, layout))
     assert any("lora_A" in name for name in found) and any("score" in name for name in found)
+
+
+@pytest.mark.parametrize("family", sorted({family for family, layout in CASES if layout == "tight"}))
+def test_in_tight_rows_the_last_feed_forward_reads_scored_tokens_only(family: str) -> None:
+    model, read = model_of(family), []
+    layers: Any = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    hooks = [
+        layer.mlp.register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape[1])) for layer in layers
+    ]
+    packed(model, [(PROMPT + [1, 2, 3], PROMPT + [4]), ([25, 26], [25, 26])], layout="tight")
+    for hook in hooks:
+        hook.remove()
+    assert read == [len(PROMPT) + 4 + 2, 3]  # two identical dialogues have one last token
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny  # noqa: E402
 
-RUNS, STEPS, PAIRS_A_BATCH, LAYERS, HEADS = 5, 12, 8, {64: 4, 256: 6}, 8
+RUNS, STEPS, PAIRS_A_BATCH, LAYERS, HEADS = 5, 24, 8, {64: 4, 256: 6}, 8
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "TRL 1.16": (trl, {"optim": "adamw_torch", "use_cpu": True}),
+    "TRL 1.16": (trl, {"use_cpu": True}),
     "trl_tpu": (trl_tpu, {}),
     "trl_tpu, padded": (trl_tpu, {"packing": False}),
 }
@@ -84,6 +84,7 @@ def train(
             gradient_checkpointing=False,
             logging_steps=1,
             save_strategy="no",
+            optim="adamw_torch_fused",  # TRL's default
             report_to="none",
             disable_tqdm=True,
             **settings,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad as pad_tensor
 from transformers import PreTrainedTokenizerBase
@@ -248,8 +249,8 @@ class PackedRows:
 class TightRow:
     """Pack a batch's pairs into one row without padding, for devices that take any shape.
 
-    The batch has the keys of one of `PackedRows`' passes, with R = 1, and `trees`, the first column of each tree and
-    the one after its last.
+    The batch has the keys of one of `PackedRows`' passes, with R = 1, and `trees`, where each tree lies, and `scored`,
+    the columns of dialogues' last tokens, ascending.
 
     Args:
         pad_token_id: Texts end before it.
@@ -261,7 +262,8 @@ class TightRow:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         packed = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_length)
-        return _tensors(packed) | {"trees": packed.trees}
+        scored = tuple(np.unique(packed.last_column_P2).tolist())
+        return _tensors(packed) | {"trees": packed.trees, "scored": scored}
 
 
 def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:

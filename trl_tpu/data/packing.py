@@ -26,7 +26,7 @@ import numpy as np
 
 from .row_plan import RowPlan, Way
 from .row_shapes import RowShape, snake
-from .tries import common_prefixes, lay_out, tree_sizes
+from .tries import Tree, common_prefixes, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
@@ -58,8 +58,8 @@ class PackedPass:
     """The target margin, float32; None where the data has none."""
     batch_pairs_1: np.ndarray
     """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
-    trees: tuple[tuple[int, int, bool], ...]
-    """The first column of each tree, in its row, the one after its last, and whether it branches."""
+    trees: tuple[Tree, ...]
+    """The tries of the rows."""
 
 
 def pack(
@@ -165,7 +165,7 @@ class _Batch:
         """All pairs in one row that is just long enough, tree after tree."""
         longest = RowShape(1, int(self.lengths_D.sum()))
         rows = self._written(trees_D, np.zeros(len(trees_D), int), longest)
-        used = rows.trees[-1][1]
+        used = rows.trees[-1].stop
         columns = {name: getattr(rows, name)[:, :used] for name in vars(rows) if name.endswith("_RL")}
         return replace(rows, **columns)
 

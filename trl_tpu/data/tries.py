@@ -3,7 +3,8 @@
 Letters: P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
 """
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,6 +49,37 @@ def tree_sizes(common_DD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sizes_P, chosen_PP + rejected_PP - in_both_PP
 
 
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The tokens that a dialogue adds to its tree: they see their path, and one another in order."""
+
+    start: int
+    """Their first column, counted from the tree's."""
+    stop: int
+    path: tuple[tuple[int, int], ...]
+    """The columns before them in their dialogue, as ranges counted from the tree's first."""
+
+    def after(self, depth: int) -> tuple[tuple[int, int], ...]:
+        """The path of a token that branches off at ``depth`` of the dialogue that ends with these tokens."""
+        kept = []
+        for start, stop in (*self.path, (self.start, self.stop)):
+            stop = min(stop, start + depth)
+            depth -= stop - start
+            if start < stop:
+                kept.append((start, stop))
+        return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where a tree lies in its row."""
+
+    start: int
+    stop: int
+    tails: tuple[Tail, ...]
+    """Its tokens in order. A tree that does not branch has one tail."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Rows with tries written depth first."""
@@ -56,7 +88,7 @@ class Layout:
     position_ids_RL: np.ndarray
     subtree_end_RL: np.ndarray
     last_column_D: np.ndarray
-    trees: tuple[tuple[int, int, bool], ...]
+    trees: tuple[Tree, ...]
 
 
 def lay_out(
@@ -78,6 +110,7 @@ def lay_out(
 
     path = np.zeros_like(columns)  # by depth, the column of the current dialogue's token
     written = []  # (tree, row, depth where its own tokens start, its length, first column, column after its last)
+    tails: dict[int, list[Tail]] = defaultdict(list)
     stops_R = np.zeros(rows, np.int64)
     before = -1
     for index in order[np.argsort(trees_D[order], kind="stable")]:
@@ -93,6 +126,7 @@ def lay_out(
         path[depth : len(ids)] = columns[start:stop]
         last_column_D[index] = path[len(ids) - 1]
         written.append((tree, row, depth, len(ids), start, stop))
+        _grow(tails[tree], int(depth), int(stop - start))
         before = index
 
     ends = np.zeros_like(columns)  # by depth, where the subtree of a token at that depth ends
@@ -100,13 +134,25 @@ def lay_out(
     for tree, row, depth, size, start, stop in reversed(written):
         if tree != after:
             ends[:] = stop
-            trees.append([row, start, stop])
+            trees.append([tree, start, stop])
         subtree_end_RL[row, start:stop] = ends[depth:size]
         ends[depth:] = start
         trees[-1][1] = start
         after = tree
-    spans = tuple(
-        (int(start), int(stop), bool((subtree_end_RL[row, start:stop] != stop).any()))
-        for row, start, stop in reversed(trees)
-    )
+    spans = tuple(Tree(int(start), int(stop), tuple(tails[tree])) for tree, start, stop in reversed(trees))
     return Layout(input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, spans)
+
+
+def _grow(tails: list[Tail], depth: int, size: int) -> None:
+    """Let a dialogue follow that leaves the one before it at ``depth`` and adds ``size`` tokens."""
+    if not size:
+        return
+    if not tails:
+        tails.append(Tail(0, size, ()))
+        return
+    last = tails[-1]
+    path = last.after(depth)
+    if path and path[-1][1] == last.stop:  # it goes on where the one before it ended
+        tails[-1] = replace(last, stop=last.stop + size)
+    else:
+        tails.append(Tail(last.stop, last.stop + size, path))

@@ -25,7 +25,8 @@ from ..parallel.mesh import BATCH_AXES, Axes
 from ..runtime.kernels import masked_attention
 from .attention import static_sdpa_attention, static_sdpa_mask
 from .expanded_rows import ExpandedRows
-from .tree_attention import RowLayout, TreeByTree, TreeMask
+from .tree_attention import RowLayout, TreeMask
+from .tree_masks import TreeByTree
 
 EXPANDED = "expanded"
 

@@ -29,7 +29,7 @@ class PackedPairs:
         """
         layout: dict[str, Any] = {f"{name}_RL": inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
         layout |= {f"{name}_P2": inputs[name] for name in ("last_row", "last_column")}
-        layout["trees"] = inputs.get("trees")
+        layout |= {name: inputs.get(name) for name in ("trees", "scored")}
         if "expand" in inputs:
             layout["expanded"] = ExpandedRows(*(inputs[name] for name in ("expand", "segment", "home", "back")))
         return cls(layout, inputs["tokens"], inputs.get("margin"), inputs["pair_mask"], inputs["batch_pairs"])
@@ -47,7 +47,7 @@ class PackedPairs:
         """The hidden states [P, 2, H] that the rewards are computed from, and the mask rules that were asked for."""
         rows = self.layout
         layout_R2L = torch.stack([rows["subtree_end_RL"], rows["position_ids_RL"]], dim=1)
-        masks = RowLayout(layout_R2L, rows["trees"], rows.get("expanded"))
+        masks = RowLayout(layout_R2L, rows["trees"], rows["scored"], rows.get("expanded"))
         _, hidden_RLH = packed_states(model, rows["input_ids_RL"], rows["position_ids_RL"], masks)
         return hidden_RLH[rows["last_row_P2"], rows["last_column_P2"]], masks.asked
 

@@ -12,12 +12,11 @@ by tree, so that its cost is that of the trees and not of the row.
 Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,11 +25,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..data.tries import Tree
 from .expanded_rows import ExpandedRows
+from .last_layer import scored_only
 from .rewards import find_score_head
-
-# Queries are taken in blocks of about this many, since a block's keys end with its last query.
-_QUERIES = 192
+from .tree_masks import TreeByTree, TreeMasks
 
 
 def tree_rule(
@@ -51,30 +50,21 @@ def tree_rule(
     return on_path
 
 
-class TreeMasks(NamedTuple):
-    """The masks of the trees in one tight row: first column, the column after the last, and mask [1, 1, S, S].
-
-    A tree that is a single dialogue has the mask that the model would have had for it alone, or None where it is
-    causal: attention functions have a faster way for that.
-    """
-
-    trees: tuple[tuple[int, int, torch.Tensor | None], ...]
-
-
 @dataclass(frozen=True)
 class RowLayout:
     """What a mask must know of packed rows.
 
     Args:
         layout_R2L: Subtree ends and position ids of each row, stacked.
-        trees: Of a tight row, the first column of each tree, the one after its last, and whether it branches; None to
-            mask whole rows.
+        trees: The trees of a tight row; None to mask whole rows.
+        scored: Of a tight row, the columns of the tokens that are scored, ascending; None to compute all of them.
         expanded: Where the tokens lie in rows of whole dialogues, for models that attend there.
         asked: The rules that a model has asked for masks of: none, if it makes its masks by itself.
     """
 
     layout_R2L: torch.Tensor
-    trees: tuple[tuple[int, int, bool], ...] | None = None
+    trees: tuple[Tree, ...] | None = None
+    scored: tuple[int, ...] | None = None
     expanded: ExpandedRows | None = None
     asked: list[str] = field(default_factory=list)
 
@@ -100,18 +90,19 @@ class TreeMask:
 
     def masks_of(self, layout: RowLayout, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The masks of packed rows by a model's own rule, in the form that its attention function takes."""
-        ours = {"mask_function": tree_rule(layout.layout_R2L, rule), "attention_mask": None}
-        kwargs |= ours | {"allow_is_causal_skip": False}
+        tree_wise = kwargs | {"mask_function": tree_rule(layout.layout_R2L, rule), "attention_mask": None}
+        tree_wise["allow_is_causal_skip"] = False
         if layout.trees is None:
-            return self.plain(*args, **kwargs)
+            return self.plain(*args, **tree_wise)
         masks = []
-        for start, stop, branches in layout.trees:
-            length = stop - start
-            span: dict[str, Any] = {"q_length": length, "kv_length": length, "q_offset": start, "kv_offset": start}
-            if not branches:
-                span |= {"mask_function": rule, "allow_is_causal_skip": True, "q_offset": 0, "kv_offset": 0}
-            masks.append((start, stop, self.plain(*args, **kwargs | span)))
-        return TreeMasks(tuple(masks))
+        for tree in layout.trees:
+            length = tree.stop - tree.start
+            alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
+            mask = self.plain(*args, **kwargs | alone)
+            if mask is not None and len(tree.tails) > 1:
+                mask = self.plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
+            masks.append((tree, mask))
+        return TreeMasks.of(masks, layout.layout_R2L[0, 0])
 
     @classmethod
     @contextmanager
@@ -122,65 +113,6 @@ class TreeMask:
             yield
         finally:
             cls.layout.reset(token)
-
-
-class TreeByTree:
-    """A registered attention function that computes a tight row's trees one at a time.
-
-    Args:
-        plain: The attention function for ordinary batches and masks.
-    """
-
-    def __init__(self, plain: Callable[..., tuple[torch.Tensor, Any]]) -> None:
-        self.plain = plain
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | TreeMasks | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        if not isinstance(attention_mask, TreeMasks):
-            return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
-        outputs = []
-        for start, stop, count, mask in _runs(attention_mask.trees):
-            here = slice(start, stop)
-            if mask is None:
-                # trees of one length are rows of one batch
-                rows = (tensor[0, :, here].unflatten(1, (count, -1)).transpose(0, 1) for tensor in (query, key, value))
-                outputs.append(self.plain(module, *rows, None, *args, **kwargs)[0].flatten(0, 1)[None])
-                continue
-            queries = -(-(stop - start) // max(1, round((stop - start) / _QUERIES)))
-            for first in range(0, stop - start, queries):
-                # keys after the block's last query are seen by none of it
-                last = min(first + queries, stop - start)
-                mask_11QK = mask[:, :, first:last, :last]
-                block = query[:, :, start + first : start + last]
-                seen = slice(start, start + last)
-                outputs.append(
-                    self.plain(module, block, key[:, :, seen], value[:, :, seen], mask_11QK, *args, **kwargs)[0]
-                )
-        return torch.cat(outputs, dim=1), None
-
-
-def _runs(
-    trees: Sequence[tuple[int, int, torch.Tensor | None]],
-) -> Iterator[tuple[int, int, int, torch.Tensor | None]]:
-    """Start, stop, number and mask of trees; equally long ones without a mask that follow one another are one run."""
-
-    def kind(tree: tuple[int, int, torch.Tensor | None]) -> tuple[bool, int]:
-        return tree[2] is not None, tree[1] - tree[0]
-
-    for (has_mask, _), group in itertools.groupby(trees, key=kind):
-        members = list(group)
-        if has_mask:
-            yield from ((start, stop, 1, mask) for start, stop, mask in members)
-        else:
-            yield members[0][0], members[-1][1], len(members), None
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:
@@ -217,7 +149,8 @@ def packed_rewards(
     subtree_end_RL: torch.Tensor,
     last_row_P2: torch.Tensor,
     last_column_P2: torch.Tensor,
-    trees: tuple[tuple[int, int, bool], ...] | None = None,
+    trees: tuple[Tree, ...] | None = None,
+    scored: tuple[int, ...] | None = None,
     expanded: ExpandedRows | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
@@ -230,13 +163,14 @@ def packed_rewards(
             `use_tree_masks`.
         input_ids_RL, position_ids_RL, subtree_end_RL, last_row_P2, last_column_P2: See `PackedPass`.
         trees: The trees of a tight row.
+        scored: The columns of its scored tokens, ascending.
         expanded: Where the tokens lie in expanded rows; used after `use_expanded_attention`.
         kwargs: Handed on to the model.
 
     Raises:
         ValueError: If the model has no `score` head, or did not ask for a mask.
     """
-    layout = RowLayout(torch.stack([subtree_end_RL, position_ids_RL], dim=1), trees, expanded)
+    layout = RowLayout(torch.stack([subtree_end_RL, position_ids_RL], dim=1), trees, scored, expanded)
     head, hidden_RLH = packed_states(model, input_ids_RL, position_ids_RL, layout, **kwargs)
     return score_wide(head, hidden_RLH[last_row_P2, last_column_P2])
 
@@ -257,7 +191,7 @@ def packed_states(
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(input_ids_RL), "position_ids": position_ids_RL}
     try:
-        with TreeMask.reading(layout):
+        with TreeMask.reading(layout), nullcontext() if layout.scored is None else scored_only(model, layout.scored):
             # the scores that the model itself picks, one a row, mean nothing here
             model(input_ids=input_ids_RL, **everything, **kwargs)
     finally:

@@ -50,7 +50,7 @@ EvalDataset: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
 )
 
-_PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens", "batch_pairs", "trees"}
+_PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens", "batch_pairs", "trees", "scored"}
 _PACKED_KEYS |= {"expand", "segment", "home", "back"}
 _OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
 
