@@ -1,0 +1,49 @@
+"""Where accelerate and transformers take their TPU branches, nothing that is float32 becomes bfloat16."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+def run(folder: Path, kind: str) -> dict[str, Any]:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+    process = subprocess.run(
+        [sys.executable, str(TESTS / "tpu_branches.py"), str(folder), kind],
+        env=plain
+        | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_accelerate_itself_would_store_all_in_bfloat16(tmp_path: Path) -> None:
+    """The emulation reaches the branch that it is about."""
+    stock = run(tmp_path, "stock")
+    assert stock["environment"]["XLA_USE_BF16"] == "1"
+    assert "accelerate.state" in stock["asked for a TPU"]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_state_stays_float32(tmp_path: Path, kind: str) -> None:
+    found = run(tmp_path, kind)
+    assert "accelerate.state" in found["asked for a TPU"]
+    assert found["environment"] in (
+        {"XLA_USE_BF16": None, "XLA_DOWNCAST_BF16": None},
+        {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0"},
+    )
+    assert found["computes in bfloat16"]
+    for name in ("weights", "optimizer", "saved weights", "saved optimizer"):
+        assert found[name] == ["torch.float32"], name
+    assert found["rewards"] == "float32"
+    assert found["fine losses"] and found["fine rewards"]
+    assert found["device keeps float32"] == [True, True]
