@@ -11,13 +11,14 @@ from trl_tpu import runtime
 from trl_tpu.data.row_shapes import RowShape
 from trl_tpu.modeling.expanded_attention import ExpandedMask, expanded_attention, use_expanded_attention
 from trl_tpu.modeling.expanded_rows import ExpandedRows
+from trl_tpu.parallel.mesh import MeshShape
 
 
 @pytest.fixture(scope="module")
 def devices() -> int:
     current = runtime.current()
     current.start()
-    current.set_mesh({"data": 1, "fsdp": current.device_count()})
+    current.set_mesh(MeshShape(fsdp=current.device_count()).sizes, 1)
     return current.device_count()
 
 
@@ -41,9 +42,8 @@ def test_each_device_gathers_from_its_own_rows(devices: int) -> None:
     """XLA's partitioner would fetch every row to every device, not seeing that rows are independent."""
 
     def on_device(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.to("xla")
-        runtime.current().shard(tensor, (("data", "fsdp"), *(None,) * (tensor.dim() - 1)))
-        return tensor
+        axes = (("data", "fsdp"), *(None,) * (tensor.dim() - 1))
+        return runtime.current().place(tensor, axes, torch_xla.device())
 
     length, rows = 32, 16
     torch.manual_seed(0)
