@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
@@ -15,6 +16,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from trl_tpu import runtime
+from trl_tpu.parallel.hosts import Host
 from trl_tpu.parallel.mesh import MeshShape
 
 TESTS = Path(__file__).parents[1]
@@ -87,16 +89,33 @@ def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.Monk
     assert torch.equal(current.to_host({"weight": placed})["weight"], weight)
 
 
-def test_rows_of_its_own_reach_a_hosts_devices_as_parts_of_the_whole() -> None:
-    """With one host, its own rows are all of them: uploaded either way they lie on the same devices."""
+@pytest.mark.parametrize("mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=4), MeshShape(fsdp=4, tensor=2)], ids=str)
+@pytest.mark.parametrize("order", ["as numbered", "another"])
+def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
+    mesh: MeshShape, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In torch_xla's own cutting, whatever the order of devices in the mesh; other rows may hold anything."""
     current: Any = runtime.current()
     current.start()
-    current.set_mesh(MeshShape(data=2, fsdp=4).sizes, 1)
+    current.set_mesh(mesh.sizes, 1)
+    if order == "another":
+        devices = np.random.default_rng(0).permutation(8)
+        monkeypatch.setattr(current, "_mesh", xs.Mesh(devices, tuple(mesh.sizes.values()), tuple(mesh.sizes)))
+    all_devices = torch_xla._XLAC._xla_get_runtime_devices()
     rows = torch.arange(48).view(16, 3)
-    shards = []
-    for own_rows in (None, lambda count: slice(0, count)):
-        uploaded = current._upload_batch(("data", "fsdp"), own_rows, rows, torch_xla.device())
+    uploaded = current._upload_batch(("data", "fsdp"), rows, torch_xla.device())
+    torch_xla.sync(wait=True)
+    shards = {shard.shard_device: shard.data for shard in xs.wrap_if_sharded(uploaded).local_shards}
+    assert set(shards) == set(all_devices)
+    hosts = [all_devices[:2] + all_devices[4:6], all_devices[2:4] + all_devices[6:]]  # as on 2 of 4 x 4 chips
+    for index, own in enumerate(hosts):
+        monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda own=own: own)
+        host = Host(index, 2, current.own_positions())
+        held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})
+        assert host.rows(16, mesh).tolist() == held
+        garbled = torch.full_like(rows, -1)
+        garbled[held] = rows[held]
+        again = current._upload_batch(("data", "fsdp"), garbled, torch_xla.device())
         torch_xla.sync(wait=True)
-        shards.append([shard.data.tolist() for shard in xs.wrap_if_sharded(uploaded).local_shards])
-    assert shards[0] == shards[1]
-    assert shards[0] == [rows[at : at + 2].tolist() for at in range(0, 16, 2)]
+        mine = {s.shard_device: s.data for s in xs.wrap_if_sharded(again).local_shards if s.shard_device in own}
+        assert all(torch.equal(mine[device], shards[device]) for device in own)

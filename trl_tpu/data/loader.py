@@ -1,12 +1,18 @@
 """Pairs in TRL's order, in batches, for a device that wants planned shapes."""
 
 from collections.abc import Callable, Sized
+from dataclasses import dataclass
 from typing import Any, cast
 
+import datasets
+import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import TrainingArguments
+
+from .collators import PairRows
+from .measure import longer_dialogues
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
 _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
@@ -47,3 +53,50 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
         )
     sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=count)
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+
+
+def read_own(pairs: datasets.Dataset, collate: PairRows, rows: np.ndarray) -> tuple["OwnPairs", "OwnRows"]:
+    """What a host reads of ``pairs`` in batches of padded pair rows, of which its devices hold ``rows``.
+
+    The batches have the shape of the whole ones, as they have to on every host; other rows hold copies.
+    """
+    return OwnPairs(pairs, rows, longer_dialogues(pairs)), OwnRows(collate, rows)
+
+
+@dataclass(frozen=True)
+class OwnPairs(Dataset[Any]):
+    """Gives, of a batch's pairs, those in ``rows``, and the longest of all, to whose length the batch is padded.
+
+    Args:
+        pairs: All pairs.
+        rows: Ascending.
+        lengths_N: The length that each pair would be padded to.
+    """
+
+    pairs: datasets.Dataset
+    rows: np.ndarray
+    lengths_N: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitems__(self, indices: list[int]) -> tuple[int, list[Any]]:
+        """The number of pairs in the whole batch; its pairs in `rows`, in order; and the longest."""
+        own = [indices[row] for row in self.rows if row < len(indices)]
+        longest = max(indices, key=self.lengths_N.__getitem__)
+        return len(indices), self.pairs.__getitems__([*own, longest])
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Collates what `OwnPairs` gives into a batch of all rows, in which ``rows`` hold what they should."""
+
+    collate: PairRows
+    rows: np.ndarray
+
+    def __call__(self, read: tuple[int, list[Any]]) -> dict[str, torch.Tensor]:
+        count, examples = read
+        source_P = torch.zeros(self.collate.pairs, dtype=torch.long)
+        source_P[self.rows] = torch.arange(len(self.rows))
+        batch = {key: value[source_P] for key, value in self.collate(examples).items()}
+        return batch | {"pair_mask": torch.arange(self.collate.pairs) < count}

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
+from datasets import Dataset
 
 
 def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray:
@@ -29,6 +30,14 @@ def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray
     if some.any():
         prefix_N[some] = np.minimum.reduceat(first_T, starts_N[some])
     return chosen_N + rejected_N - prefix_N
+
+
+def longer_dialogues(dataset: Dataset) -> np.ndarray:
+    """How many tokens the longer dialogue of each pair has [N], in the columns of either API."""
+    columns = [c for c in dataset.column_names if c in ("chosen_ids", "rejected_ids") or c.startswith("input_ids_")]
+    chunks = dataset.with_format("arrow", columns=columns).iter(batch_size=10_000)
+    longer = [np.max([np.diff(_flat(chunk[column])[1]) for column in columns], axis=0) for chunk in chunks]
+    return np.concatenate(longer) if longer else np.zeros(0, dtype=np.int64)
 
 
 def common_beginning(columns: Iterable[pa.ChunkedArray]) -> int:

@@ -1,11 +1,15 @@
 """What each of several hosts loads and decides, as pure arithmetic: one process a host, no device is touched.
 
-The devices of a host follow one another in the mesh, as torch_xla numbers them, so with the axes of `mesh.AXES`, the
-last one fastest, a host computes a run of the batch's rows.
+Under SPMD all processes run the same program. So every host must take the same step, evaluation, save and stop, with
+batches of the same shapes, or all wait for one another forever.
 """
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from .mesh import MeshShape
 
@@ -14,12 +18,19 @@ from .mesh import MeshShape
 class Host:
     """One of ``count`` hosts that train together.
 
+    Args:
+        index: Which it is.
+        count: How many there are.
+        positions: Where in the mesh, last axis fastest, its devices are. They need not follow one another: chips are
+            numbered through their grid, of which a host has a block, and several slices are put in an order of theirs.
+
     Raises:
         ValueError: If there is no such host.
     """
 
     index: int = 0
     count: int = 1
+    positions: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
@@ -30,33 +41,17 @@ class Host:
         """Whether this host logs, writes what all hosts share, and pushes to the Hub: the first, for all."""
         return self.index == 0
 
-    def rows(self, count: int, mesh: MeshShape) -> slice:
-        """The rows that this host's devices compute of ``count`` rows split over the batch axes.
+    def rows(self, count: int, mesh: MeshShape) -> np.ndarray:
+        """The rows that this host's devices hold of a batch of ``count`` rows, ascending.
 
-        With a `tensor` axis larger than a host, several hosts compute the same rows.
-
-        Raises:
-            ValueError: The hosts cannot have equally many of the mesh's devices, or its batch parts equally many rows.
+        Rows go over the batch axes, inside of which is `tensor`: devices that differ in it alone hold the same rows,
+        also when they are on several hosts. A batch that the axes do not divide is whole on every device.
         """
-        if mesh.devices % self.count:
-            raise ValueError(
-                f"mesh '{mesh}': {mesh.devices} devices / {self.count} hosts is no whole number, and every host has "
-                "equally many devices."
-            )
         if count % mesh.batch_shards:
-            raise ValueError(f"mesh '{mesh}': {count} rows / {mesh.batch_shards} parts of a batch is no whole number.")
-        own = mesh.devices // self.count
-        first, last = self.index * own, (self.index + 1) * own - 1  # devices
-        rows = count // mesh.batch_shards
-        return slice(first // mesh.tensor * rows, (last // mesh.tensor + 1) * rows)
-
-    def uploads_own_rows(self, mesh: MeshShape) -> bool:
-        """Whether each host uploads only the rows of its own devices; otherwise every host uploads the whole batch.
-
-        Own rows are dealt out to a host's devices one part each, in order: right where the batch is split over all
-        devices of one slice. Elsewhere several devices share rows, or the slices' order decides which are whose.
-        """
-        return self.count > 1 and mesh.tensor == 1 and mesh.slices == 1
+            return np.arange(count)
+        each = count // mesh.batch_shards
+        parts = sorted({position // mesh.tensor for position in self.positions})
+        return np.concatenate([np.arange(part * each, (part + 1) * each) for part in parts])
 
 
 def agreed(wishes: Iterable[tuple[bool, ...]]) -> tuple[bool, ...]:
@@ -65,3 +60,31 @@ def agreed(wishes: Iterable[tuple[bool, ...]]) -> tuple[bool, ...]:
     A host that saved, evaluated or stopped alone would leave the others waiting for it in their next collective.
     """
     return tuple(any(votes) for votes in zip(*wishes, strict=True))
+
+
+def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse hosts that were started with different arguments, data or checkpoints.
+
+    Args:
+        runs: Of each host, what has to be the same everywhere.
+
+    Raises:
+        ValueError: Names everything that differs, and each host's value.
+    """
+    faults = []
+    for name in runs[0]:
+        hosts_of: dict[str, list[int]] = {}
+        for host, run in enumerate(runs):
+            hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
+        if len(hosts_of) > 1:
+            faults.append(f"{name} is " + " and ".join(f"{value} on {_named(on)}" for value, on in hosts_of.items()))
+    if faults:
+        raise ValueError(
+            f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
+            "the same data, and an output_dir that all of them share."
+        )
+
+
+def _named(hosts: list[int]) -> str:
+    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ Axes = tuple[str | tuple[str, ...] | None, ...]
 
 #: What a layer's backward computes again: nothing, all, or all but its matrix products.
 Remat = Literal["none", "full", "dots"]
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,14 @@ class Runtime(Protocol):
     def process_count(self) -> int:
         """How many processes share one mesh."""
 
+    def own_positions(self) -> tuple[int, ...]:
+        """Where in the mesh, last axis fastest, the devices of this process are, ascending."""
+
     def barrier(self) -> None:
         """Wait until all processes of the mesh are here."""
 
-    def from_everyone(self, values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-        """What each process of the mesh says, in their order."""
+    def from_everyone(self, value: Value) -> list[Value]:
+        """What each process of the mesh says, in their order. For small values; all processes take part."""
 
     def hardware(self) -> str:
         """What the devices are, for the log."""
@@ -161,13 +166,10 @@ class Runtime(Protocol):
             args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
         """
 
-    def loader(
-        self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None
-    ) -> Iterable[dict[str, Any]]:
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
         """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``.
 
-        Every process has the same batches. With ``own_rows``, the rows of its own devices by the number of all, each
-        uploads those only.
+        Every process gives batches of all rows, and uploads those of its own devices; the others may hold anything.
         """
 
     def step_boundary(self) -> None:

@@ -5,9 +5,16 @@ torch_xla's ``rendezvous`` is no barrier under SPMD, where every host counts as 
 address of process 0, which the TPU's environment says, or MASTER_ADDR and MASTER_PORT.
 """
 
+from datetime import timedelta
+
 import torch.distributed as dist
 import torch_xla.distributed.xla_backend  # noqa: F401  # knows the address "xla://"
 import torch_xla.runtime as xr
+
+from . import Value
+
+# how long the others wait for one that is busy: the first writes a large model to slow storage
+_PATIENCE = timedelta(hours=2)
 
 
 def barrier() -> None:
@@ -17,16 +24,16 @@ def barrier() -> None:
         dist.barrier()
 
 
-def from_everyone(values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
+def from_everyone(value: Value) -> list[Value]:
     """What each host says, in their order."""
     if xr.process_count() == 1:
-        return [values]
+        return [value]
     _join()
-    said: list[tuple[bool, ...]] = [()] * xr.process_count()
-    dist.all_gather_object(said, values)
+    said = [value] * xr.process_count()
+    dist.all_gather_object(said, value)
     return said
 
 
 def _join() -> None:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method="xla://")
+        dist.init_process_group("gloo", init_method="xla://", timeout=_PATIENCE)

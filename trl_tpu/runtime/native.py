@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from . import Axes, Remat
+from . import Axes, Remat, Value
 from .kernels import MATMULS, segment_attention
 
 
@@ -32,11 +32,14 @@ class NativeRuntime:
     def process_count(self) -> int:
         return 1
 
+    def own_positions(self) -> tuple[int, ...]:
+        return (0,)
+
     def barrier(self) -> None:
         """One process."""
 
-    def from_everyone(self, values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-        return [values]
+    def from_everyone(self, value: Value) -> list[Value]:
+        return [value]
 
     def hardware(self) -> str:
         return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
@@ -88,9 +91,7 @@ class NativeRuntime:
     def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 
-    def loader(
-        self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None
-    ) -> Iterable[dict[str, Any]]:
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
         return batches
 
     def step_boundary(self) -> None:

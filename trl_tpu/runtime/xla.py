@@ -21,7 +21,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes, Remat, hosts
+from . import Axes, Remat, Value, hosts
 from .kernels import MATMULS, contract, segment_attention
 from .manual import by_device
 from .remat import recompute
@@ -162,11 +162,15 @@ class XlaRuntime:
     def process_count(self) -> int:
         return xr.process_count()
 
+    def own_positions(self) -> tuple[int, ...]:
+        own = {int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()}
+        return tuple(position for position, device in enumerate(self._mesh.device_ids) if int(device) in own)
+
     def barrier(self) -> None:
         hosts.barrier()
 
-    def from_everyone(self, values: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-        return hosts.from_everyone(values)
+    def from_everyone(self, value: Value) -> list[Value]:
+        return hosts.from_everyone(value)
 
     def hardware(self) -> str:
         return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
@@ -256,25 +260,21 @@ class XlaRuntime:
         keep = MATMULS if policy == "dots" else frozenset()
         return scan_layers(layers, axes, self.constrain, keep, hidden, args, kwargs)
 
-    def loader(
-        self, batches: DataLoader, batch_axes: tuple[str, ...], own_rows: Callable[[int], slice] | None
-    ) -> DeviceLoader:
-        return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes, own_rows))
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
+        return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))
 
-    def _upload_batch(
-        self,
-        batch_axes: tuple[str, ...],
-        own_rows: Callable[[int], slice] | None,
-        tensor: torch.Tensor,
-        device: torch.device,
-    ) -> torch.Tensor:
-        """A tensor of a batch over the batch axes; whole on every device where they do not divide it."""
+    def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A tensor of a batch over the batch axes; whole on every device where they do not divide it.
+
+        torch_xla cuts out what this host's devices hold by their places in the mesh. Its ``minibatch`` would instead
+        deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
+        host has 0, 1, 4 and 5.
+        """
         shards = int(np.prod([self._mesh.shape()[axis] for axis in batch_axes]))
         sharding = None
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
             spec = (batch_axes, *([None] * (tensor.dim() - 1)))
-            sharding = MeshSharding(self._mesh, spec, minibatch=own_rows is not None)
-            tensor = tensor if own_rows is None else tensor[own_rows(tensor.shape[0])]
+            sharding = MeshSharding(self._mesh, spec)
         return xm.send_cpu_data_to_device([tensor], device, sharding)[0]  # type: ignore[index]
 
     def step_boundary(self) -> None:

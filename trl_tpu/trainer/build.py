@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from .. import runtime
 from ..data.checks import check_token_ids
 from ..data.collators import bucket_lengths
 from ..data.legacy import prepare_legacy_dataset
+from ..data.measure import longer_dialogues
 from ..data.tokenize import prepare_preference_dataset
 from ..modeling.adapters import (
     add_adapters,
@@ -194,7 +194,4 @@ def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
 def _longest(dataset: Any) -> int | None:
     if not isinstance(dataset, Dataset):
         return None  # a stream
-    columns = [c for c in dataset.column_names if c in ("chosen_ids", "rejected_ids") or c.startswith("input_ids_")]
-    chunks = dataset.with_format("arrow", columns=columns).iter(batch_size=10_000)
-    longest = (pc.max(pc.list_value_length(chunk[column])).as_py() for chunk in chunks for column in columns)
-    return max(longest, default=None)
+    return int(longer_dialogues(dataset).max()) if len(dataset) else None

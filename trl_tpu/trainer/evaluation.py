@@ -98,7 +98,8 @@ class PairEvaluation(PairBatching):
         counted = on_host(self.runtime.fetch(self.reward_metrics.device_sums)).tokens + self.reward_metrics.num_tokens
         own = {"loss": float(losses_N.mean())} if len(losses_N) else {}
         own |= {"num_tokens": counted, **sums_of(rewards_N2).metrics()}
-        metrics = denumpify_detensorize(own | metrics)
+        # what is stopped, saved or kept because of a metric has to be the same on every host
+        metrics = self.runtime.from_everyone(denumpify_detensorize(own | metrics))[0]
         prefix = f"{metric_key_prefix}_"
         named = {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
         labels_N = np.zeros(len(rewards_N2), dtype=np.int64)

@@ -41,18 +41,28 @@ XLA_LIMITS = (
     Limit("torch_empty_cache_steps", bool, "leave it out: XLA plans memory when it compiles"),
 )
 
+HOSTS_LIMITS = (
+    Limit(
+        "enable_jit_checkpoint",
+        bool,
+        "it saves on the host that is told to stop, and the others would wait for it. In a callback, set "
+        "control.should_save and control.should_training_stop: what one host wishes, all do",
+    ),
+)
 
-def check_xla_limits(args: Any) -> None:
-    """Refuse settings that XLA cannot honour.
+
+def check_xla_limits(args: Any, hosts: int = 1) -> None:
+    """Refuse settings that XLA cannot honour, or not on several ``hosts``.
 
     Raises:
         ValueError: Names the setting, its value and what to do instead.
     """
-    for limit in XLA_LIMITS:
+    where = "PyTorch/XLA" if hosts == 1 else f"PyTorch/XLA on {hosts} hosts"
+    for limit in XLA_LIMITS if hosts == 1 else (*XLA_LIMITS, *HOSTS_LIMITS):
         value = getattr(args, limit.setting)
         value = getattr(value, "value", value)  # an enum's text
         if limit.is_impossible(value):
-            raise ValueError(f"{limit.setting}={value!r} is impossible on PyTorch/XLA: {limit.instead}.")
+            raise ValueError(f"{limit.setting}={value!r} is impossible on {where}: {limit.instead}.")
 
 
-__all__ = ["XLA_LIMITS", "Limit", "check_xla_limits"]
+__all__ = ["HOSTS_LIMITS", "XLA_LIMITS", "Limit", "check_xla_limits"]

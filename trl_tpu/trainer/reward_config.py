@@ -196,7 +196,7 @@ class RewardConfig(TrainingArguments):
         chosen = runtime.current()
         chosen.start()  # transformers looks for the device below, and SPMD must be on before that
         if runtime.is_xla():
-            check_xla_limits(self)
+            check_xla_limits(self, chosen.process_count())
         if self.bf16 is None:
             can_compute_bf16 = runtime.is_xla() or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16

@@ -62,10 +62,16 @@ def load_optimizer(optimizer: Optimizer, scheduler: Any, folder: str, runtime: R
     runtime.step_boundary()
 
 
-def save_progress(metrics: RewardMetrics, folder: str) -> None:
-    """Write the metrics' open sums and token count, so that a resumed run logs what an uninterrupted one would."""
+def save_progress(metrics: RewardMetrics, folder: str, writes: bool) -> None:
+    """Write the metrics' open sums and token count, so that a resumed run logs what an uninterrupted one would.
+
+    All processes take part, since the sums are on all devices, and those that have ``writes`` write.
+    """
+    state = metrics.state_dict()
+    if not writes:
+        return
     with open(os.path.join(folder, PROGRESS_FILE), "w", encoding="utf-8") as file:
-        json.dump(metrics.state_dict(), file)
+        json.dump(state, file)
 
 
 def load_progress(metrics: RewardMetrics, folder: str) -> None:

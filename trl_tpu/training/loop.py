@@ -6,40 +6,35 @@ state whole on every device, they are overridden here; on plain torch most overr
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 import transformers.trainer
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..data.loader import host_batches, skip_batches, training_order
+from ..data.collators import PairRows
+from ..data.loader import host_batches, read_own, skip_batches, training_order
 from ..modeling.scan import use_scan
-from ..parallel.hosts import Host, agreed
-from ..parallel.mesh import MeshShape
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..runtime import Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
-from .saving import SavingTrainer
 from .step import GradientBuffers, prepare_optimizer
-
-# what all hosts have to do together
-_DECISIONS = ("should_log", "should_save", "should_evaluate", "should_training_stop", "should_epoch_stop")
+from .together import TogetherTrainer
 
 
-class DeviceTrainer(SavingTrainer):
+class DeviceTrainer(TogetherTrainer):
     """A Trainer whose every step is one program on the device.
 
     Subclasses set `runtime`, `mesh` and `compute_dtype` before calling ``super().__init__``.
     """
 
-    mesh: MeshShape
     sharding_rules: Rules | None = None
     compute_dtype: torch.dtype | None
     remat: Remat = "full"
@@ -48,7 +43,6 @@ class DeviceTrainer(SavingTrainer):
     shard_report: ShardReport | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.host = Host(self.runtime.process_index(), self.runtime.process_count())
         super().__init__(*args, **kwargs)
         self.reward_metrics = RewardMetrics(self.runtime, self.args.device)
         self._gradients: GradientBuffers | None = None
@@ -108,7 +102,7 @@ class DeviceTrainer(SavingTrainer):
         dataloader_key: str | None = None,
     ) -> DataLoader:
         """On XLA, our own loader: accelerate's replicates every batch and forgets its settings on resume."""
-        collate = self.device_collator(dataset, batch_size)
+        collate: Any = self.device_collator(dataset, batch_size)
         if self.runtime.name == "native":
             with _collating(self, collate):
                 return super()._get_dataloader(
@@ -119,12 +113,11 @@ class DeviceTrainer(SavingTrainer):
         sampler = None
         if not isinstance(dataset, torch.utils.data.IterableDataset) and sampler_fn is not None:
             sampler = training_order(dataset, sampler_fn(dataset), self.args.data_seed)
+        own_rows = self.host.rows(batch_size, self.mesh)
+        if len(own_rows) < batch_size and isinstance(collate, PairRows) and isinstance(dataset, Dataset):
+            dataset, collate = read_own(dataset, collate, own_rows)
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
-        return self._on_device(batches)  # type: ignore[return-value]
-
-    def _on_device(self, batches: DataLoader) -> Any:
-        own_rows = partial(self.host.rows, mesh=self.mesh) if self.host.uploads_own_rows(self.mesh) else None
-        return self.runtime.loader(batches, self.mesh.batch_axes, own_rows)
+        return self.runtime.loader(batches, self.mesh.batch_axes)  # type: ignore[return-value]
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A resumed epoch skips batches through accelerate, which rebuilds the loader without its sharding.
@@ -132,7 +125,7 @@ class DeviceTrainer(SavingTrainer):
             super()._run_epoch(*args, **kwargs)
 
     def _skip_batches(self, loader: Any, count: int) -> Any:
-        return self._on_device(skip_batches(loader.batches, count))
+        return self.runtime.loader(skip_batches(loader.batches, count), self.mesh.batch_axes)
 
     # ---- the step
 
@@ -207,7 +200,7 @@ class DeviceTrainer(SavingTrainer):
         """Start the loss sum anew, as a vector: XLA would bake a scalar 0 into the next step's program."""
         self._tr_loss = self.runtime.upload(torch.zeros(1), self.args.device)
 
-    def _maybe_log_save_evaluate(
+    def _log_save_evaluate(
         self,
         tr_loss: torch.Tensor,
         grad_norm: torch.Tensor | float | None,
@@ -218,22 +211,13 @@ class DeviceTrainer(SavingTrainer):
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
-        self._agree()
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._log_step(tr_loss, grad_norm, start_time, learning_rate)
         self._guard.pause()
-        super()._maybe_log_save_evaluate(
+        super()._log_save_evaluate(
             tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
         )
         self._guard.resume()
-
-    def _agree(self) -> None:
-        """Let all hosts take the same decisions, whatever a callback on one of them has wished."""
-        if self.host.count == 1:
-            return
-        wishes = tuple(bool(getattr(self.control, name)) for name in _DECISIONS)
-        for name, decided in zip(_DECISIONS, agreed(self.runtime.from_everyone(wishes)), strict=True):
-            setattr(self.control, name, decided)
 
     def _log_step(
         self, tr_loss: torch.Tensor, grad_norm: torch.Tensor | float | None, start_time: float, rate: float | None

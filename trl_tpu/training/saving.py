@@ -41,8 +41,7 @@ class SavingTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
         else:
             save_optimizer(self.optimizer, self.lr_scheduler, output_dir, self.runtime, self.args.should_save)
-        if self.args.should_save:
-            save_progress(self.reward_metrics, output_dir)
+        save_progress(self.reward_metrics, output_dir, self.args.should_save)
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.runtime.name == "native" or self.args.should_save:
