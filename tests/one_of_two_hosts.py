@@ -1,8 +1,11 @@
-"""One of two hosts that train together, as far as one machine can: python tests/one_of_two_hosts.py INDEX FOLDER
+"""One of two hosts that train together, as far as one machine can: python tests/one_of_two_hosts.py INDEX FOLDER KIND
 
 Each host has a mesh of its own virtual devices, over which the batch is not split; so both compute the same, as hosts
 do, and no network joins their devices. Everything else is as on a pod: their indices, the group in which they meet, a
 folder that both write to. Prints as JSON what this host did.
+
+Of KIND "stop in a step" host 1 alone wishes to stop between two micro-batches, "stop after a log" when it has seen the
+second log, and "other data" has host 1 started with other pairs.
 """
 
 import json
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch_xla.runtime as xr
 
-index, folder = int(sys.argv[1]), Path(sys.argv[2])
+index, folder, kind = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 xr.process_index = lambda: index  # type: ignore[assignment]
 xr.process_count = lambda: 2  # type: ignore[assignment]
 
@@ -31,9 +34,12 @@ class Own(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_save |= index == 1 and state.global_step == 2
-        control.should_training_stop |= index == 1 and state.global_step == 5
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= kind == "stop in a step" and index == 1 and state.global_step == 4
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        control.should_training_stop |= kind == "stop after a log" and index == 1 and state.global_step == 4
         if state.is_world_process_zero:
             self.logged.append(state.global_step)
 
@@ -43,7 +49,7 @@ class Own(TrainerCallback):
 
 
 def main() -> None:
-    pairs = made_up_pairs(40)
+    pairs = made_up_pairs(48, seed=index if kind == "other data" else 0)
     texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
     model = save_tiny(folder / f"model{index}", texts)
     own = Own()
@@ -55,11 +61,14 @@ def main() -> None:
         logging_steps=2,
         save_strategy="steps",
         save_steps=4,
+        gradient_accumulation_steps=2,
         gradient_checkpointing=False,
         report_to="none",
         max_length=32,
     )
-    trainer = RewardTrainer(model, args, train_dataset=pairs, callbacks=[own])
+    trainer = RewardTrainer(
+        model, args, train_dataset=pairs, callbacks=[own], compute_metrics=lambda prediction: {"host": index}
+    )
     trainer.train()
     trainer.save_model(str(folder / "final"))
     runtime.current().barrier()
@@ -70,6 +79,7 @@ def main() -> None:
                 "logged": own.logged,
                 "saved": own.saved,
                 "should_save": args.should_save,
+                "whose metrics": trainer.evaluate(pairs.select(range(8)))["eval_host"],
                 "rewards": [float(value) for value in trainer.predict(pairs).predictions.flatten()[:6]],
             }
         )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.training_args import OptimizerNames
 
-from trl_tpu.trainer.limits import XLA_LIMITS, check_xla_limits
+from trl_tpu.trainer.limits import HOSTS_LIMITS, XLA_LIMITS, check_xla_limits
 from trl_tpu.trainer.reward_config import RewardConfig
 
 LIMITED: list[tuple[str, Any, str]] = [
@@ -74,3 +74,12 @@ def test_optimizers_that_need_cuda_are_refused_and_the_others_are_not(defaults: 
             refused.add(name.value)
     assert {"adamw_torch_fused", "rmsprop_bnb", "ademamix", "lion_32bit", "adamw_8bit"} <= refused
     assert not refused & {"adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop", "galore_adamw", "stable_adamw"}
+
+
+def test_what_one_host_can_do_alone_is_refused_on_several(defaults: SimpleNamespace) -> None:
+    assert [limit.setting for limit in HOSTS_LIMITS] == ["enable_jit_checkpoint"]
+    check_xla_limits(defaults, hosts=16)
+    defaults.enable_jit_checkpoint = True
+    check_xla_limits(defaults)
+    with pytest.raises(ValueError, match=r"enable_jit_checkpoint=True is impossible on PyTorch/XLA on 16 hosts: .*all"):
+        check_xla_limits(defaults, hosts=16)

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,8 @@ from trl_tpu.parallel.mesh import MeshShape
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hosts")
-
-
-@pytest.fixture(scope="module")
-def hosts(folder: Path) -> list[dict[str, Any]]:
+def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:
+    """Two hosts at a time, until both have ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -40,35 +36,62 @@ def hosts(folder: Path) -> list[dict[str, Any]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    command = [sys.executable, str(TESTS / "one_of_two_hosts.py")]
-    processes = [
-        subprocess.Popen(
-            [*command, str(index), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=(folder / f"{index}.log").open("w"),
-            text=True,
-        )
-        for index in (0, 1)
-    ]
-    printed = [process.communicate(timeout=300)[0] for process in processes]
-    for index, process in enumerate(processes):
-        assert process.returncode == 0, (folder / f"{index}.log").read_text()[-3000:]
-    (folder / "said").write_text(printed[1])
-    return [json.loads(text.splitlines()[-1]) for text in printed]
+
+    def run(index: int) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(TESTS / "one_of_two_hosts.py"), str(index), str(folder), kind]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(run, (0, 1)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hosts")
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> list[subprocess.CompletedProcess]:
+    processes = start(folder, "stop in a step")
+    assert [process.returncode for process in processes] == [0, 0], "".join(p.stderr[-2000:] for p in processes)
+    return processes
+
+
+@pytest.fixture(scope="module")
+def hosts(ended: list[subprocess.CompletedProcess]) -> list[dict[str, Any]]:
+    return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
 
 
 def test_what_one_host_wishes_both_do(hosts: list[dict[str, Any]], folder: Path) -> None:
-    assert [host["steps"] for host in hosts] == [5, 5]  # host 1 alone wanted to stop there
+    assert [host["steps"] for host in hosts] == [5, 5]  # host 1 alone wanted to stop, within that step
     saved = {path.name for path in (folder / "out").iterdir()}
     assert {"checkpoint-2", "checkpoint-4"} <= saved  # and it alone wanted to save at 2
     assert [host["saved"] for host in hosts] == [[1, 1], [1, 1]]  # neither goes on before all is written
 
 
-def test_only_the_first_host_logs_and_writes(hosts: list[dict[str, Any]], folder: Path) -> None:
+def test_only_the_first_host_logs_and_writes(
+    hosts: list[dict[str, Any]], ended: list[subprocess.CompletedProcess]
+) -> None:
     assert [bool(host["logged"]) for host in hosts] == [True, False]
     assert [host["should_save"] for host in hosts] == [True, False]
-    assert not any("loss" in line for line in (folder / "said").read_text().splitlines()[:-1])
+    assert "loss" not in "".join(ended[1].stdout.splitlines()[:-1])
+
+
+def test_decisions_by_metrics_are_by_the_first_host_s(hosts: list[dict[str, Any]]) -> None:
+    assert [host["whose metrics"] for host in hosts] == [0, 0]
+
+
+def test_a_wish_to_stop_that_comes_with_a_log_is_heard_on_both(tmp_path: Path) -> None:
+    processes = start(tmp_path, "stop after a log")
+    assert [process.returncode for process in processes] == [0, 0], "".join(p.stderr[-2000:] for p in processes)
+    assert [json.loads(process.stdout.splitlines()[-1])["steps"] for process in processes] == [4, 4]
+
+
+def test_hosts_with_different_data_both_refuse_to_start(tmp_path: Path) -> None:
+    """Instead of waiting for one another."""
+    for process in start(tmp_path, "other data"):
+        assert process.returncode != 0
+        assert "All hosts must train the same run, but train data is" in process.stderr
 
 
 def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], folder: Path) -> None:
