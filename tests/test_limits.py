@@ -81,5 +81,5 @@ def test_what_one_host_can_do_alone_is_refused_on_several(defaults: SimpleNamesp
     check_xla_limits(defaults, hosts=16)
     defaults.enable_jit_checkpoint = True
     check_xla_limits(defaults)
-    with pytest.raises(ValueError, match=r"enable_jit_checkpoint=True is impossible on PyTorch/XLA on 16 hosts: .*all"):
+    with pytest.raises(ValueError, match="enable_jit_checkpoint=True is impossible on PyTorch/XLA on 16 hosts: "):
         check_xla_limits(defaults, hosts=16)
