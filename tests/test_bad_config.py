@@ -185,7 +185,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "more mesh than devices": (
         {"mesh": "data=2,fsdp=4"},
-        ["mesh 'data=2,fsdp=4'", "data=2 x fsdp=4 is 8 and there are 1", "Meshes that work: data=1,fsdp=1"],
+        ["mesh 'data=2,fsdp=4'", "data=2 x fsdp=4 x tensor=1 is 8 and there are 1", "Meshes that work: data=1,fsdp=1"],
     ),
     "a mesh that does not divide": ({"mesh": "data=3,fsdp=-1"}, ["leaves 1/3, no whole number, for fsdp", "fsdp=-1"]),
     "an unknown mesh axis": ({"mesh": "fdsp=-1"}, ["unknown axis 'fdsp'", "data, fsdp", "Did you mean 'fsdp'?"]),
