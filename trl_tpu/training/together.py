@@ -35,7 +35,12 @@ class TogetherTrainer(SavingTrainer):
             self._postponed = _Postponed()
             self.add_callback(self._postponed)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
         """Train as transformers does.
 
         Raises:
@@ -45,7 +50,7 @@ class TogetherTrainer(SavingTrainer):
             check_alike(self.runtime.from_everyone(self._run(resume_from_checkpoint)))
             # stable: its turn comes after all other callbacks have wished
             self.callback_handler.callbacks.sort(key=lambda callback: callback is self._postponed)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _run(self, resume: str | bool | None) -> dict[str, Any]:
         """What has to be the same on every host."""
