@@ -1,32 +1,19 @@
 """What layers compute again: counted in the optimised programs, in a process of its own that has them written."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-TESTS = Path(__file__).parents[1]
 CASES = ["llama:packed", "llama_lora:padded", "qwen3_moe:padded"]
 POLICIES = ["none", "full", "dots"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    out = tmp_path_factory.mktemp("remat") / "out.json"
+def results(steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
     runs = [f'{case}:{{"remat": "{policy}"}}' for case in CASES for policy in POLICIES]
-    process = subprocess.run(
-        [sys.executable, str(TESTS / "remat_programs.py"), str(out), *runs],
-        env=os.environ | {"CPU_NUM_DEVICES": "1", "PYTHONPATH": str(TESTS.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(out.read_text())
+    return steps_apart(runs)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,11 +1,7 @@
 """Layers as a loop: the same loss and gradients as one by one, from a program that has one layer."""
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +14,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl_tpu import RewardTrainer
 from trl_tpu.modeling.scan import ScanImpossible, find_layers
 
-TESTS = Path(__file__).parents[1]
 CASES = {
     "llama:padded": {},
     "llama_lora:packed": {"remat": "dots"},
@@ -29,22 +24,14 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
     """What one step gave, by case and whether its layers were a loop."""
-    out = tmp_path_factory.mktemp("scan") / "out.json"
     runs = [
         f"{case}:{json.dumps(settings | {'scan_layers': scan})}"
         for case, settings in CASES.items()
         for scan in (False, True)
     ]
-    process = subprocess.run(
-        [sys.executable, str(TESTS / "remat_programs.py"), str(out), *runs],
-        env=os.environ | {"CPU_NUM_DEVICES": "1", "PYTHONPATH": str(TESTS.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    return json.loads(out.read_text())
+    return steps_apart(runs)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -86,6 +86,11 @@ def is_peft_model(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def without_adapters(model: nn.Module) -> Any:
+    """The transformers model itself, which adapters may be wrapped around."""
+    return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+
+
 def add_adapters(
     model: PreTrainedModel,
     peft_config: "PeftConfig",

@@ -21,8 +21,8 @@ _FOR_QUERIES = {"q_proj", "o_proj", "mlp"}
 
 
 @contextmanager
-def scored_only(model: nn.Module, scored: Sequence[int]) -> Iterator[None]:
-    """While open, the last layer of ``model`` computes the columns ``scored``, ascending, of the one row it is given.
+def scored_only(model: nn.Module, scored: Sequence[int], length: int) -> Iterator[None]:
+    """While open, the last layer of ``model`` computes the columns ``scored``, ascending, of one row of ``length``.
 
     A model whose layers are of an unknown make computes all as ever. So does one that computes its layers again in the
     backward (activation checkpointing), since that comes when this is closed.
@@ -32,7 +32,6 @@ def scored_only(model: nn.Module, scored: Sequence[int]) -> Iterator[None]:
         yield
         return
     columns_S = torch.tensor(scored, device=next(model.parameters()).device)
-    whole: list[torch.Tensor] = []
 
     def narrow_mask(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         masks = kwargs.get("attention_mask")
@@ -41,12 +40,10 @@ def scored_only(model: nn.Module, scored: Sequence[int]) -> Iterator[None]:
         return args, kwargs
 
     def gather(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        whole.append(args[0])
         return (args[0].index_select(1, columns_S), *args[1:])
 
     def scatter(_module: nn.Module, _args: tuple[Any, ...], output_1SH: torch.Tensor) -> torch.Tensor:
-        shape = (*whole.pop().shape[:2], *output_1SH.shape[2:])
-        return output_1SH.new_zeros(shape).index_copy(1, columns_S, output_1SH)
+        return output_1SH.new_zeros((1, length, *output_1SH.shape[2:])).index_copy(1, columns_S, output_1SH)
 
     hooks = [layer.register_forward_pre_hook(narrow_mask, with_kwargs=True)]
     for name, module in layer.named_modules():

@@ -17,7 +17,7 @@ from transformers.masking_utils import causal_mask_function
 from ..data.collators import DataCollatorForPreference, PackedRows, TightRow
 from ..data.row_plan import RowPlan
 from ..data.row_shapes import RowShape
-from .adapters import is_peft_model
+from .adapters import without_adapters
 from .packed_pairs import PackedPairs
 from .rewards import find_score_head
 from .tree_attention import goes_tree_by_tree, use_tree_masks
@@ -45,7 +45,7 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
     Raises:
         PackingImpossible: If the model has no `score` head, makes its own masks, or computes other hidden states.
     """
-    base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    base = without_adapters(model)
     if find_score_head(base) is None:
         raise PackingImpossible(
             f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
@@ -109,7 +109,7 @@ def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
     parameter = next(model.parameters())
     plan = RowPlan((RowShape(2, 32),))
     collators: list[Any] = [PackedRows(plan, len(examples), pad_token_id)]
-    base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    base = without_adapters(model)
     if goes_tree_by_tree(base):
         collators.append(TightRow(pad_token_id, attention_length=100))
     padded_P2H = _padded_states(model, examples, pad_token_id)

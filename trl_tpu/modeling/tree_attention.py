@@ -190,8 +190,10 @@ def packed_states(
     watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(input_ids_RL), "position_ids": position_ids_RL}
+    scored = layout.scored
+    last_layer = nullcontext() if scored is None else scored_only(model, scored, input_ids_RL.shape[1])
     try:
-        with TreeMask.reading(layout), nullcontext() if layout.scored is None else scored_only(model, layout.scored):
+        with TreeMask.reading(layout), last_layer:
             # the scores that the model itself picks, one a row, mean nothing here
             model(input_ids=input_ids_RL, **everything, **kwargs)
     finally:

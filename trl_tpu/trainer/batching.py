@@ -18,7 +18,7 @@ from ..data.collators import (
     TightRow,
 )
 from ..data.row_plan import RowPlan
-from ..modeling.adapters import is_peft_model
+from ..modeling.adapters import without_adapters
 from ..modeling.packed_pairs import PackedPairs
 from ..modeling.rewards import PairBatch
 from ..training.loop import DeviceTrainer
@@ -117,7 +117,7 @@ class PairBatching(DeviceTrainer):
         """
         if self.runtime.name == "native" or not self._packs(self.train_dataset):
             return
-        base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
+        base = without_adapters(self.model)
         self._expands = expands_rows(base, self._training_plan.longest, self.args)
         if self.args.row_length is None:
             return

@@ -21,6 +21,7 @@ from ..modeling.adapters import (
     prepare_adapters,
     reads_base_weights,
     warn_if_head_is_frozen,
+    without_adapters,
 )
 from ..modeling.attention import use_static_attention
 from ..modeling.chat_template import set_chat_template
@@ -141,7 +142,7 @@ def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer 
 def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
     if args.bf16:
         keep_score_head_in_float32(model)
-    base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    base = without_adapters(model)
     if runtime.is_xla():
         use_static_attention(base)
         use_static_experts(base)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from .. import runtime
 from ..data.measure import common_beginning, pair_sizes
 from ..data.row_plan import RowPlan, plan_rows
-from ..modeling.adapters import is_peft_model
+from ..modeling.adapters import without_adapters
 from ..modeling.expanded_attention import ExpansionImpossible, use_expanded_attention
 from ..modeling.packable import PackingImpossible, make_packable
 from ..modeling.tree_attention import goes_tree_by_tree
@@ -51,7 +51,7 @@ def try_to_pack(model: PreTrainedModel, pad_token_id: int, train_dataset: Any) -
 
 def takes_tight_rows(model: PreTrainedModel) -> bool:
     """Whether batches are one row without padding: where any shape does, and attention goes tree by tree."""
-    base: Any = model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
+    base = without_adapters(model)
     return not runtime.is_xla() and goes_tree_by_tree(base)
 
 

@@ -28,7 +28,7 @@ from ..data.collators import (
     DataCollatorForPreference,
 )
 from ..data.legacy import _tokenize
-from ..modeling.adapters import is_peft_model
+from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.packed_pairs import PackedPairs
 from .build import (
@@ -184,7 +184,7 @@ class RewardTrainer(PairEvaluation):
         batch = self.read_batch(inputs)
         own_keys = _OWN_KEYS | _PACKED_KEYS if isinstance(batch, PackedPairs) else _OWN_KEYS
         extras = {key: value for key, value in inputs.items() if key not in own_keys}
-        base: Any = self.model.get_base_model() if is_peft_model(self.model) else self.model  # type: ignore[operator]
+        base = without_adapters(self.model)
         if _accepts_use_cache(type(base)):  # type: ignore[arg-type]  # a class is hashable
             extras["use_cache"] = False
         rewards_P2, outputs = batch.rewards(model, **extras)
