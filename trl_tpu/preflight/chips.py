@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-GB, GiB = 10**9, 2**30
+GB, MiB, GiB = 10**9, 2**20, 2**30
 
 
 @dataclass(frozen=True)

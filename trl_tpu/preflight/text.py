@@ -1,0 +1,148 @@
+"""The report as text, for somebody who has not seen one before."""
+
+import textwrap
+
+from .chips import GB, GiB, MiB
+from .report import UNSEEN, Report
+
+_SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_NAMES = ((1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
+
+
+def text_of(report: Report) -> str:
+    """All of it, in paragraphs."""
+    parts = [
+        _head(report),
+        _verdict(report),
+        _memory(report),
+        _work(report),
+        _traffic(report),
+        _time(report),
+        *(_wrap(note) for note in report.notes),
+        _wrap(UNSEEN),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(report: Report) -> str:
+    case = report.case
+    trained = case.model.trained_parameters
+    share = "" if trained == case.model.parameters else f", {scaled(trained, _NAMES)} of them trained"
+    lines = [
+        f"{scaled(case.model.parameters, _NAMES)} parameters{share}, on {case.topology}: {case.topology.chips} "
+        f"chip(s) as mesh {case.mesh}, remat {case.remat}",
+        f"A step: {case.pairs:,} pairs in {case.rows:,} rows of {case.length:,} tokens, over all chips"
+        + (f"; {case.accumulation} such passes before each update" if case.accumulation > 1 else ""),
+    ]
+    return "\n".join([*lines, *([_wrap(report.basis)] if report.basis else [])])
+
+
+def _verdict(report: Report) -> str:
+    needed, there = sized(report.peak), sized(report.case.topology.chip.memory)
+    if report.fits:
+        return f"IT FITS: {needed} of the {there} of each chip are used, {sized(report.free)} are free."
+    return f"IT DOES NOT FIT: {needed} are needed on each chip, {sized(-report.free)} more than its {there}."
+
+
+def _memory(report: Report) -> str:
+    explained = {
+        "weights": "as the sharding plan splits them",
+        "optimizer": f"what {report.case.optim} keeps of each trained weight",
+        "gradients": "of the trained weights",
+        "activations": f"kept for the backward by remat {report.case.remat}",
+        "batch and other inputs": "",
+        "working space": "what the compiler needs besides: gathered weights, a layer's own results",
+        "program": "the instructions",
+    }
+    rows = [(kind, sized(size), explained[kind]) for kind, size in report.memory_by_kind().items()]
+    times = report.peak / max(report.least.bound, 1)
+    rows.append(("in all", sized(report.peak), f"{times:.2f} times the first four, which no program can do without"))
+    lines = _table("Memory of a chip", rows)
+    state = report.least.weights + report.least.optimizer
+    if report.program.aliased < 0.99 * state:
+        lines += (
+            f"\n  Only {sized(report.program.aliased)} of the {sized(state)} of state are updated in place: the rest "
+            "is there twice."
+        )
+    if not report.fits:
+        lines += "".join(f"\n  {sized(size):>10}  {name}" for name, size in report.program.largest_buffers[:5])
+    return lines
+
+
+def _work(report: Report) -> str:
+    case, flops = report.case, report.flops
+    compiled = report.program.flops * case.topology.chips
+    rows = [
+        ("needed", scaled(flops.useful) + "FLOP", f"{scaled(flops.useful / case.pairs)}FLOP a pair, by formula"),
+        ("compiled", scaled(compiled) + "FLOP", f"{compiled / flops.useful:.2f} times what is needed"),
+    ]
+    lines = _table("Operations of a step, of all chips", rows)
+    if case.remat == "full":
+        lines += f"\n  Computing layers again for the backward explains {flops.with_remat / flops.useful:.2f} times."
+    if case.lengths.tokens < 0.95 * case.rows * case.length:
+        filled = case.lengths.tokens / (case.rows * case.length)
+        lines += f"\n  Of the columns of the rows, {filled:.0%} hold a token; padding is computed too, but not needed."
+    if compiled < flops.useful:
+        lines += (
+            "\n  The compiler does not count what custom kernels (flash attention) compute; where it counts less than "
+            "is needed,\n  the time below rests on what is needed."
+        )
+    return lines
+
+
+def _traffic(report: Report) -> str:
+    rows = []
+    for axes, (compiled, needed) in report.traffic.items():
+        times = f"{compiled / needed:.2f} times the {scaled(needed)}B that the mesh needs" if needed else "not needed"
+        rows.append((axes, f"{scaled(compiled)}B", times))
+    return _table("Sent between chips in a step, to each chip, by mesh axis", rows) if rows else ""
+
+
+def _time(report: Report) -> str:
+    times, chip = report.times, report.case.topology.chip
+    rows = [
+        ("arithmetic", seconds(times.compute), f"at {chip.peak_flops / 1e12:,.0f} TFLOP/s in bfloat16"),
+        ("memory", seconds(times.memory), f"at {chip.memory_bandwidth / GB:,.0f} GB/s"),
+        ("links", seconds(times.links), f"at {chip.link_bandwidth / GB:,.0f} GB/s, over all links in one direction"),
+    ]
+    lines = _table(f"Time of a step at the chip's published speeds ({chip.source})", rows)
+    lines += (
+        f"\n  At best {seconds(times.fastest)}, limited by {times.limit}, if all of it happens at once; "
+        f"{seconds(times.slowest)} if one waits for the other."
+        f"\n  So at most {times.most_pairs_per_second:,.1f} pairs a second ({times.pairs_per_second_in_turns:,.1f} in "
+        f"turns), and at most {times.most_mfu:.0%} of the chips' arithmetic used for the model (MFU)."
+    )
+    if (hours := report.hours) is not None and report.training.pairs is not None:
+        chips = report.case.topology.chips
+        lines += (
+            f"\n  {report.training.pairs:,} pairs, {report.training.epochs:g} time(s): at least {hours[0]:,.2f} "
+            f"hours, {hours[0] * chips:,.1f} chip-hours ({hours[1]:,.2f} and {hours[1] * chips:,.1f} in turns)."
+        )
+        if report.price is not None:
+            costs = [each * chips * report.price for each in hours]
+            lines += f"\n  At {report.price:g} a chip-hour: at least {costs[0]:,.2f} ({costs[1]:,.2f} in turns)."
+    return lines + f"\n  Compiling took {report.program.compile_seconds:,.0f} s on this machine."
+
+
+def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
+    names, values = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    return "\n".join([title, *(f"  {name:<{names}}  {value:>{values}}  {why}".rstrip() for name, value, why in rows)])
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 119)
+
+
+def sized(size: float) -> str:
+    """Bytes of memory: 1.75 GiB."""
+    return f"{size / GiB:.2f} GiB" if abs(size) >= GiB / 10 else f"{size / MiB:.2f} MiB"
+
+
+def scaled(value: float, suffixes: tuple[tuple[float, str], ...] = _SUFFIXES) -> str:
+    """Three digits and a suffix: 8.03 G."""
+    size, suffix = next(((size, suffix) for size, suffix in suffixes if value >= size), (1.0, ""))
+    return f"{value / size:.3g} {suffix}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
