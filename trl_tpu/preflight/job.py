@@ -57,6 +57,26 @@ class FullRows:
 
 
 @dataclass(frozen=True)
+class PaddedRows:
+    """A row for each dialogue, all of one length: what a batch is without packing."""
+
+    length: int
+
+    def rows(self, pairs: int, parts: int) -> tuple[int, int]:
+        return 2 * pairs, self.length
+
+    def lengths(self, pairs: int) -> PairLengths:
+        answer = max(1, self.length // 4)
+        return PairLengths.of([(self.length - answer, answer, answer)] * pairs)
+
+    def __str__(self) -> str:
+        return (
+            f"Without packing, every dialogue is taken to have {self.length:,} tokens, three quarters of them prompt. "
+            "The prompt is computed twice, but needed once."
+        )
+
+
+@dataclass(frozen=True)
 class DataRows:
     """Rows as the trainer plans them from its data.
 
@@ -92,6 +112,7 @@ class Job:
     Args:
         model: On torch's meta device, with its adapters.
         rules: A sharding plan of the user's own.
+        notes: More to say in reports.
     """
 
     model: Any
@@ -101,6 +122,7 @@ class Job:
     optim: str = "adamw_torch"
     accumulation: int = 1
     masks: bool = False
+    notes: tuple[str, ...] = ()
     _placements: dict[MeshShape, dict[str, Placement]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -148,4 +170,4 @@ class Job:
         )
 
 
-__all__ = ["Batching", "DataRows", "FullRows", "Job"]
+__all__ = ["Batching", "DataRows", "FullRows", "Job", "PaddedRows"]

@@ -2,8 +2,9 @@
 
 import textwrap
 
-from .chips import GB, GiB, MiB
+from .chips import GB, GiB, MiB, Topology
 from .report import UNSEEN, Report
+from .search import Attempt, Found
 
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _NAMES = ((1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
@@ -122,6 +123,59 @@ def _time(report: Report) -> str:
             costs = [each * chips * report.price for each in hours]
             lines += f"\n  At {report.price:g} a chip-hour: at least {costs[0]:,.2f} ({costs[1]:,.2f} in turns)."
     return lines + f"\n  Compiling took {report.program.compile_seconds:,.0f} s on this machine."
+
+
+def refusal_text(attempt: Attempt) -> str:
+    """Of a program that the compiler did not make."""
+    needed, there = sized(attempt.needed), sized(attempt.available)
+    return (
+        f"{attempt.case.topology}, {attempt.case}\n\nIT DOES NOT FIT: the compiler gave up at {needed} on each chip, "
+        f"which has {there}."
+    )
+
+
+def remedies_text(tried: list[Attempt]) -> str:
+    """What was tried to make it fit."""
+    rows = [(each.what, sized(each.needed), _outcome(each)) for each in tried]
+    if not rows:
+        return "Nothing smaller is left to try: name a larger slice."
+    lines = _table("What would make it fit, each compiled unless it cannot fit", rows)
+    if not any(each.fits for each in tried):
+        lines += "\n  None of these fits. Allow more to be tried with --compiles, or train adapters (--use_peft)."
+    return lines
+
+
+def _outcome(attempt: Attempt) -> str:
+    if attempt.fits:
+        return (
+            f"FITS the {sized(attempt.available)}, at most {attempt.times.most_pairs_per_second:,.1f} pairs a second"
+        )
+    if attempt.compiled:
+        return f"too much for {sized(attempt.available)}"
+    return f"at least, by formula: cannot fit {sized(attempt.available)}"
+
+
+def found_text(found: Found, topology: Topology, basis: str) -> str:
+    """The best ways to use a slice."""
+    rows = []
+    for each in found.attempts:
+        case = each.case
+        pairs = case.pairs // case.mesh.batch_shards
+        flags = f"--mesh {case.mesh} --remat {case.remat} --per_device_train_batch_size {pairs}"
+        limit = f", limited by {each.times.limit}" if each.fits else ""
+        rows.append((flags, sized(each.needed), _outcome(each) + limit))
+    head = f"{topology}: {topology.chips} chip(s) of {sized(topology.chip.memory)}\n{_wrap(basis)}\n"
+    if not rows:
+        return f"{head}\nNothing fits: all {found.too_large} ways need more memory by formula. Name a larger slice."
+    lines = _table("The best ways, each compiled, by pairs a second", rows)
+    return (
+        f"{head}\n{lines}\n\n"
+        + _wrap(
+            f"Left out: {found.too_large} ways that need more memory by formula than there is, and {found.left} that "
+            "promise less by formula; --compiles says how many to compile."
+        )
+        + f"\n\n{_wrap(UNSEEN)}"
+    )
 
 
 def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
