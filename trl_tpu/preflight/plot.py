@@ -48,7 +48,7 @@ def _draw_memory(axes: object, report: Report) -> None:
     axes.axhline(there, color="black", linestyle="--", label=f"there is: {there:.0f}")
     axes.axhline(report.least.bound / GiB, color="gray", linestyle=":", label="least: state and activations")
     axes.set(xlim=(-0.5, 1.6), xticks=[], ylabel="GiB of a chip", title="Memory")
-    axes.legend(loc="upper right", fontsize=8)
+    axes.legend(loc="center right", fontsize=8)
 
 
 def _draw_roofline(axes: object, report: Report) -> None:

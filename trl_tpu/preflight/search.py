@@ -40,6 +40,7 @@ class Attempt:
         needed: Bytes of a chip's memory: of the program, by the compiler's refusal, or at least by formula.
         available: Bytes that there are.
         what: What was changed, in words.
+        compiled: Whether the compiler was asked.
     """
 
     case: Case
@@ -47,15 +48,11 @@ class Attempt:
     needed: int
     available: int
     what: str = ""
+    compiled: bool = True
 
     @property
     def fits(self) -> bool:
         return self.program is not None and self.needed <= self.available
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the compiler was asked."""
-        return self.program is not None or self.needed > least_memory(self.case).bound
 
     @property
     def times(self) -> Roofline:
@@ -94,7 +91,7 @@ def attempt(case: Case, compile_step: CompileStep, what: str = "") -> Attempt:
         needed = memory_refused(str(error))
         if needed is None:
             raise
-        return Attempt(case, None, needed, available, what)
+        return Attempt(case, None, max(needed, least_memory(case).bound), available, what)
     return Attempt(case, program, peak_memory(program), available, what)
 
 
@@ -147,7 +144,7 @@ def try_remedies(job: Job, case: Case, compile_step: CompileStep, most: int = 4)
     for what, changed in remedies(job, case):
         least, available = least_memory(changed).bound, changed.topology.chip.memory
         if least > available:
-            tried.append(Attempt(changed, None, least, available, what))
+            tried.append(Attempt(changed, None, least, available, what, compiled=False))
             continue
         if asked == most:
             break

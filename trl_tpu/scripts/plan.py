@@ -49,6 +49,10 @@ class PlanArguments:
     compiles: int = field(
         default=6, metadata={"help": "How many programs a search, or a way that does not fit, may compile."}
     )
+    all_layers: bool = field(
+        default=False,
+        metadata={"help": "Compile all layers of a deep model, which takes long, and not two depths of it."},
+    )
     json: bool = field(default=False, metadata={"help": "Print JSON: bytes, operations and seconds."})
     plot: str | None = field(
         default=None, metadata={"help": "A file (.png, .svg, .pdf) for a picture of memory and speed."}

@@ -17,6 +17,7 @@ from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_ada
 from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.load import set_eos_token, set_pad_token
 from trl_tpu.preflight.case import Case
+from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
 from trl_tpu.preflight.job import Batching, DataRows, FullRows, Job, PaddedRows
 from trl_tpu.preflight.lengths import PairLengths
 from trl_tpu.preflight.program import CompiledProgram
@@ -58,6 +59,8 @@ def job_of(asked: "Asked", folder: str) -> tuple[Job, int | None]:
     peft_config = get_peft_config(asked.model)
     if peft_config is not None:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != "none")
+    config = without_adapters(model).config
+    depths = depths_of(asked, config)
     parts = args.mesh_shape.batch_shards
     _, length = batching.rows(args.per_device_train_batch_size * parts, parts)
     job = Job(
@@ -68,6 +71,7 @@ def job_of(asked: "Asked", folder: str) -> tuple[Job, int | None]:
         optim=str(getattr(args.optim, "value", args.optim)),
         accumulation=args.gradient_accumulation_steps,
         masks=args.packing == "false" or _has_masks(args.packed_attention, length),
+        notes=() if depths is None else (depth_note(depths, config.num_hidden_layers),),
     )
     return job, len(batching.pairs) if isinstance(batching, DataRows) else None
 
@@ -154,6 +158,11 @@ def lengths_of(tokens: Any) -> tuple[PairLengths, int]:
     return PairLengths(prefix_P, chosen_P - prefix_P, rejected_P - prefix_P), common
 
 
+def depths_of(asked: "Asked", config: Any) -> tuple[int, int] | None:
+    """The depths that are compiled in the place of all layers; None compiles all."""
+    return None if asked.plan.all_layers or asked.training.scan_layers else two_depths(config)
+
+
 def compiler(asked: "Asked", job: Job) -> CompileStep:
     """The trainer's own step, traced and given to the TPU's compiler."""
     from trl_tpu.preflight.compile import compile_for, missing
@@ -162,6 +171,7 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
     if (reason := missing()) is not None:
         raise ValueError(reason)
     config = without_adapters(job.model).config
+    depths = depths_of(asked, config)
     peft_config = get_peft_config(asked.model)
     peft = peft_config and {each.name: getattr(peft_config, each.name) for each in fields(peft_config) if each.init}
 
@@ -175,7 +185,14 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
         kept = {name: value for name, value in asked.given.items() if name not in DECIDED_BY_REMAT}
         padded = isinstance(job.batching, PaddedRows)
         rows = Rows(case.pairs, case.length, None if padded else case.rows)
-        request = StepRequest(config, case.topology.chips, rows, kept | changed, peft)
-        return compile_for(trace_step(request), str(case.topology))
+
+        def compile_layers(layers: int) -> CompiledProgram:
+            model = with_layers(config, layers)
+            request = StepRequest(model, case.topology.chips, rows, kept | changed, peft)
+            return compile_for(trace_step(request), str(case.topology))
+
+        if depths is None:
+            return compile_layers(config.num_hidden_layers)
+        return compile_deep(compile_layers, depths, config.num_hidden_layers)
 
     return compile_step
