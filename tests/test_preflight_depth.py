@@ -70,7 +70,9 @@ def test_few_layers_are_compiled_as_they_are_and_many_by_two_depths() -> None:
     assert two_depths(config("llama", 32)) == (2, 4)
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
     assert two_depths(config("gemma3_text", 24, layer_types=kinds)) == (6, 12)
-    assert two_depths(config("gemma3_text", 26, layer_types=kinds + kinds[:2])) is None
+    assert two_depths(config("gemma3_text", 26, layer_types=kinds + kinds[:2])) == (2, 8)
+    assert two_depths(config("gemma3_text", 25, layer_types=kinds + kinds[:1])) == (7, 13)
+    assert two_depths(config("gemma3_text", 12, layer_types=kinds[:12])) is None
     assert "2 and 4 of the 32 layers" in depth_note((2, 4), 32)
 
 

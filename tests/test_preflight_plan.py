@@ -62,6 +62,14 @@ def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pyte
     assert "Compiling for v6e:1x1" in printed.err
 
 
+def test_the_number_of_steps_goes_before_the_dataset(model: str, capsys: pytest.CaptureFixture) -> None:
+    words = "--max_steps 10 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --pairs_in_dataset 9000"
+    assert plan.main(asked(model, words), compiled) == 0
+    out = capsys.readouterr().out
+    assert "80 pairs, 1 time(s)" in out
+    assert "2 such passes before each update" in out
+
+
 def test_json_has_the_figures_and_nothing_else_is_printed(model: str, capsys: pytest.CaptureFixture) -> None:
     assert plan.main(asked(model, "--json true --price_per_chip_hour 2"), compiled) == 0
     said = json.loads(capsys.readouterr().out)

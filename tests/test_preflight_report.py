@@ -17,7 +17,7 @@ from trl_tpu.preflight.program import CompiledProgram
 from trl_tpu.preflight.report import Report, Training
 from trl_tpu.preflight.roofline import Roofline
 from trl_tpu.preflight.search import attempt, memory_refused, remedies, search, try_remedies
-from trl_tpu.preflight.text import found_text, refusal_text, remedies_text, text_of
+from trl_tpu.preflight.text import duration, found_text, refusal_text, remedies_text, text_of
 
 V6E = parse_topology("v6e:4x4")
 
@@ -114,7 +114,9 @@ def test_the_text_says_all_that_is_asked_of_it(case: Case) -> None:
         "https://cloud.google.com/tpu/docs/v6e",
         "(MFU)",
         "1,000 pairs, 1 time(s)",
-        "Compiling took 12 s",
+        "Compiling took 12 s on",
+        "Most is sent by:",
+        "2 x all-gather bf16[1] over fsdp",
         "What compiling ahead of time cannot show",
     ):
         assert part in text, part
@@ -138,7 +140,16 @@ def test_padding_is_said_to_be_computed_but_not_needed(job: Job) -> None:
     case = dataclasses.replace(job, batching=PaddedRows(1024)).case(V6E, MeshShape(fsdp=16), "none", 1)
     assert (case.rows, case.length, case.pairs) == (32, 1024, 16)
     assert case.lengths.tokens == 16 * (1024 + 256)
-    assert "Of the columns of the rows, 62% hold a token" in text_of(Report(case, compiled(case)))
+    assert "Of the columns of the rows 62% hold a token" in text_of(Report(case, compiled(case)))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (0.0123, "12.3 ms"), (1.5, "1.5 s"), (119.0, "119 s"), (180.0, "3 min"), (9000.0, "2.5 h")],
+)
+def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+    assert duration(3600 * 12345) == "12,345 h"
 
 
 def test_one_chip_has_no_table_of_links(job: Job) -> None:

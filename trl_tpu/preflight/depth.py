@@ -16,13 +16,15 @@ _FEW = 8  # layers that are compiled as they are
 def two_depths(config: Any) -> tuple[int, int] | None:
     """Numbers of layers to compile in the place of all, or None where all are few.
 
-    Each has every kind of layer as often as the whole model does: kinds repeat with a period.
+    Kinds of layers repeat with a period: between the two depths, and from there to all, are whole periods.
     """
     layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["layer"] * layers
     period = next(size for size in range(1, layers + 1) if all(kinds[i] == kinds[i % size] for i in range(layers)))
-    first = period if period > 1 else 2
-    return (first, 2 * first) if layers > max(_FEW, 2 * first) and layers % period == 0 else None
+    more = max(period, 2)
+    first = more if period == 1 else layers % period or period
+    first += period if first < 2 else 0
+    return (first, first + more) if layers > max(_FEW, first + more) else None
 
 
 def with_layers(config: Any, layers: int) -> Any:

@@ -9,7 +9,7 @@ from .case import Case
 from .memory import Memory, least_memory
 from .program import CompiledProgram
 from .roofline import Roofline, compiled_roofline
-from .traffic import compiled_traffic, least_traffic
+from .traffic import axes_of, compiled_traffic, least_traffic
 
 UNSEEN = (
     "What compiling ahead of time cannot show: how near the chips come to their published speeds, and how much of the "
@@ -99,6 +99,18 @@ class Report:
         compiled, least = compiled_traffic(self.program.collectives, self.case.mesh), least_traffic(self.case)
         return {axes: (compiled.get(axes, 0), least.get(axes, 0)) for axes in dict.fromkeys([*least, *compiled])}
 
+    def largest_collectives(self, count: int = 3) -> list[tuple[str, int]]:
+        """What sends most in a pass, in words, and its bytes in all executions."""
+        sent = sorted(self.program.collectives, key=lambda each: -each.bytes * each.count)[:count]
+        return [
+            (
+                f"{each.count} x {each.kind} {each.dtype}[{','.join(map(str, each.shape))}] over "
+                f"{axes_of(each.groups, self.case.mesh) or 'nothing'} {each.op_name}".strip(),
+                each.bytes * each.count,
+            )
+            for each in sent
+        ]
+
     @property
     def hours(self) -> tuple[float, float] | None:
         """Hours for the dataset: if a chip's parts work at once, and in turns."""
@@ -138,6 +150,7 @@ class Report:
             "traffic": {
                 axes: {"compiled": compiled, "needed": needed} for axes, (compiled, needed) in self.traffic.items()
             },
+            "largest_collectives": [list(each) for each in self.largest_collectives(12)],
             "seconds_compute": self.times.compute,
             "seconds_memory": self.times.memory,
             "seconds_links": self.times.links,

@@ -77,52 +77,64 @@ def _work(report: Report) -> str:
         ("needed", scaled(flops.useful) + "FLOP", f"{scaled(flops.useful / case.pairs)}FLOP a pair, by formula"),
         ("compiled", scaled(compiled) + "FLOP", f"{compiled / flops.useful:.2f} times what is needed"),
     ]
-    lines = _table("Operations of a step, of all chips", rows)
+    lines = [_table("Operations of a step, of all chips", rows)]
     if case.remat == "full":
-        lines += f"\n  Computing layers again for the backward explains {flops.with_remat / flops.useful:.2f} times."
+        times = flops.with_remat / flops.useful
+        lines.append(f"Computing layers again for the backward explains {times:.2f} times.")
     if case.lengths.tokens < 0.95 * case.rows * case.length:
         filled = case.lengths.tokens / (case.rows * case.length)
-        lines += f"\n  Of the columns of the rows, {filled:.0%} hold a token; padding is computed too, but not needed."
+        lines.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
+    if case.masks:
+        lines.append("Attention with masks computes every query of a row with every key, whoever may see whom.")
     if compiled < flops.useful:
-        lines += (
-            "\n  The compiler does not count what custom kernels (flash attention) compute; where it counts less than "
-            "is needed,\n  the time below rests on what is needed."
+        lines.append(
+            "The compiler does not count what custom kernels (flash attention) compute; where it counts less than is "
+            "needed, the time below rests on what is needed."
         )
-    return lines
+    return "\n".join([lines[0], *(_indented(line) for line in lines[1:])])
 
 
 def _traffic(report: Report) -> str:
-    rows = []
+    rows, too_much = [], False
     for axes, (compiled, needed) in report.traffic.items():
-        times = f"{compiled / needed:.2f} times the {scaled(needed)}B that the mesh needs" if needed else "not needed"
-        rows.append((axes, f"{scaled(compiled)}B", times))
-    return _table("Sent between chips in a step, to each chip, by mesh axis", rows) if rows else ""
+        why = f"{compiled / needed:.2f} times the {scaled(needed)}B that the mesh needs" if needed else "not needed"
+        too_much |= compiled > 1.1 * needed
+        rows.append((axes, f"{scaled(compiled)}B", why))
+    if not rows:
+        return ""
+    lines = _table("Sent between chips in a step, to each chip, by mesh axis", rows)
+    if too_much:
+        largest = (f"{scaled(size)}B in {what}" for what, size in report.largest_collectives())
+        lines += "".join(f"\n{_indented(line)}" for line in ("Most is sent by:", *largest))
+    return lines
 
 
 def _time(report: Report) -> str:
     times, chip = report.times, report.case.topology.chip
     rows = [
-        ("arithmetic", seconds(times.compute), f"at {chip.peak_flops / 1e12:,.0f} TFLOP/s in bfloat16"),
-        ("memory", seconds(times.memory), f"at {chip.memory_bandwidth / GB:,.0f} GB/s"),
-        ("links", seconds(times.links), f"at {chip.link_bandwidth / GB:,.0f} GB/s, over all links in one direction"),
+        ("arithmetic", duration(times.compute), f"at {chip.peak_flops / 1e12:,.0f} TFLOP/s in bfloat16"),
+        ("memory", duration(times.memory), f"at {chip.memory_bandwidth / GB:,.0f} GB/s"),
+        ("links", duration(times.links), f"at {chip.link_bandwidth / GB:,.0f} GB/s, over all links in one direction"),
     ]
-    lines = _table(f"Time of a step at the chip's published speeds ({chip.source})", rows)
-    lines += (
-        f"\n  At best {seconds(times.fastest)}, limited by {times.limit}, if all of it happens at once; "
-        f"{seconds(times.slowest)} if one waits for the other."
-        f"\n  So at most {times.most_pairs_per_second:,.1f} pairs a second ({times.pairs_per_second_in_turns:,.1f} in "
-        f"turns), and at most {times.most_mfu:.0%} of the chips' arithmetic used for the model (MFU)."
-    )
+    lines = [
+        f"At best {duration(times.fastest)}, limited by {times.limit}, if all of it happens at once; "
+        f"{duration(times.slowest)} if one waits for the other.",
+        f"So at most {times.most_pairs_per_second:,.1f} pairs a second ({times.pairs_per_second_in_turns:,.1f} in "
+        f"turns), and at most {times.most_mfu:.0%} of the chips' arithmetic used for the model (MFU).",
+    ]
     if (hours := report.hours) is not None and report.training.pairs is not None:
-        chips = report.case.topology.chips
-        lines += (
-            f"\n  {report.training.pairs:,} pairs, {report.training.epochs:g} time(s): at least {hours[0]:,.2f} "
-            f"hours, {hours[0] * chips:,.1f} chip-hours ({hours[1]:,.2f} and {hours[1] * chips:,.1f} in turns)."
+        chip_hours = [each * report.case.topology.chips for each in hours]
+        lines.append(
+            f"{report.training.pairs:,} pairs, {report.training.epochs:g} time(s): at least "
+            f"{duration(hours[0] * 3600)}, {chip_hours[0]:,.4g} chip-hours ({duration(hours[1] * 3600)} and "
+            f"{chip_hours[1]:,.4g} in turns)."
         )
         if report.price is not None:
-            costs = [each * chips * report.price for each in hours]
-            lines += f"\n  At {report.price:g} a chip-hour: at least {costs[0]:,.2f} ({costs[1]:,.2f} in turns)."
-    return lines + f"\n  Compiling took {report.program.compile_seconds:,.0f} s on this machine."
+            costs = [each * report.price for each in chip_hours]
+            lines.append(f"At {report.price:g} a chip-hour: at least {costs[0]:,.2f} ({costs[1]:,.2f} in turns).")
+    lines.append(f"Compiling took {duration(report.program.compile_seconds)} on this machine.")
+    title = f"Time of a step at the chip's published speeds ({chip.source})"
+    return "\n".join([_table(title, rows), *(_indented(line) for line in lines)])
 
 
 def refusal_text(attempt: Attempt) -> str:
@@ -198,5 +210,12 @@ def scaled(value: float, suffixes: tuple[tuple[float, str], ...] = _SUFFIXES) ->
     return f"{value / size:.3g} {suffix}"
 
 
-def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+def duration(seconds: float) -> str:
+    """Three digits of the largest unit that is there at least twice: 5.2 h."""
+    units = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (0, 1e-3, "ms"))
+    size, name = next((size, name) for least, size, name in units if seconds >= least)
+    return f"{seconds / size:,.3g} {name}" if seconds < 3.6e6 else f"{seconds / size:,.0f} {name}"
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, 119, initial_indent="  ", subsequent_indent="    ", break_long_words=False)

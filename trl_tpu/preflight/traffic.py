@@ -106,4 +106,4 @@ def _of_blocks(case: Case) -> int:
     return one * (2 * len(split) + again)
 
 
-__all__ = ["ByAxis", "compiled_traffic", "least_traffic", "received"]
+__all__ = ["ByAxis", "axes_of", "compiled_traffic", "least_traffic", "received"]

@@ -78,7 +78,7 @@ def main(asked: Asked, compile_step: "CompileStep | None" = None) -> int:
         compile_step: What compiles; by default the TPU's own compiler.
 
     Returns:
-        The exit status: 0 if something fits, else 1.
+        The exit status: 0 if it fits, or of a search anything does, else 1.
 
     Raises:
         ValueError: No model, a mesh that the slice or the model does not fit, several slices.
@@ -119,7 +119,10 @@ def _plan(
     case = job.case(topology, mesh, args.remat_policy, args.per_device_train_batch_size)
     _say(f"Compiling for {topology}: {case} ...")
     first = attempt(case, compile_step)
-    training = Training(pairs_in_dataset, _epochs(args), asked.plan.price_per_chip_hour)
+    epochs = args.num_train_epochs
+    if args.max_steps > 0:
+        pairs_in_dataset, epochs = args.max_steps * case.pairs * case.accumulation, 1.0
+    training = Training(pairs_in_dataset, epochs, asked.plan.price_per_chip_hour)
     report = None
     if first.program is not None:
         report = Report(case, first.program, training, str(job.batching), job.notes)
@@ -161,10 +164,6 @@ def _watched(compile_step: "CompileStep") -> "CompileStep":
 def _say(line: str) -> None:
     """What is going on, apart from what is printed: programs take minutes to compile."""
     print(line, file=sys.stderr, flush=True)
-
-
-def _epochs(args: "RewardConfig") -> float:
-    return args.num_train_epochs if args.num_train_epochs > 0 else 1.0
 
 
 def make_parser() -> "TrlParser":
@@ -231,7 +230,7 @@ def run(argv: list[str]) -> int:
         pretend_devices(_chips(argv))
         parser = make_parser()
         return main(parse(parser, argv))
-    except (OSError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"trl-tpu plan: error: {error}", file=sys.stderr)
         return 2
 
