@@ -278,5 +278,8 @@ def test_rows_of_data_are_those_that_the_trainer_plans() -> None:
     planned, length = rows.rows(8, 4)
     assert planned % 4 == 0
     assert planned * length >= 8 * 100
+    long = DataRows(PairLengths.of([(1000, 700, 700)] * 10), {"most": 1})
+    assert long.rows(4, 4) == (4, 2560)  # the kernel's multiple of 256
+    assert DataRows(long.pairs, {"most": 1}, attention="masks").rows(4, 4) == (4, 2400)
     assert set(rows.lengths(50).sizes_P.tolist()) == {100, 120}
     assert "20 pairs of the dataset: 110 unique tokens on average, 120 at most" in str(rows)

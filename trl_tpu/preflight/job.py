@@ -17,6 +17,14 @@ from .case import Case
 from .chips import Topology
 from .lengths import PairLengths
 
+# rows of this length and more attend by a kernel on a TPU, see `trl_tpu.trainer.packing`
+LONG_ROW = 2048
+
+
+def attends_by_kernel(packed_attention: str, longest_row: int) -> bool:
+    """Whether packed rows attend without a score for each query and key, where the model allows it."""
+    return packed_attention == "expanded" or (packed_attention == "auto" and longest_row >= LONG_ROW)
+
 
 class Batching(Protocol):
     """Which rows the batches of a run have."""
@@ -83,13 +91,17 @@ class DataRows:
     Args:
         pairs: All of the dataset.
         settings: Of `plan_rows`.
+        attention: As `RewardConfig.packed_attention`.
     """
 
     pairs: PairLengths
     settings: dict[str, Any] = field(default_factory=dict)
+    attention: str = "auto"
 
     def rows(self, pairs: int, parts: int) -> tuple[int, int]:
         plan = plan_rows(self.pairs.sizes_P, pairs, parts, **self.settings)
+        if attends_by_kernel(self.attention, plan.longest):
+            plan = plan_rows(self.pairs.sizes_P, pairs, parts, **self.settings | {"common": 0, "multiple": 256})
         largest = max(plan.shapes, key=lambda shape: shape.work(plan.attention_length))
         return largest.rows, largest.length
 
@@ -170,4 +182,4 @@ class Job:
         )
 
 
-__all__ = ["Batching", "DataRows", "FullRows", "Job", "PaddedRows"]
+__all__ = ["LONG_ROW", "Batching", "DataRows", "FullRows", "Job", "PaddedRows", "attends_by_kernel"]

@@ -1,7 +1,6 @@
 """From the arguments of ``trl-tpu plan`` to the job that is planned, and to what compiles it."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.load import set_eos_token, set_pad_token
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
-from trl_tpu.preflight.job import Batching, DataRows, FullRows, Job, PaddedRows
+from trl_tpu.preflight.job import LONG_ROW, Batching, DataRows, FullRows, Job, PaddedRows, attends_by_kernel
 from trl_tpu.preflight.lengths import PairLengths
 from trl_tpu.preflight.program import CompiledProgram
 from trl_tpu.preflight.search import CompileStep
@@ -28,9 +27,6 @@ from trl_tpu.trainer.packing import attention_length
 
 if TYPE_CHECKING:
     from trl_tpu.scripts.plan import Asked
-
-# rows of this length and more attend without a score for each query and key, see `trl_tpu.trainer.packing`
-_LONG_ROW = 2048
 
 # what `remat` says already, see `RewardConfig`
 DECIDED_BY_REMAT = ("gradient_checkpointing", "activation_checkpointing")
@@ -61,6 +57,9 @@ def job_of(asked: "Asked", folder: str) -> tuple[Job, int | None]:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != "none")
     config = without_adapters(model).config
     depths = depths_of(asked, config)
+    notes = [] if depths is None else [depth_note(depths, config.num_hidden_layers)]
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        notes.append("The program was traced with weights in float32, whatever --dtype says; the formulas follow it.")
     parts = args.mesh_shape.batch_shards
     _, length = batching.rows(args.per_device_train_batch_size * parts, parts)
     job = Job(
@@ -70,14 +69,10 @@ def job_of(asked: "Asked", folder: str) -> tuple[Job, int | None]:
         compute_bytes=2 if args.bf16 else 4,
         optim=str(getattr(args.optim, "value", args.optim)),
         accumulation=args.gradient_accumulation_steps,
-        masks=args.packing == "false" or _has_masks(args.packed_attention, length),
-        notes=() if depths is None else (depth_note(depths, config.num_hidden_layers),),
+        masks=args.packing == "false" or not attends_by_kernel(args.packed_attention, length),
+        notes=tuple(notes),
     )
     return job, len(batching.pairs) if isinstance(batching, DataRows) else None
-
-
-def _has_masks(packed_attention: str, length: int) -> bool:
-    return packed_attention == "masks" or (packed_attention == "auto" and length < _LONG_ROW)
 
 
 def model_without_weights(name: str, kwargs: Mapping[str, Any]) -> Any:
@@ -104,8 +99,8 @@ def made_up_rows(asked: "Asked") -> FullRows | PaddedRows:
     """
     args, parts = asked.training, asked.training.mesh_shape.batch_shards
     if args.packing == "false":
-        return PaddedRows(args.row_length or args.max_length or _LONG_ROW)
-    usual = args.max_length + args.max_length // 2 if args.max_length else _LONG_ROW  # half of a dialogue is prompt
+        return PaddedRows(args.row_length or args.max_length or LONG_ROW)
+    usual = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW  # half of a dialogue is prompt
     length = args.row_length or int(round_up(usual, 128))
     if asked.plan.rows is None:
         return FullRows(length, max(1, length // usual))
@@ -142,7 +137,7 @@ def rows_of_data(asked: "Asked", model: Any, name: str, kwargs: Mapping[str, Any
         "attention_length": attention_length(model.config.get_text_config().hidden_size),
         "row_length": args.row_length,
     }
-    return DataRows(pairs, settings)
+    return DataRows(pairs, settings, args.packed_attention)
 
 
 def lengths_of(tokens: Any) -> tuple[PairLengths, int]:
@@ -173,7 +168,6 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
     config = without_adapters(job.model).config
     depths = depths_of(asked, config)
     peft_config = get_peft_config(asked.model)
-    peft = peft_config and {each.name: getattr(peft_config, each.name) for each in fields(peft_config) if each.init}
 
     def compile_step(case: Case) -> CompiledProgram:
         sizes = ",".join(f"{axis}={size}" for axis, size in case.mesh.sizes.items())
@@ -188,7 +182,7 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
 
         def compile_layers(layers: int) -> CompiledProgram:
             model = with_layers(config, layers)
-            request = StepRequest(model, case.topology.chips, rows, kept | changed, peft)
+            request = StepRequest(model, case.topology.chips, rows, kept | changed, peft_config)
             return compile_for(trace_step(request), str(case.topology))
 
         if depths is None:
