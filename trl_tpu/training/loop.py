@@ -6,7 +6,9 @@ state whole on every device, they are overridden here; on plain torch most overr
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
 
 from ..data.loader import host_batches, skip_batches, training_order
 from ..parallel.mesh import MeshShape
@@ -26,6 +29,7 @@ from ..runtime import Runtime
 from .checkpoint import load_optimizer, load_progress, save_optimizer, save_progress
 from .export import export_model
 from .guard import RecompileGuard
+from .manifest import ASIDE_FOLDER, check_given, newest_good, publish
 from .metrics import RewardMetrics, RewardSums, on_host
 from .step import GradientBuffers, prepare_optimizer
 
@@ -43,6 +47,7 @@ class DeviceTrainer(Trainer):
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     optimizer: Optimizer
     shard_report: ShardReport | None = None
+    _save_folder: str | None = None  # while a checkpoint is being written: where, instead of the output folder
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -241,6 +246,58 @@ class DeviceTrainer(Trainer):
         return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
 
     # ---- state
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; with ``resume_from_checkpoint=True`` from the newest checkpoint whose files are whole.
+
+        Raises:
+            ValueError: None is whole, or the one given by name is damaged.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_good(str(self.args.output_dir))
+        elif resume_from_checkpoint:
+            check_given(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint aside, publish it whole, and only then delete older ones."""
+        run_folder = Path(super()._get_output_dir(trial))
+        name, best = (f"checkpoint-{step}" for step in (self.state.global_step, self.state.best_global_step))
+        aside = run_folder / ASIDE_FOLDER
+        if self.args.should_save:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._meet()
+        self._save_folder = str(aside)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._save_folder = None
+        if self.state.best_model_checkpoint and Path(self.state.best_model_checkpoint).is_relative_to(aside):
+            self.state.best_model_checkpoint = str(run_folder / best)
+        self._meet()
+        if self.args.should_save:
+            self.state.save_to_json(str(aside / name / "trainer_state.json"))
+            publish(aside / name, run_folder / name)
+            shutil.rmtree(aside, ignore_errors=True)
+            limit, best_folder = self.args.save_total_limit, self.state.best_model_checkpoint
+            rotate_checkpoints(
+                output_dir=str(run_folder), save_total_limit=limit, best_model_checkpoint=best_folder, use_mtime=True
+            )
+        self._meet()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(run_folder / name))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._save_folder or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not while it is written: the upload runs beside training, and the folder is about to be renamed."""
+        if self._save_folder is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _meet(self) -> None:
+        if self.accelerator.num_processes > 1:
+            self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, as safetensors with config and tokenizer beside it."""
