@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes, Remat, Value, hosts
+from . import Axes, Remat, Value, hosts, shards
 from .kernels import MATMULS, contract, segment_attention
 from .manual import by_device
 from .remat import recompute
@@ -169,8 +170,8 @@ class XlaRuntime:
     def barrier(self) -> None:
         hosts.barrier()
 
-    def from_everyone(self, value: Value) -> list[Value]:
-        return hosts.from_everyone(value)
+    def from_everyone(self, value: Value, while_saving: bool = False) -> list[Value]:
+        return hosts.from_everyone(value, while_saving)
 
     def hardware(self) -> str:
         return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
@@ -290,32 +291,24 @@ class XlaRuntime:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        torch_xla.sync(wait=True)  # reading a shard while it is computed fails
-        whole = {id(t): _assemble(self._within_reach(t.detach())) for t in state.values()}
-        return {name: whole[id(t)] for name, t in state.items()}
+        if xr.process_count() > 1:  # none of several hosts has all shards
+            gathered = {id(tensor): self.gather(tensor) for tensor in state.values() if tensor.device.type == "xla"}
+            state = {name: gathered.get(id(tensor), tensor) for name, tensor in state.items()}
+        return self.assemble(shards.snapshot(state))
 
-    def _within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with all its shards on this host: of several hosts none has them all, so gather it for now."""
-        if xr.process_count() == 1 or tensor.device.type != "xla":
-            return tensor
-        whole = self.gather(tensor)
-        torch_xla.sync(wait=True)
-        return whole
+    def snapshot(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return shards.snapshot(state)
+
+    def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        unique = {id(part): shards.whole(part) for part in snapshot.values()}
+        return {name: unique[id(part)] for name, part in snapshot.items()}
+
+    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
+        shards.write(snapshot, folder)
+
+    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        shards.read(state, folder)
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")
         return compiles[0] if compiles else 0
-
-
-def _assemble(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole host copy out of the local shards: unlike ``.cpu()`` it compiles nothing and replicates nothing."""
-    if tensor.device.type != "xla":
-        return tensor.cpu()
-    if not torch_xla._XLAC._get_xla_sharding_spec(tensor):
-        return torch_xla._XLAC._xla_get_cpu_tensors([tensor])[0]
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for shard in xs.wrap_if_sharded(tensor).local_shards:
-        if shard.indices is Ellipsis:  # whole on this device
-            return shard.data
-        whole[tuple(shard.indices)] = shard.data[tuple(slice(0, part.stop - part.start) for part in shard.indices)]
-    return whole

@@ -9,7 +9,9 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 MANIFEST_FILE = "manifest.json"
 ASIDE_FOLDER = ".unfinished"  # beside the checkpoints: a rename within one file system is atomic
@@ -19,13 +21,27 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 logger = logging.getLogger(__name__)
 
 
-def publish(aside: Path, final: Path) -> None:
-    """Seal the folder ``aside`` and rename it to ``final``; an older ``final`` is replaced.
+def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Sizes and checksums of files below ``folder``, which are on disk afterwards."""
+    files = {}
+    for name in sorted(names):
+        _flush(folder / name)
+        files[name] = {"size": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+    return files
+
+
+def files_in(folder: Path) -> list[str]:
+    """The names of all files below ``folder``."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def publish(aside: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Seal the folder ``aside`` with a manifest of ``files`` and rename it to ``final``; an older one is replaced.
 
     A kill at any moment leaves ``final`` absent or complete. Where it existed, it may be left absent for the instant
     between two renames; its older version then still lies in the aside folder.
     """
-    _seal(aside)
+    _seal(aside, files)
     replaced = aside.with_name(f"{aside.name}.replaced")
     if final.exists():
         final.rename(replaced)
@@ -34,10 +50,13 @@ def publish(aside: Path, final: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def faults(folder: str | Path) -> list[str]:
+def faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """What is wrong with a checkpoint by its own manifest; empty for a good one.
 
     Files beside those of the manifest are no fault.
+
+    Args:
+        share: Which part of the files to look at, and in how many they are divided.
     """
     folder = Path(folder)
     try:
@@ -49,12 +68,17 @@ def faults(folder: str | Path) -> list[str]:
         return [f"it has no {MANIFEST_FILE}"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
-    found = (_file_fault(folder / name, name, size, digest) for name, (size, digest) in expected.items())
+    part, parts = share
+    shared = list(expected.items())[part::parts]
+    found = (_file_fault(folder / name, name, size, digest) for name, (size, digest) in shared)
     return [fault for fault in found if fault]
 
 
-def newest_good(output_dir: str | Path) -> str:
+def newest_good(output_dir: str | Path, examine: Callable[[Path], list[str]] = faults) -> str:
     """The checkpoint of the highest step that is whole; those that are not are named in warnings.
+
+    Args:
+        examine: Says what is wrong with a checkpoint.
 
     Raises:
         ValueError: There is none; it names what was found.
@@ -63,7 +87,7 @@ def newest_good(output_dir: str | Path) -> str:
     folders = [path for path in output_dir.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     rejected = []
     for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
-        if not (wrong := faults(folder)):
+        if not (wrong := examine(folder)):
             return str(folder)
         rejected.append(f"{folder}: {'; '.join(wrong)}")
         logger.warning("Skipping the checkpoint %s", rejected[-1])
@@ -74,28 +98,29 @@ def newest_good(output_dir: str | Path) -> str:
     )
 
 
-def check_given(folder: str | Path) -> None:
+def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = faults) -> None:
     """Refuse a damaged checkpoint that was asked for by name; one of another trainer has no manifest and may pass.
 
     Raises:
-        ValueError: Its files are not those of its manifest.
+        ValueError: There is none, or its files are not those of its manifest.
     """
+    if not Path(folder).is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} is no folder. Give the folder of a checkpoint, or True for the "
+            "newest good one of output_dir."
+        )
     if not (Path(folder) / MANIFEST_FILE).exists():
         logger.warning("The checkpoint %s has no %s, so its files cannot be checked.", folder, MANIFEST_FILE)
-    elif wrong := faults(folder):
+    elif wrong := examine(Path(folder)):
         raise ValueError(
             f"The checkpoint {folder} is damaged: {'; '.join(wrong)}. "
             "Give another folder, or resume_from_checkpoint=True for the newest good one."
         )
 
 
-def _seal(folder: Path) -> None:
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _digest(path)}
-        _flush(path)
+def _seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     manifest = folder / MANIFEST_FILE
-    manifest.write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1), encoding="utf-8")
+    manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
     _flush(manifest)
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         _flush(path)
