@@ -311,10 +311,10 @@ class SavingTrainer(Trainer):
 
 
 def _error_of(action: Callable[[], None]) -> Exception | None:
-    """What the file system said to ``action``, if it failed."""
+    """What the file system said to ``action``, if it failed; torch.save says it in a RuntimeError."""
     try:
         action()
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         return error
     return None
 
