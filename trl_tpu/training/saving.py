@@ -255,8 +255,8 @@ class SavingTrainer(Trainer):
         if self._progress is not None and self._progress["batches"] != self._batch_layout:
             raise ValueError(
                 f"The checkpoint {folder} was trained on {self._progress['batches']} batches, and these are "
-                f"{self._batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or start "
-                "from its weights: give its folder as the model."
+                f"{self._batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or "
+                "start from its weights: give its folder as the model."
             )
         return folder
 
