@@ -13,6 +13,7 @@ from .. import runtime
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
+from ..training.remote import is_url, staging_folder
 from .limits import check_xla_limits
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,9 @@ class RewardConfig(TrainingArguments):
             expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
         max_shapes (`int`, *optional*, defaults to `4`):
             On XLA, how many shapes batches may have, packed or padded: each is compiled once.
+        output_url (`str`, *optional*):
+            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
+            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
             defaults to float32. On a command line: JSON.
@@ -185,6 +189,9 @@ class RewardConfig(TrainingArguments):
         default=False,
         metadata={"help": "On XLA, run the decoder's layers as one loop, which shortens compiling deep models."},
     )
+    output_url: str | None = field(
+        default=None, metadata={"help": "Where checkpoints and the model are kept, such as gs://bucket/run."}
+    )
 
     # deprecated
     pad_token: str | None = field(
@@ -193,6 +200,8 @@ class RewardConfig(TrainingArguments):
     evaluation_strategy: str | None = field(default=None, metadata={"help": "Deprecated. Use `eval_strategy`."})
 
     def __post_init__(self) -> None:
+        if self.output_dir is not None and is_url(self.output_dir):
+            self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
         chosen = runtime.current()
         chosen.start()  # transformers looks for the device below, and SPMD must be on before that
         if runtime.is_xla():

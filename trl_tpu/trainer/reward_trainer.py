@@ -31,6 +31,7 @@ from ..data.legacy import _tokenize
 from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.packed_pairs import PackedPairs
+from ..training.remote import RemoteRun
 from .build import (
     build_dataset,
     build_reward_model,
@@ -117,6 +118,7 @@ class RewardTrainer(PairEvaluation):
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         self.sharding_rules = args.sharding_rules
+        self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         self.remat = args.remat_policy
         self.scan_layers = args.scan_layers
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
