@@ -1,6 +1,7 @@
-"""A stopped run on XLA goes on as if it had not been stopped; and what torch_xla takes for a preemption is a SIGTERM."""
+"""A stopped run on XLA goes on as if it had not been; and what torch_xla takes for a preemption is a SIGTERM."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,8 +67,6 @@ os._exit(0)
 
 def test_torch_xlas_own_notice_is_a_sigterm_that_a_second_one_does_not_get_through(tmp_path: Path) -> None:
     """Why `stops` handles the signal itself: the manager only sets a handler of SIGTERM, and no other signal's."""
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
