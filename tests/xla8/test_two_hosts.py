@@ -87,6 +87,16 @@ def test_a_wish_to_stop_that_comes_with_a_log_is_heard_on_both(tmp_path: Path) -
     assert [json.loads(process.stdout.splitlines()[-1])["steps"] for process in processes] == [4, 4]
 
 
+def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
+    """It comes while both evaluate, which neither ends; both save, and ask to be started again."""
+    processes = start(tmp_path, "SIGTERM")
+    assert [process.returncode for process in processes] == [75, 75], "".join(p.stderr[-2000:] for p in processes)
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    note = {"stopped_by": "SIGTERM", "evaluation_due": True}
+    assert state["stateful_callbacks"]["StoppingTrainer"]["attributes"] == note
+    assert not any("eval_loss" in log for log in state["log_history"])
+
+
 def test_hosts_with_different_data_both_refuse_to_start(tmp_path: Path) -> None:
     """Instead of waiting for one another."""
     for process in start(tmp_path, "other data"):

@@ -45,8 +45,8 @@ HOSTS_LIMITS = (
     Limit(
         "enable_jit_checkpoint",
         bool,
-        "it saves on the host that is told to stop, and the others would wait for it. In a callback, set "
-        "control.should_save and control.should_training_stop: what one host wishes, all do",
+        "it saves on the host that is told to stop, and the others would wait for it. Leave it out: a SIGTERM to any "
+        "host lets all of them save and stop",
     ),
 )
 

@@ -121,6 +121,7 @@ class RewardTrainer(PairEvaluation):
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         self.remat = args.remat_policy
         self.scan_layers = args.scan_layers
+        self.time_limit, self.save_interval = args.time_limit, args.save_interval
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
 
         set_seed(args.seed)  # before the model, whose score head may be random

@@ -26,10 +26,10 @@ from ..runtime import Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
 from .step import GradientBuffers, prepare_optimizer
-from .together import TogetherTrainer
+from .stops import StoppingTrainer
 
 
-class DeviceTrainer(TogetherTrainer):
+class DeviceTrainer(StoppingTrainer):
     """A Trainer whose every step is one program on the device.
 
     Subclasses set `runtime`, `mesh` and `compute_dtype` before calling ``super().__init__``.

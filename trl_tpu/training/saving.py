@@ -267,4 +267,6 @@ def _error_of(action: Callable[[], None]) -> Exception | None:
 
 
 def _watches_saves(callback: TrainerCallback) -> bool:
-    return type(callback).on_save is not TrainerCallback.on_save
+    """Whether a callback may look for what was saved; those of this package do not."""
+    kind = type(callback)
+    return kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith(f"{__package__}.")
