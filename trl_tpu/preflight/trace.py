@@ -15,7 +15,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from transformers import PretrainedConfig
+
+from ..parallel.mesh import Axes, names_of
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class StepRequest:
         model: A model's config; no weights are read.
         chips: In the mesh.
         batch: The shape of a batch.
-        arguments: Of `RewardConfig`, which must give `per_device_train_batch_size` no other value than ``batch``.
-        peft: Of `peft.LoraConfig`; None trains the whole model.
+        arguments: Of `RewardConfig`. Its batch size has to be that of ``batch``.
+        peft: A `peft.LoraConfig`; None trains the whole model.
         what: A training step or an evaluation step.
     """
 
@@ -50,7 +53,7 @@ class StepRequest:
     chips: int
     batch: Rows
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    peft: Mapping[str, Any] | None = None
+    peft: Any = None
     what: Literal["train", "evaluate"] = "train"
 
 
@@ -152,10 +155,25 @@ def run_apart(module: str, arguments: list[str], environment: Mapping[str, str])
         raise RuntimeError(f"{module} failed:\n{process.stderr[-4000:]}")
 
 
-def parts_of(mesh: Mapping[str, int], axes: Any) -> int:
+def parts_of(mesh: Mapping[str, int], axes: Axes) -> int:
     """Into how many parts ``axes``, of each dimension, cut a tensor."""
-    named = [axis for over in axes for axis in ((over,) if isinstance(over, str) else over or ())]
-    return prod(mesh[axis] for axis in named)
+    return prod(mesh[axis] for over in axes for axis in names_of(over))
+
+
+def hlo_sharding(mesh: Mapping[str, int], axes: Axes) -> str:
+    """A layout over a mesh, whose devices are numbered with the last axis fastest, in HLO's words."""
+    names = list(mesh)
+    over = [[axis for axis in names_of(each) if mesh[axis] > 1] for each in axes]
+    used = [axis for dimension in over for axis in dimension]
+    if not used:
+        return "{replicated}"
+    rest = [axis for axis in names if axis not in used]
+    copies = prod(mesh[axis] for axis in rest)
+    tiles = [prod(mesh[axis] for axis in dimension) for dimension in over] + [copies] * (copies > 1)
+    order = [names.index(axis) for axis in (*used, *rest)]
+    devices = np.arange(prod(mesh.values())).reshape(*mesh.values()).transpose(order).ravel()
+    last = " last_tile_dim_replicate" if copies > 1 else ""
+    return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{last}}}"
 
 
 __all__ = ["Argument", "Rows", "StepRequest", "TracedProgram", "run_apart", "trace_programs", "trace_step"]

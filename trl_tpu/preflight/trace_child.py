@@ -18,8 +18,12 @@ from transformers import (
 )
 
 from .. import runtime
-from ..runtime.placeholder import Input, PlaceholderRuntime, Program, hlo_sharding
-from .trace import Argument, Rows, StepRequest, TracedProgram, parts_of
+from ..data.row_plan import RowPlan
+from ..data.row_shapes import RowShape
+from ..runtime.placeholder import Input, PlaceholderRuntime, Program
+from ..trainer.reward_config import RewardConfig
+from ..trainer.reward_trainer import RewardTrainer
+from .trace import Argument, Rows, StepRequest, TracedProgram, hlo_sharding, parts_of
 
 
 class _Traced(Exception):
@@ -30,7 +34,7 @@ def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
     """See `trace.trace_programs`; once in a process, which must not have used a device."""
     tracer = _Tracer()
     runtime.replace(tracer.runtime)
-    trainer = _trainer(request)
+    trainer = trainer_of(request, model_without_weights(request.model))
     mesh = dict(trainer.mesh.sizes)
     tracer.watch(trainer)
     try:
@@ -42,9 +46,7 @@ def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
     except _Traced:
         pass
     return tuple(
-        TracedProgram(
-            program.hlo, tuple(_argument(each, mesh) for each in program.inputs), request.chips, mesh
-        )
+        TracedProgram(program.hlo, tuple(_argument(each, mesh) for each in program.inputs), request.chips, mesh)
         for program in tracer.programs
     )
 
@@ -104,25 +106,37 @@ class _FirstStep(TrainerCallback):
         self._tracer.end()
 
 
-def _trainer(request: StepRequest) -> Any:
-    from ..trainer.reward_config import RewardConfig
-    from ..trainer.reward_trainer import RewardTrainer
+class _OneShape(RewardTrainer):
+    """The trainer, with the one shape of packed rows that is asked for."""
 
+    shape: RowShape
+
+    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
+        return RowPlan((self.shape,))
+
+
+def trainer_of(request: StepRequest, model: PreTrainedModel) -> RewardTrainer:
+    """A trainer of ``model`` whose batches are all as requested."""
     args = RewardConfig(**_arguments(request, tempfile.mkdtemp()))
-    pairs = full_pairs(request.batch, packed=args.packing != "false", steps=2 * args.gradient_accumulation_steps)
-    peft_config = None
-    if request.peft is not None:
-        from peft import LoraConfig
-
-        peft_config = LoraConfig(**request.peft)
-    return RewardTrainer(
-        model=model_without_weights(request.model),
+    batch = request.batch
+    pairs = full_pairs(batch, packed=args.packing != "false", steps=2 * args.gradient_accumulation_steps)
+    trainer_class = type("RewardTrainer", (_OneShape,), {"shape": RowShape(batch.rows or batch.pairs, batch.length)})
+    trainer: RewardTrainer = trainer_class(
+        model=model,
         args=args,
         train_dataset=pairs,
         eval_dataset=pairs,
         processing_class=_tokenizer(),
-        peft_config=peft_config,
+        peft_config=request.peft,
     )
+    kind_of_batch = f"per_device_{'train' if request.what == 'train' else 'eval'}_batch_size"
+    actual = args.train_batch_size if request.what == "train" else args.eval_batch_size
+    if actual != batch.pairs:
+        raise ValueError(
+            f"{kind_of_batch}={getattr(args, kind_of_batch)} makes batches of {actual} pairs on {request.chips} "
+            f"chips, not of {batch.pairs}."
+        )
+    return trainer
 
 
 def _arguments(request: StepRequest, folder: str) -> dict[str, Any]:
@@ -139,7 +153,7 @@ def _arguments(request: StepRequest, folder: str) -> dict[str, Any]:
         "push_to_hub": False,
         "max_length": None,
         "max_shapes": 1,
-        "row_length": request.batch.length,
+        "row_length": None,
     }
     return {**request.arguments, **fixed}
 

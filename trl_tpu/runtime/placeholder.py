@@ -5,13 +5,13 @@ is kept as HLO, and what it computed becomes placeholders too; so a whole run ca
 """
 
 import gc
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
@@ -21,6 +21,8 @@ from . import Axes
 from .xla import XlaRuntime
 
 _C = torch_xla._XLAC
+_KERNELS_VERSION = 6
+"""That libtpu 0.0.21, torch_xla 2.9's, reads; it is written in a kernel, so that later ones read it too."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,16 @@ class PlaceholderRuntime(XlaRuntime):
     def __init__(self, stop: Callable[[Program], None] = lambda program: None) -> None:
         self._stop = stop
         self._known: dict[int, Known] = {}
+        self._holder: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
+        import jax._src.tpu_custom_call as kernels
+
         from .splash import splash_attention
 
+        # on a TPU jax asks its libtpu which version of kernels it reads; elsewhere it would write its newest
+        kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
         return splash_attention
 
     def has_attention_kernel(self) -> bool:
@@ -79,18 +86,23 @@ class PlaceholderRuntime(XlaRuntime):
 
     def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
         if tensor.device.type != "xla":
-            tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+            whole = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+            # a placeholder takes no layout, but what is computed from it does, and then becomes a placeholder
+            tensor = whole.logical_or(whole) if tensor.dtype == torch.bool else whole + 0
+            _C._xla_mark_sharding(tensor, self._sharding(axes))
+            _C._clear_pending_irs(str(torch_xla.device()))
         self.know(tensor, "", "other", axes)
         return tensor
 
-    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return self.place(tensor, (None,) * tensor.dim(), device)
+    def _sharding(self, axes: Axes) -> Any:
+        return self._mesh.get_op_sharding(axes or (None,))
 
-    def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
-        known = self._known.get(_C._xla_get_tensor_id(tensor)) if tensor.device.type == "xla" else None
-        if known is not None and any(known.axes):
-            tensor = tensor + 0  # as of a tensor with data, which would have a layout
-        return super().constrain(tensor, axes)
+    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if not _pending():
+            return self.place(tensor, (None,) * tensor.dim(), device)
+        # in the middle of a step nothing may be cleared; what comes then, learning rates, needs no layout
+        placeholder: torch.Tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+        return placeholder
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> "Batches":  # type: ignore[override]
         return Batches(batches, partial(self._batch, batch_axes), self.step_boundary)
@@ -98,10 +110,12 @@ class PlaceholderRuntime(XlaRuntime):
     def _batch(self, batch_axes: tuple[str, ...], name: str, tensor: torch.Tensor) -> torch.Tensor:
         sizes = self._mesh.shape()
         shards = prod(sizes[axis] for axis in batch_axes)
-        divides = tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0
-        rest = (None,) * (tensor.dim() - 1)
-        axes: Axes = (batch_axes, *rest) if divides else (None,) * tensor.dim()
-        placed = self.place(tensor, axes, torch_xla.device())
+        device = torch_xla.device()
+        if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
+            axes: Axes = (batch_axes, *([None] * (tensor.dim() - 1)))
+            placed = self.place(tensor, axes, device)
+        else:
+            axes, placed = (None,) * tensor.dim(), self.upload(tensor, device)
         self.know(placed, name, "batch", axes)
         return placed
 
@@ -117,21 +131,45 @@ class PlaceholderRuntime(XlaRuntime):
         pending = _pending()
         if not pending:
             return
-        program = self._record([group[0] for group in pending.values()])
-        for group in pending.values():
-            source = xb.create_placeholder_tensor(tuple(group[0].shape), group[0].dtype)
-            for tensor in group:
-                _C._replace_xla_tensor(tensor, source)
+        program = self._record(pending)
+        for tensor in pending:
+            known = self._origin(tensor)
+            if known is None:
+                known = Known("", "other", (None,) * tensor.dim())
+            self.know(tensor, known.name, known.kind, known.axes)
+            self._holder[_memory(tensor)] = _C._xla_get_tensor_id(tensor)
+            if not _C._get_xla_sharding_spec(tensor):
+                _C._xla_mark_sharding(tensor, self._sharding(known.axes))
+        _C._clear_pending_irs(str(torch_xla.device()))
         self._stop(program)
 
     def _record(self, outputs: list[torch.Tensor]) -> Program:
-        overwritten = {_C._xla_get_tensor_view_alias_id(tensor) for tensor in outputs}
+        overwritten = {self._overwritten(tensor) for tensor in outputs}
         ids, tensors = _C._get_tensors_xla_device_data_node(outputs)
         inputs = tuple(
             Input(self._known.get(number), tuple(tensor.shape), tensor.dtype, number in overwritten)
             for number, tensor in zip(ids, tensors, strict=True)
         )
         return Program(_C._get_xla_tensors_hlo_proto(outputs), inputs)
+
+    def _overwritten(self, tensor: torch.Tensor) -> int:
+        """The number of the tensor that ``tensor`` replaces, in place; its own number if there is none."""
+        memory = _memory(tensor)
+        return self._holder.get(memory, memory)
+
+    def _origin(self, tensor: torch.Tensor) -> Known | None:
+        """What a result stands for: what it replaces, or what it has the layout of, being like its only argument.
+
+        The compiler would find out the same: it carries layouts on through operations on single elements.
+        """
+        known = self._known.get(self._overwritten(tensor))
+        if known is not None:
+            return known
+        ids, arguments = _C._get_tensors_xla_device_data_node([tensor])
+        like = [
+            self._known.get(each) for each, other in zip(ids, arguments, strict=True) if other.shape == tensor.shape
+        ]
+        return Known("", "other", like[0].axes) if len(like) == 1 and like[0] is not None else None
 
 
 class Batches:
@@ -169,32 +207,20 @@ class Batches:
         return self._place(name, value) if isinstance(value, torch.Tensor) else value
 
 
-def _pending() -> dict[int, list[torch.Tensor]]:
-    """Every tensor that a boundary would compute, by number and so in torch_xla's order; several may share one."""
-    found: dict[int, list[torch.Tensor]] = {}
+def _pending() -> list[torch.Tensor]:
+    """Every tensor that a boundary would compute, once, by number: in torch_xla's order."""
+    found: dict[int, torch.Tensor] = {}
     for each in gc.get_objects():
         # type(), since isinstance would wake up lazy modules and proxies
         if issubclass(type(each), torch.Tensor) and each.device.type == "xla":
-            found.setdefault(_C._xla_get_tensor_id(each), []).append(each)
-    numbers = sorted(found)
-    if not numbers:
-        return {}
-    needed = _C._check_tensor_need_materialization([found[number][0] for number in numbers])
-    return {number: found[number] for number, is_needed in zip(numbers, needed, strict=True) if is_needed}
+            found[_C._xla_get_tensor_id(each)] = each
+    tensors = [found[number] for number in sorted(found)]
+    needed = _C._check_tensor_need_materialization(tensors) if tensors else []
+    return [tensor for tensor, is_needed in zip(tensors, needed, strict=True) if is_needed]
 
 
-def hlo_sharding(sizes: Mapping[str, int], axes: Axes) -> str:
-    """A layout over a mesh, whose devices are numbered with the last axis fastest, in HLO's words."""
-    over = [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in axes]
-    used = [axis for dimension in over for axis in dimension if sizes[axis] > 1]
-    if not used:
-        return "{replicated}"
-    names = list(sizes)
-    rest = [axis for axis in names if axis not in used and sizes[axis] > 1]
-    tiles = [prod(sizes[axis] for axis in dimension) for dimension in over]
-    tiles += [prod(sizes[axis] for axis in rest)] if rest else []
-    order = [names.index(axis) for axis in (*used, *rest)]
-    order += [number for number in range(len(names)) if number not in order]
-    devices = np.arange(prod(sizes.values())).reshape(*sizes.values()).transpose(order).ravel()
-    replicated = " last_tile_dim_replicate" if rest else ""
-    return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{replicated}}}"
+def _memory(tensor: torch.Tensor) -> int:
+    """The number of the tensor whose memory it takes: its own, unless it was changed in place."""
+    found = re.search(r"AliasID: (\d+)", _C._get_xla_tensor_debug_info(tensor))
+    assert found is not None
+    return int(found[1])
