@@ -110,11 +110,12 @@ def largest_buffers(hlo: str, count: int = 12) -> tuple[tuple[str, int], ...]:
     What is made inside fusions takes no memory, and neither do other views of an array.
     """
     computations = read_computations(hlo)
+    runs = runs_of(computations)
     instructions = [each for every in computations.values() for each in every.instructions.values()]
     inside = {each.attribute(name) for each in instructions for name in ("calls", "to_apply")}
     sizes: dict[str, int] = {}
     for computation in computations.values():
-        if computation.name in inside:
+        if computation.name in inside or not runs[computation.name]:
             continue
         for each in computation.instructions.values():
             if each.operation in _NO_MEMORY:
