@@ -6,6 +6,7 @@ torch_xla fixes the number of devices once per process, so each trace has a proc
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -141,7 +142,7 @@ def run_apart(module: str, arguments: list[str], environment: Mapping[str, str])
     """Run a module of this package as a process of its own.
 
     Raises:
-        RuntimeError: If it fails; with the last of what it printed.
+        RuntimeError: If it fails; with what it said.
     """
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(each for each in (root, os.environ.get("PYTHONPATH", "")) if each)
@@ -152,7 +153,14 @@ def run_apart(module: str, arguments: list[str], environment: Mapping[str, str])
         text=True,
     )
     if process.returncode:
-        raise RuntimeError(f"{module} failed:\n{process.stderr[-4000:]}")
+        raise RuntimeError(_what_it_said(process.stderr) or f"{module} ended with {process.returncode}.")
+
+
+def _what_it_said(printed: str) -> str:
+    """The exception that ended a process, from what it printed; compilers' are long, and begin with what matters."""
+    trace = printed.rpartition("Traceback (most recent call last):")[2]
+    said = re.search(r"^[\w.]+(?:: .*|$)", trace, re.MULTILINE)
+    return trace[said.start() :].strip()[:4000] if said else printed.strip()[-4000:]
 
 
 def parts_of(mesh: Mapping[str, int], axes: Axes) -> int:
