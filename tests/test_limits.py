@@ -72,7 +72,7 @@ def test_optimizers_that_need_cuda_are_refused_and_the_others_are_not(defaults: 
             check_xla_limits(defaults)
         except ValueError:
             refused.add(name.value)
-    assert {"adamw_torch_fused", "rmsprop_bnb", "ademamix", "lion_32bit", "adamw_8bit"} <= refused
+    assert {"adamw_torch_fused", "rmsprop_bnb", "ademamix", "lion_32bit", "adamw_8bit", "lomo"} <= refused
     assert not refused & {"adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop", "galore_adamw", "stable_adamw"}
 
 
