@@ -24,6 +24,7 @@ LIMITED: list[tuple[str, Any, str]] = [
     ("use_cpu", True, "PJRT_DEVICE=CPU"),
     ("optim", "adamw_torch_fused", "use optim='adamw_torch'"),
     ("optim", OptimizerNames.ADAMW_BNB, "use optim='adamw_torch'"),
+    ("optim", "adalomo", "inside the backward pass"),
     ("include_num_input_tokens_seen", "all", "read num_tokens in the logs"),
     ("neftune_noise_alpha", 5.0, "USE_TORCH_XLA=0"),
     ("torch_empty_cache_steps", 10, "leave it out"),
