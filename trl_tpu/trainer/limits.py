@@ -33,6 +33,11 @@ XLA_LIMITS = (
         f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
     ),
     Limit(
+        "optim",
+        lambda name: any(mark in name for mark in ("layerwise", "lomo")),
+        "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches",
+    ),
+    Limit(
         "include_num_input_tokens_seen",
         lambda value: value not in (False, "no"),
         "read num_tokens in the logs, which counts them without stopping the device at every batch",

@@ -133,7 +133,9 @@ class DeviceTrainer(StoppingTrainer):
         """Also the moment when the optimizer is final and nothing is loaded into it yet: create its state, once."""
         torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
-            prepare_optimizer(torch_optimizer, self.runtime)
+            placements = self.shard_report.placements if self.shard_report is not None else {}
+            axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
+            prepare_optimizer(torch_optimizer, self.runtime, axes)
             accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
             self._prepared_optimizer = torch_optimizer
