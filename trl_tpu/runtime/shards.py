@@ -23,8 +23,10 @@ class _SavePlanner(SPMDSavePlanner):
     go: with `data=2,fsdp=4` no weight would be in the checkpoint.
     """
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner(state_dict, is_coordinator)  # without torch's later argument
+    def set_up_planner(  # type: ignore[override]  # torch's of today
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

@@ -52,7 +52,7 @@ class PairBatching(DeviceTrainer):
         )
 
     @property
-    def batch_layout(self) -> str:
+    def _batch_layout(self) -> str:
         return "packed" if self.padded_because is None else "padded"
 
     def _describe_rows(self) -> str:

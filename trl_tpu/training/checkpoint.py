@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,10 +36,11 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, torch
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """The optimizer's settings and what else of its state is no tensor."""
+    """Which optimizer it is, its settings, and what else of its state is no tensor."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
-    return {"groups": groups, "state": by_layer(model, numbers, lambda number, _: number)}
+    state = by_layer(model, numbers, lambda number, _: number)
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
 def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> None:
@@ -48,11 +50,9 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
         ValueError: It is of another model; names the tensors that differ.
     """
     tensors = trained_tensors(model)
-    folder = Path(checkpoint, STATE_FOLDER)
-    saved = {name: tensor for name, tensor in tensors_in(folder).items() if name.startswith("model.")}
-    _check_same_model(tensors, saved, checkpoint)
+    _check_same_model(tensors, _saved(checkpoint, "model."), checkpoint)
     with torch.no_grad():
-        runtime.read({name: tensor.detach() for name, tensor in tensors.items()}, folder)
+        runtime.read({name: tensor.detach() for name, tensor in tensors.items()}, Path(checkpoint, STATE_FOLDER))
 
 
 def read_optimizer(
@@ -63,8 +63,12 @@ def read_optimizer(
     Raises:
         ValueError: It is the state of another optimizer.
     """
-    folder = Path(checkpoint, STATE_FOLDER)
-    saved = {name: tensor for name, tensor in tensors_in(folder).items() if name.startswith("optimizer.")}
+    if (name := type(optimizer).__name__) != numbers["class"]:
+        raise ValueError(
+            f"The checkpoint {checkpoint} is of another optimizer, {numbers['class']}, and this is {name}. Choose the "
+            "`optim` that it was trained with, or start from its weights: give its folder as the model."
+        )
+    saved = _saved(checkpoint, "optimizer.")
     parameters = dict(_trained_parameters(optimizer, model))
     for name, tensor in saved.items():
         parameter_name, _, kind = name.removeprefix("optimizer.").rpartition(".")
@@ -77,11 +81,11 @@ def read_optimizer(
     tensors = optimizer_tensors(optimizer, model)
     if missing := sorted(tensors.keys() - saved.keys()):
         raise ValueError(
-            f"The checkpoint {checkpoint} is of another optimizer: it has no {_some(missing)}. Choose the `optim` "
-            "that it was trained with, or start from its weights: give its folder as the model."
+            f"The checkpoint {checkpoint} has no {_some(missing)}. Choose the optimizer's options with which it was "
+            "trained, or start from its weights: give its folder as the model."
         )
     with torch.no_grad():
-        runtime.read(tensors, folder)
+        runtime.read(tensors, Path(checkpoint, STATE_FOLDER))
     for name, value in numbers["state"].items():
         parameter_name, _, kind = name.removeprefix("optimizer.").rpartition(".")
         optimizer.state[parameters[parameter_name]][kind] = value
@@ -128,9 +132,34 @@ def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
 
 
 def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
-    """What `write_progress` wrote; None in a checkpoint of another trainer."""
+    """What `write_progress` wrote; None in a checkpoint of another trainer.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
     path = Path(checkpoint, PROGRESS_FILE)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unreadable(checkpoint, PROGRESS_FILE, error) from error
+
+
+def _saved(checkpoint: str | Path, beginning: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint whose names begin so, without their values."""
+    try:
+        saved = tensors_in(Path(checkpoint, STATE_FOLDER))
+    except (OSError, SafetensorError, KeyError) as error:
+        raise _unreadable(checkpoint, STATE_FOLDER, error) from error
+    return {name: tensor for name, tensor in saved.items() if name.startswith(beginning)}
+
+
+def _unreadable(checkpoint: str | Path, part: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"In the checkpoint {checkpoint}, {part} cannot be read ({type(error).__name__}: {error}). Give another "
+        "checkpoint, or resume_from_checkpoint=True for the newest good one."
+    )
 
 
 def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -284,7 +284,7 @@ class _StepEdges(TrainerCallback):
         trainer = self._trainer
         trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
         trainer.reset_loss()
-        trainer.resume_loss()
+        trainer._resume_loss()
         if trainer.runtime.name == "xla":
             planned = trainer.planned_shapes
             trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(trainer._accumulates))

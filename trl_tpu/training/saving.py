@@ -91,7 +91,7 @@ class SavingTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
     @property
-    def batch_layout(self) -> str:
+    def _batch_layout(self) -> str:
         """In a word, how batches are laid out: what a resumed run must not change."""
         return "padded"
 
@@ -123,7 +123,7 @@ class SavingTrainer(Trainer):
             "open_loss": open_loss.sum().item(),
             "logged_step": self._globalstep_last_logged,
             "optimizer": optimizer_numbers(self._torch_optimizer, self.model),
-            "batches": self.batch_layout,
+            "batches": self._batch_layout,
         }
         if self.args.should_save:
             write_progress(output_dir, progress)
@@ -241,7 +241,7 @@ class SavingTrainer(Trainer):
 
     # ---- reading
 
-    def checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         """The folder of the checkpoint that ``resume_from_checkpoint`` means, whose files are whole.
 
         Raises:
@@ -254,11 +254,11 @@ class SavingTrainer(Trainer):
         else:
             check_given(folder := os.fspath(asked), self._examine)
         self._progress = read_progress(folder)
-        if self._progress is not None and self._progress["batches"] != self.batch_layout:
+        if self._progress is not None and self._progress["batches"] != self._batch_layout:
             raise ValueError(
                 f"The checkpoint {folder} was trained on {self._progress['batches']} batches, and these are "
-                f"{self.batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or start "
-                "from its weights: give its folder as the model."
+                f"{self._batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or "
+                "start from its weights: give its folder as the model."
             )
         return folder
 
@@ -294,7 +294,7 @@ class SavingTrainer(Trainer):
             read_torch_optimizer(self._torch_optimizer, self.lr_scheduler, checkpoint, self.runtime)
         return None
 
-    def resume_loss(self) -> None:
+    def _resume_loss(self) -> None:
         """Go on adding up the loss where the checkpoint was between two logs."""
         if self._progress is None:
             return
@@ -313,10 +313,10 @@ class SavingTrainer(Trainer):
 
 
 def _error_of(action: Callable[[], None]) -> Exception | None:
-    """What the file system said to ``action``, if it failed."""
+    """What the file system said to ``action``, if it failed; torch.save says it in a RuntimeError."""
     try:
         action()
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         return error
     return None
 

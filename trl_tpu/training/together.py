@@ -51,7 +51,7 @@ class TogetherTrainer(SavingTrainer):
             check_alike(self.runtime.from_everyone(self._run(resume_from_checkpoint)))
             # stable: its turn comes after all other callbacks have wished
             self.callback_handler.callbacks.sort(key=lambda callback: callback is self._postponed)
-        return super().train(self.checkpoint_to_resume(resume_from_checkpoint), trial, ignore_keys_for_eval)
+        return super().train(self._checkpoint_to_resume(resume_from_checkpoint), trial, ignore_keys_for_eval)
 
     def _run(self, resume: str | bool | None) -> dict[str, Any]:
         """What has to be the same on every host."""
