@@ -32,6 +32,7 @@ from transformers import (  # noqa: E402
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainerCallback,
+    TrainerState,
     set_seed,
 )
 
@@ -118,6 +119,19 @@ class Counting(TrainerCallback):
             self.at.append((count[0], count[1]))
 
 
+class Walking(TrainerCallback):
+    """Looks at every tensor at the end of the last step, where layers that run as a loop are held as one."""
+
+    trainer: RewardTrainer
+
+    def __init__(self) -> None:
+        self.tensors: list[dict[str, Any]] = []
+
+    def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        if runtime.is_xla() and state.global_step == STEPS:
+            self.tensors = tensors_of(self.trainer)
+
+
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     tokenizer = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320)
     settings = VARIANTS[variant]
@@ -140,15 +154,16 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         from peft import LoraConfig
 
         peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear")
-    counting = Counting()
+    counting, walking = Counting(), Walking()
     trainer = Watched(
         family(name, tokenizer),
         args,
         train_dataset=made_up_pairs(256),
         processing_class=tokenizer,
         peft_config=peft_config,
-        callbacks=[counting],
+        callbacks=[counting, walking],
     )
+    walking.trainer = trainer
     started = time.perf_counter()
     trainer.train()
     micro = torch.stack(trainer.runtime.fetch(trainer.losses)).view(STEPS, -1)
@@ -160,7 +175,7 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         "sizes": sorted({size for _, shapes in trainer.shapes for _, shape in shapes for size in shape}),
         "tokens": max(prod(shape) for _, shapes in trainer.shapes for _, shape in shapes),
         "counts": counting.at,
-        "tensors": tensors_of(trainer) if runtime.is_xla() else [],
+        "tensors": walking.tensors,
         "collectives": collectives(args.mesh_shape.sizes),
     }
 
@@ -193,7 +208,7 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
                     "spec of the weight": torch_xla._XLAC._get_xla_sharding_spec(parameter.detach()),
                     "whole": whole,
                     "shards": shards,
-                    "planned": whole // report.placements[name].parts(report.mesh),
+                    "planned": whole // report.placements[name.replace(".0.stacked.", ".0.")].parts(report.mesh),
                 }
             )
     return found

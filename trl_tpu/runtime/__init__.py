@@ -155,17 +155,18 @@ class Runtime(Protocol):
 
     def scan(
         self,
-        layers: Sequence[nn.Module],
+        layer: nn.Module,
         axes: Mapping[str, Axes],
         policy: Remat,
         hidden: torch.Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``hidden`` after all ``layers``, which are alike, as a loop whose program has one of them.
+        """``hidden`` after layers that are alike, as a loop whose program has one of them.
 
         Args:
-            axes: Of each parameter of a layer, the mesh axes that its dimensions go over.
+            layer: One layer, whose parameters have those of all layers behind a first dimension.
+            axes: Of each parameter of one layer, the mesh axes that its dimensions go over.
             policy: "full" or "dots", see `Remat`.
             args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
         """
@@ -196,6 +197,9 @@ class Runtime(Protocol):
 
     def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of a snapshot, where one process has all parts; tied tensors stay tied."""
+
+    def row(self, part: Any, index: int) -> Any:
+        """Of a tensor of a snapshot, its ``index`` in the first dimension, which is over no axes. No copy."""
 
     def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
         """Write a snapshot as safetensors, each process its own parts. All processes take part, from any thread."""

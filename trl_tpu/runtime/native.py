@@ -118,6 +118,9 @@ class NativeRuntime:
     def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return dict(snapshot)
 
+    def row(self, part: Any, index: int) -> Any:
+        return part[index]
+
     def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
         write_state(snapshot, folder)
 

@@ -52,6 +52,14 @@ def whole(part: Any) -> torch.Tensor:
     return assembled
 
 
+def row(part: Any, index: int) -> Any:
+    """``tensor[index]`` of a tensor of a snapshot, whose first dimension is whole on every device."""
+    if not isinstance(part, _CpuShards):
+        return part[index]
+    rows = [dataclasses.replace(shard, data=shard.data[index], indices=shard.indices[1:]) for shard in part.shards]
+    return _CpuShards(rows, part.global_shape[1:])
+
+
 def write(copies: Mapping[str, Any], folder: Path) -> None:
     """Write a snapshot; all hosts take part, from whatever thread."""
     write_state(copies, folder, _SavePlanner(), hosts.saving_group())

@@ -243,7 +243,7 @@ class XlaRuntime:
 
     def scan(
         self,
-        layers: Sequence[nn.Module],
+        layer: nn.Module,
         axes: Mapping[str, Axes],
         policy: Remat,
         hidden: torch.Tensor,
@@ -251,7 +251,7 @@ class XlaRuntime:
         **kwargs: Any,
     ) -> torch.Tensor:
         keep = MATMULS if policy == "dots" else frozenset()
-        return scan_layers(layers, axes, self.constrain, keep, hidden, args, kwargs)
+        return scan_layers(layer, axes, self.constrain, keep, hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))
@@ -294,6 +294,9 @@ class XlaRuntime:
     def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         unique = {id(part): shards.whole(part) for part in snapshot.values()}
         return {name: unique[id(part)] for name, part in snapshot.items()}
+
+    def row(self, part: Any, index: int) -> Any:
+        return shards.row(part, index)
 
     def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
         shards.write(snapshot, folder)

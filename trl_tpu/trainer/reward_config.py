@@ -44,9 +44,10 @@ class RewardConfig(TrainingArguments):
             `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
             them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
         scan_layers (`bool`, *optional*, defaults to `False`):
-            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, which shortens
-            compiling, for a copy of the layers' weights on the devices. The layers have to be all alike, and `remat`
-            "full" or "dots".
+            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while training the
+            layers' weights are held as one of each kind, so compiling takes as long for deep models as for shallow
+            ones. The layers have to be all alike, `remat` "full" or "dots", and the optimizer one that updates each
+            number on its own, such as Adam.
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
             once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else

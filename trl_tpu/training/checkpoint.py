@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..modeling.adapters import adapter_names, is_peft_model
+from ..modeling.stacked import by_layer
 from ..runtime import Runtime
 from ..runtime.state import tensors_in
 
@@ -38,7 +39,8 @@ def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Which optimizer it is, its settings, and what else of its state is no tensor."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
-    return {"class": type(optimizer).__name__, "groups": groups, "state": numbers}
+    state = by_layer(model, numbers, lambda number, _: number)
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
 def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> None:

@@ -4,12 +4,13 @@ import torch
 from torch import nn
 
 from ..modeling.adapters import adapter_names, is_peft_model
+from ..modeling.stacked import by_layer
 from ..runtime import Runtime
 
 
 def export_model(model: nn.Module, runtime: Runtime) -> dict[str, torch.Tensor]:
     """The tensors that ``save_pretrained`` writes, on the host. All processes take part."""
-    return runtime.to_host(exported_tensors(model))
+    return by_layer(model, runtime.to_host(exported_tensors(model)), torch.Tensor.__getitem__)
 
 
 def exported_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

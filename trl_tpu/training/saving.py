@@ -22,6 +22,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from ..modeling.stacked import by_layer
 from ..runtime import Runtime
 from .background import BackgroundSaves
 from .checkpoint import (
@@ -57,12 +58,13 @@ class _Save:
     state: dict[str, Any] = field(default_factory=dict)
     best: str | None = None  # the checkpoint that must not be deleted
 
-    def copy_to_host(self, runtime: Runtime) -> None:
-        """Both in one copy, of what is in both only one."""
+    def copy_to_host(self, model: nn.Module, runtime: Runtime) -> None:
+        """Both in one copy, of what is in both only one, and every layer's by its own name."""
         marked = {f"exported {name}": tensor for name, tensor in self.weights.items()}
-        copies = runtime.snapshot(marked | self.state)
-        self.weights = {name: copies[f"exported {name}"] for name in self.weights}
-        self.state = {name: copies[name] for name in self.state}
+        copies = by_layer(model, runtime.snapshot(marked | self.state), runtime.row)
+        mark = "exported "
+        self.weights = {name.removeprefix(mark): copy for name, copy in copies.items() if name.startswith(mark)}
+        self.state = {name: copy for name, copy in copies.items() if not name.startswith(mark)}
 
     @property
     def aside(self) -> Path:
@@ -160,7 +162,7 @@ class SavingTrainer(ResumingTrainer):
         finally:
             self._save_under_way = None
         if self._takes_part:
-            save.copy_to_host(self.runtime)
+            save.copy_to_host(self.model, self.runtime)
         best = self.state.best_model_checkpoint
         if best is not None and Path(best).is_relative_to(save.aside.parent):
             self.state.best_model_checkpoint = str(save.final.with_name(Path(best).name))
