@@ -98,6 +98,7 @@ class _Kind:
     parts: list[nn.Parameter]
     whole: nn.Parameter
     axes: Axes
+    nothing: torch.Tensor  # what the empty one has
 
 
 class LayerStack:
@@ -118,12 +119,12 @@ class LayerStack:
         by_name = [dict(layer.named_parameters()) for layer in self._layers]
         first = by_name[0]
         of_layer = {name: axes.get(f"{path}.0.{name}", (None,) * part.dim()) for name, part in first.items()}
-        self._kinds = [
-            _Kind(
-                [parts[name] for parts in by_name], nn.Parameter(part.new_empty(0), part.requires_grad), of_layer[name]
-            )
-            for name, part in first.items()
-        ]
+        self._kinds = []
+        for name, part in first.items():
+            # uploaded once: tensors made on the device would be results of a program, in number as many as weights
+            nothing = runtime.upload(torch.empty(0, dtype=part.dtype), part.device)
+            whole = nn.Parameter(nothing, part.requires_grad)
+            self._kinds.append(_Kind([parts[name] for parts in by_name], whole, of_layer[name], nothing))
         self._places = [  # where each parameter is
             (module, leaf, parameter)
             for module in self._layers.modules()
@@ -159,7 +160,7 @@ class LayerStack:
                     for name, value in states[0].items()  # layers that are alike have taken the same steps
                 }
             for part in kind.parts:
-                part.data, part.grad = part.new_empty(0), None
+                part.data, part.grad = kind.nothing, None
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
         wholes = {kind.parts[0]: kind.whole for kind in self._kinds}
@@ -178,7 +179,7 @@ class LayerStack:
             count = len(kind.parts)
             for part, weight in zip(kind.parts, self._cut(kind.whole, kind.axes), strict=True):
                 part.data = weight
-            kind.whole.data, kind.whole.grad = kind.whole.new_empty(0), None
+            kind.whole.data, kind.whole.grad = kind.nothing, None
             for name, value in optimizer.state.pop(kind.whole, {}).items():
                 if _has_rows(value):
                     values = self._cut(value, kind.axes)
