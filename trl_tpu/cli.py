@@ -10,6 +10,7 @@ from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
+    "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
     "env": "print the versions and the runtime, for a bug report",
 }

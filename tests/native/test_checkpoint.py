@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from trl_tpu.training.manifest import MANIFEST_FILE, check_given, digests, faults, files_in, newest_good, publish
+from trl_tpu.training.manifest import (
+    MANIFEST_FILE,
+    check_given,
+    checkpoints_in,
+    digests,
+    faults,
+    files_in,
+    newest_good,
+    publish,
+)
 
 
 def killed_runs(folder: Path, kills: int, environment: dict[str, str], **settings: object) -> dict[str, int]:
@@ -77,17 +86,17 @@ def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
         made_checkpoint(tmp_path, step)
     damage(tmp_path / "checkpoint-10")  # type: ignore[operator]
     with caplog.at_level(logging.WARNING):
-        assert newest_good(tmp_path) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
+        assert newest_good(checkpoints_in(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
     assert "checkpoint-10" in caplog.text and fault in caplog.text
     assert faults(tmp_path / "checkpoint-2") == []
 
 
 def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no folder checkpoint-N at all"):
-        newest_good(tmp_path)
+        newest_good(checkpoints_in(tmp_path))
     truncate(made_checkpoint(tmp_path, 4))
     with pytest.raises(ValueError, match="checkpoint-4: weights has 50 bytes"):
-        newest_good(tmp_path)
+        newest_good(checkpoints_in(tmp_path))
     with pytest.raises(ValueError, match="is damaged: weights has 50 bytes"):
         check_given(tmp_path / "checkpoint-4")
 

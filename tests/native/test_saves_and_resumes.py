@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.training.manifest import MANIFEST_FILE, digests, faults, files_in, publish
+from trl_tpu.training.remote import RemoteRun
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts)
 
 
-def make_trainer(model: Any, folder: Path, callbacks: Any = None, peft: Any = None, **settings: Any) -> RewardTrainer:
+def make_trainer(
+    model: Any, folder: Path | str, callbacks: Any = None, peft: Any = None, **settings: Any
+) -> RewardTrainer:
     defaults = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3, "report_to": "none"}
     args = RewardConfig(str(folder), disable_tqdm=True, per_device_train_batch_size=2, **(defaults | settings))
     pairs = tiny.made_up_pairs(64)
@@ -263,3 +267,56 @@ def test_a_checkpoint_that_is_not_there_is_refused(model_folder: str, tmp_path: 
     trainer = make_trainer(model_folder, tmp_path / "out")
     with pytest.raises(ValueError, match="is no folder"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+
+
+# ---- runs at a URL
+
+
+def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) -> None:
+    """fsspec's file system in memory: nothing of the run is found on the disk."""
+    url = "memory://bucket/run"
+    files = fsspec.filesystem("memory")
+    whole = make_trainer(model_folder, url, save_total_limit=2)
+    whole.train()
+    whole.save_model()
+    staged = Path(whole.args.output_dir)
+    assert sorted(RemoteRun(url).checkpoints()) == ["checkpoint-4", "checkpoint-6"]
+    assert files.exists("/bucket/run/model.safetensors") and files.exists("/bucket/run/config.json")
+    assert not list(staged.glob("checkpoint-*")) and not (staged / ".unfinished").exists()
+    files.rm("/bucket/run/checkpoint-6/manifest.json")  # as while it is uploaded
+    resumed = make_trainer(model_folder, url)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    by_name = make_trainer(model_folder, "memory://elsewhere")
+    by_name.train(resume_from_checkpoint=f"{url}/checkpoint-4")
+    assert torch.equal(by_name.model.score.weight, whole.model.score.weight)
+
+
+def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    url = "memory://bucket/damaged"
+    make_trainer(model_folder, url).train()
+    fsspec.filesystem("memory").pipe_file("/bucket/damaged/checkpoint-6/config.json", b"{}")
+    resumed = make_trainer(model_folder, url)
+    resumed.train(resume_from_checkpoint=True)
+    assert "config.json has 2 bytes" in caplog.text and resumed.saves.failed == []
+
+
+def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
+    trainer = make_trainer(
+        model_folder,
+        "memory://bucket/best",
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        save_total_limit=1,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the first one
+    )
+    trainer.train()
+    assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
+    assert sorted(trainer.remote.checkpoints()) == ["checkpoint-2", "checkpoint-6"]
+    (saved,) = fsspec.filesystem("memory").glob("/bucket/best/checkpoint-2/model.safetensors")
+    weights = load(fsspec.filesystem("memory").cat_file(saved))
+    assert torch.equal(weights["score.weight"], trainer.model.score.weight)

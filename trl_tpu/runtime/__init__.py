@@ -211,9 +211,21 @@ class Runtime(Protocol):
         """How many programs were compiled so far (0 where nothing compiles)."""
 
 
+_replacement: Runtime | None = None
+
+
+def replace(runtime: Runtime) -> None:
+    """Let ``runtime`` be this process's: for tracing programs, before anything trains."""
+    global _replacement
+    _replacement = runtime
+    current.cache_clear()
+
+
 @cache
 def current() -> Runtime:
     """The runtime of this process."""
+    if _replacement is not None:
+        return _replacement
     if is_xla():
         from .xla import XlaRuntime
 

@@ -27,6 +27,7 @@ from .kernels import MATMULS, contract, segment_attention
 from .manual import by_device
 from .remat import recompute
 from .scan import scan_layers
+from .slices import make_mesh, reported_slices
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
@@ -180,19 +181,10 @@ class XlaRuntime:
         torch_xla.manual_seed(seed)
 
     def slice_count(self) -> int:
-        slices = {attributes.get("slice_index", 0) for attributes in xr.global_runtime_device_attributes()}
-        return len(slices)
+        return len(reported_slices()) or 1
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        names, shape = tuple(sizes), tuple(sizes.values())
-        if (actual := self.slice_count()) == 1:
-            self._mesh = xs.Mesh(np.arange(self.device_count()), shape, names)
-        elif actual != slices:
-            raise ValueError(f"The mesh is for {slices} slice(s), but the devices are in {actual}: slices={actual}.")
-        else:
-            within = (shape[0] // slices, *shape[1:])
-            across = (slices, *(1 for _ in shape[1:]))
-            self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
+        self._mesh = make_mesh(sizes, slices)
         xs.set_global_mesh(self._mesh)
 
     def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:

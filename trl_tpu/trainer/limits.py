@@ -33,6 +33,11 @@ XLA_LIMITS = (
         f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
     ),
     Limit(
+        "optim",
+        lambda name: any(mark in name for mark in ("layerwise", "lomo")),
+        "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches",
+    ),
+    Limit(
         "include_num_input_tokens_seen",
         lambda value: value not in (False, "no"),
         "read num_tokens in the logs, which counts them without stopping the device at every batch",
@@ -45,8 +50,8 @@ HOSTS_LIMITS = (
     Limit(
         "enable_jit_checkpoint",
         bool,
-        "it saves on the host that is told to stop, and the others would wait for it. In a callback, set "
-        "control.should_save and control.should_training_stop: what one host wishes, all do",
+        "it saves on the host that is told to stop, and the others would wait for it. Leave it out: a SIGTERM to any "
+        "host lets all of them save and stop",
     ),
 )
 

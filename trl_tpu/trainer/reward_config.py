@@ -3,6 +3,7 @@
 import logging
 import warnings
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, cast, get_args
 
 from transformers import TrainingArguments
@@ -13,9 +14,13 @@ from .. import runtime
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
+from ..training.remote import is_url, staging_folder
+from ..training.stops import parse_duration
 from .limits import check_xla_limits
 
 logger = logging.getLogger(__name__)
+
+_YEAR = 365 * 24 * 60  # minutes
 
 
 @dataclass
@@ -56,6 +61,9 @@ class RewardConfig(TrainingArguments):
             expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
         max_shapes (`int`, *optional*, defaults to `4`):
             On XLA, how many shapes batches may have, packed or padded: each is compiled once.
+        output_url (`str`, *optional*):
+            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
+            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
             defaults to float32. On a command line: JSON.
@@ -77,6 +85,15 @@ class RewardConfig(TrainingArguments):
             to one of at most four lengths chosen from the data, since each length is compiled once.
         center_rewards_coefficient (`float`, *optional*):
             Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
+        training_time_limit (`str`, *optional*):
+            How long `train()` may take, such as "2h30m", "1d" or "90m". At the end of the step in which that is over
+            training saves a checkpoint, whatever `save_strategy` says, and stops; `trainer.stopped_by` is then
+            "training_time_limit", and the command ends with status 75, which asks to be started again with
+            `resume_from_checkpoint`. The checkpoint's `trainer_state.json` says so too. A SIGTERM does the same, and
+            `train()` raises `Unfinished`, which ends a script with status 75: that takes what is left of one step, and
+            one save. An evaluation is not waited for, but made up for when training resumes. A second SIGTERM kills.
+        save_interval_minutes (`float`, *optional*):
+            Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Not supported: activations are recomputed instead (`gradient_checkpointing`).
         pad_token (`str`, *optional*):
@@ -151,6 +168,13 @@ class RewardConfig(TrainingArguments):
     center_rewards_coefficient: float | None = field(
         default=None, metadata={"help": "Pulls rewards towards mean zero. Recommended value: 0.01."}
     )
+    training_time_limit: str | None = field(
+        default=None,
+        metadata={"help": "Save and stop, with exit status 75, after this time: '2h30m', '1d' or '90m', for example."},
+    )
+    save_interval_minutes: float | None = field(
+        default=None, metadata={"help": "Save also when this many minutes have passed since the last time."}
+    )
     activation_offloading: bool = field(
         default=False, metadata={"help": "Not supported; activations are recomputed instead."}
     )
@@ -186,6 +210,9 @@ class RewardConfig(TrainingArguments):
         default=False,
         metadata={"help": "On XLA, run the decoder's layers as one loop, which shortens compiling deep models."},
     )
+    output_url: str | None = field(
+        default=None, metadata={"help": "Where checkpoints and the model are kept, such as gs://bucket/run."}
+    )
 
     # deprecated
     pad_token: str | None = field(
@@ -194,6 +221,8 @@ class RewardConfig(TrainingArguments):
     evaluation_strategy: str | None = field(default=None, metadata={"help": "Deprecated. Use `eval_strategy`."})
 
     def __post_init__(self) -> None:
+        if self.output_dir is not None and is_url(self.output_dir):
+            self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
         chosen = runtime.current()
         chosen.start()  # transformers looks for the device below, and SPMD must be on before that
         if runtime.is_xla():
@@ -220,6 +249,7 @@ class RewardConfig(TrainingArguments):
                 raise ValueError(
                     f"{name} must be at least 1, got {value}. Leave it out for a value that fits the data."
                 )
+        self._check_times()
         if self.remat == "none" and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
         with warnings.catch_warnings():
@@ -241,6 +271,27 @@ class RewardConfig(TrainingArguments):
     def remat_policy(self) -> Remat:
         """What each layer's backward computes again: "none", "full" or "dots"."""
         return cast(Remat, self.remat or ("full" if self.activation_checkpointing else "none"))
+
+    @property
+    def time_limit(self) -> timedelta | None:
+        """After which `train()` saves and stops."""
+        return None if self.training_time_limit is None else parse_duration(self.training_time_limit)
+
+    @property
+    def save_interval(self) -> timedelta | None:
+        """After which to save again."""
+        return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
+
+    def _check_times(self) -> None:
+        try:
+            _ = self.time_limit
+        except ValueError as error:
+            raise ValueError(f"training_time_limit: {error}") from None
+        if (minutes := self.save_interval_minutes) is not None and not 0 < minutes <= _YEAR:
+            raise ValueError(
+                f"save_interval_minutes must be above 0 and at most {_YEAR}, a year, got {minutes}. Leave it out to "
+                "save only when save_strategy says so."
+            )
 
     def _check_remat(self) -> None:
         if self.remat not in (None, *get_args(Remat)):

@@ -31,6 +31,7 @@ from ..data.legacy import _tokenize
 from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.packed_pairs import PackedPairs
+from ..training.remote import RemoteRun
 from .build import (
     build_dataset,
     build_reward_model,
@@ -117,8 +118,10 @@ class RewardTrainer(PairEvaluation):
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         self.sharding_rules = args.sharding_rules
+        self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         self.remat = args.remat_policy
         self.scan_layers = args.scan_layers
+        self.time_limit, self.save_interval = args.time_limit, args.save_interval
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
 
         set_seed(args.seed)  # before the model, whose score head may be random

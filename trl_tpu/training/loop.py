@@ -26,10 +26,10 @@ from ..runtime import Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
 from .step import GradientBuffers, prepare_optimizer
-from .together import TogetherTrainer
+from .stops import StoppingTrainer
 
 
-class DeviceTrainer(TogetherTrainer):
+class DeviceTrainer(StoppingTrainer):
     """A Trainer whose every step is one program on the device.
 
     Subclasses set `runtime`, `mesh` and `compute_dtype` before calling ``super().__init__``.
@@ -136,7 +136,9 @@ class DeviceTrainer(TogetherTrainer):
         if self.scan_layers:
             self._layer_stack().stack(torch_optimizer)
         if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
-            prepare_optimizer(torch_optimizer, self.runtime)
+            placements = self.shard_report.placements if self.shard_report is not None else {}
+            axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
+            prepare_optimizer(torch_optimizer, self.runtime, axes)
             accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
             self._prepared_optimizer = torch_optimizer

@@ -41,7 +41,7 @@ def publish(aside: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) ->
     A kill at any moment leaves ``final`` absent or complete. Where it existed, it may be left absent for the instant
     between two renames; its older version then still lies in the aside folder.
     """
-    _seal(aside, files)
+    seal(aside, files)
     replaced = aside.with_name(f"{aside.name}.replaced")
     if final.exists():
         final.rename(replaced)
@@ -74,8 +74,15 @@ def faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     return [fault for fault in found if fault]
 
 
-def newest_good(output_dir: str | Path, examine: Callable[[Path], list[str]] = faults) -> str:
-    """The checkpoint of the highest step that is whole; those that are not are named in warnings.
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """The folders of checkpoints, of the last step first, whole or not."""
+    output_dir = Path(output_dir)
+    folders = [path for path in output_dir.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+
+
+def newest_good(checkpoints: Iterable[Path], examine: Callable[[Path], list[str]] = faults) -> str:
+    """The first of ``checkpoints`` that is whole; those before it are named in warnings.
 
     Args:
         examine: Says what is wrong with a checkpoint.
@@ -83,17 +90,15 @@ def newest_good(output_dir: str | Path, examine: Callable[[Path], list[str]] = f
     Raises:
         ValueError: There is none; it names what was found.
     """
-    output_dir = Path(output_dir)
-    folders = [path for path in output_dir.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
     rejected = []
-    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+    for folder in checkpoints:
         if not (wrong := examine(folder)):
             return str(folder)
         rejected.append(f"{folder}: {'; '.join(wrong)}")
         logger.warning("Skipping the checkpoint %s", rejected[-1])
     listing = "".join(f"\n  {line}" for line in rejected) or " no folder checkpoint-N at all"
     raise ValueError(
-        f"resume_from_checkpoint=True, but {output_dir} has no good checkpoint. Found:{listing}\n"
+        f"resume_from_checkpoint=True, but output_dir has no good checkpoint. Found:{listing}\n"
         "Give the folder of a checkpoint, or leave resume_from_checkpoint out to start anew."
     )
 
@@ -118,7 +123,8 @@ def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = fault
         )
 
 
-def _seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the manifest of ``files``, which says that they are all."""
     manifest = folder / MANIFEST_FILE
     manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
     _flush(manifest)

@@ -1,4 +1,4 @@
-"""The edges of transformers' Trainer at which state is written and read.
+"""The edges of transformers' Trainer at which state is written.
 
 A save copies the state to the host, each host what its devices hold, and goes on training; a thread writes the files
 aside, seals them with a manifest, and renames the folder. Such a checkpoint has transformers' files (on one host the
@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
 from ..modeling.stacked import by_layer
-from ..parallel.hosts import Host
 from ..runtime import Runtime
 from .background import BackgroundSaves
 from .checkpoint import (
@@ -32,17 +30,20 @@ from .checkpoint import (
     STATE_FOLDER,
     optimizer_numbers,
     optimizer_tensors,
-    read_optimizer,
-    read_progress,
-    read_scheduler,
-    read_torch_optimizer,
-    read_weights,
     trained_tensors,
     write_progress,
 )
 from .export import export_model, exported_tensors
-from .manifest import ASIDE_FOLDER, check_given, digests, faults, files_in, newest_good, publish
-from .metrics import RewardMetrics
+from .manifest import (
+    ASIDE_FOLDER,
+    MANIFEST_FILE,
+    digests,
+    files_in,
+    publish,
+    seal,
+)
+from .remote import RemoteRun, is_url, staging_folder
+from .resuming import ResumingTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -74,26 +75,14 @@ class _Save:
         return self.run_folder / self.name
 
 
-class SavingTrainer(Trainer):
-    """A Trainer that saves state from a mesh of devices and loads it back into its shards."""
+class SavingTrainer(ResumingTrainer):
+    """A Trainer that saves state from a mesh of devices while it trains on."""
 
-    runtime: Runtime
-    host: Host
-    reward_metrics: RewardMetrics
-    model: PreTrainedModel  # or one of peft, which hands its attributes on
-    optimizer: Optimizer
-    lr_scheduler: LambdaLR  # as transformers types it; any scheduler
     _save_under_way: _Save | None = None  # while its state is copied
-    _progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.saves = BackgroundSaves()
         super().__init__(*args, **kwargs)
-
-    @property
-    def _batch_layout(self) -> str:
-        """In a word, how batches are laid out: what a resumed run must not change."""
-        return "padded"
 
     # ---- writing
 
@@ -105,9 +94,16 @@ class SavingTrainer(Trainer):
             return None
         if save is not None and not self.args.save_only_model:
             return None  # of several hosts each writes its part of the state
+        folder = str(output_dir or self.args.output_dir)
+        remote = self.remote if folder == str(self.args.output_dir) else None
+        if is_url(folder):
+            folder, remote = staging_folder(folder), RemoteRun(folder)
         if self.runtime.name == "native":
-            return super().save_model(output_dir, _internal_call)
-        self._save(output_dir or self.args.output_dir, export_model(self.model, self.runtime))
+            super().save_model(folder, _internal_call=True)
+        else:
+            self._save(folder, export_model(self.model, self.runtime))
+        if remote is not None and self.args.should_save:
+            remote.put(Path(folder), [path.name for path in Path(folder).iterdir() if path.is_file()])
         self.runtime.barrier()  # the other hosts may read it next
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -139,28 +135,30 @@ class SavingTrainer(Trainer):
         began = time.monotonic()
         self.saves.wait()
         save = _Save(f"checkpoint-{self.state.global_step}", Path(super()._get_output_dir(trial)))
-        error = _error_of(lambda: self._take_state(save, model, trial))
-        problem = next((said for said in self.runtime.from_everyone(error and str(error)) if said), None)
-        if problem is not None:
-            self.saves.fail(str(save.final), error or OSError(f"on another host: {problem}"))
-        elif self._takes_part:
+
+        def take_state() -> None:
+            self._take_state(save, lambda: super(SavingTrainer, self)._save_checkpoint(model, trial))
+
+        if self._all_could(lambda: self._make_room(save), save) and self._all_could(take_state, save):
             waited = time.monotonic() - began
-            self.saves.submit(str(save.final), lambda: self._write(save, waited))
+            if self._takes_part:
+                self.saves.submit(self._place_of(save), lambda: self._write(save, waited))
         if self.args.push_to_hub or any(map(_watches_saves, self.callback_handler.callbacks)):
             self.saves.wait()  # they look for the folder
         if self.args.push_to_hub and save.final.is_dir():
             super()._push_from_checkpoint(str(save.final))
 
-    def _take_state(self, save: _Save, model: nn.Module, trial: Any) -> None:
-        """transformers' own `_save_checkpoint`, aside, with the tensors kept for later."""
-        self.runtime.step_boundary()
-        if self.args.should_save:
+    def _make_room(self, save: _Save) -> None:
+        if self._writes_here:
             shutil.rmtree(save.aside.parent, ignore_errors=True)
             save.aside.mkdir(parents=True)
-        self._meet()
+
+    def _take_state(self, save: _Save, save_checkpoint: Callable[[], None]) -> None:
+        """transformers' own `_save_checkpoint`, aside, with the tensors kept for later."""
+        self.runtime.step_boundary()
         self._save_under_way = save
         try:
-            super()._save_checkpoint(model, trial)
+            save_checkpoint()
         finally:
             self._save_under_way = None
         if self._takes_part:
@@ -171,7 +169,18 @@ class SavingTrainer(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(save.aside / "trainer_state.json"))
         save.best = self.state.best_model_checkpoint
-        self._meet()
+
+    def _all_could(self, action: Callable[[], None], save: _Save) -> bool:
+        """Whether every process could do its part; else the save has failed on all."""
+        error = _error_of(action)
+        said = [error and str(error)]
+        said = gather_object(said) if self.accelerator.num_processes > 1 else self.runtime.from_everyone(said[0])
+        problem = next((fault for fault in said if fault), None)
+        if problem is not None:
+            self.saves.fail(self._place_of(save), error or OSError(f"on another host: {problem}"))
+            if self._writes_here:
+                shutil.rmtree(save.aside.parent, ignore_errors=True)
+        return problem is None
 
     def _write(self, save: _Save, waited: float) -> None:
         """The part of a save that needs no device. On several hosts all take part, each on a thread."""
@@ -182,31 +191,47 @@ class SavingTrainer(Trainer):
             if save.state:
                 self.runtime.write(save.state, save.aside / STATE_FOLDER)
             files = self._digests(save.aside)
-            if self.args.should_save:
-                publish(save.aside, save.final, files)
+            if self.remote is not None:
+                self.remote.put(save.aside, files_in(save.aside), save.name)
+            self.runtime.from_everyone(None, while_saving=True)  # the manifest comes last
+            try:
+                if self.args.should_save:
+                    self._publish(save, files)
+            finally:
+                self.runtime.from_everyone(None, while_saving=True)  # no host goes on before the checkpoint is there
         finally:
-            if self.args.should_save:  # also when the disk is full
+            if self._writes_here:  # also when the disk is full
                 shutil.rmtree(save.aside.parent, ignore_errors=True)
-        if self.args.should_save:
-            limit, folder = self.args.save_total_limit, str(save.run_folder)
-            rotate_checkpoints(
-                output_dir=folder, save_total_limit=limit, best_model_checkpoint=save.best, use_mtime=True
-            )
         took = time.monotonic() - began
-        logger.info("%s: training waited %.2f s, writing took %.2f s beside it.", save.final, waited, took)
+        logger.info("%s: training waited %.2f s, writing took %.2f s beside it.", self._place_of(save), waited, took)
+
+    def _publish(self, save: _Save, files: dict[str, Any]) -> None:
+        """Make the checkpoint visible, and only then delete older ones."""
+        limit = self.args.save_total_limit
+        if self.remote is not None:
+            seal(save.aside, files)
+            self.remote.put(save.aside, [MANIFEST_FILE], save.name)
+            self.remote.rotate(limit, save.best and Path(save.best).name)
+            return
+        publish(save.aside, save.final, files)
+        folder = str(save.run_folder)
+        rotate_checkpoints(output_dir=folder, save_total_limit=limit, best_model_checkpoint=save.best, use_mtime=True)
+
+    def _place_of(self, save: _Save) -> str:
+        return str(save.final) if self.remote is None else f"{self.remote.url}/{save.name}"
 
     def _digests(self, folder: Path) -> dict[str, Any]:
         """Sizes and checksums of a checkpoint's files, each host reading its share of those that all see."""
         self.runtime.from_everyone(None, while_saving=True)  # all have written
         names = files_in(folder)
         try:
-            own: Any = digests(folder, names[self.host.index :: self.host.count] if self._shares_folder else names)
+            own: Any = digests(folder, names[self.host.index :: self.host.count] if self._shares_disk else names)
         except OSError as error:
             own = str(error)
         said = self.runtime.from_everyone(own, while_saving=True)
         if problems := [problem for problem in said if isinstance(problem, str)]:
             raise OSError(problems[0])
-        return dict(file for part in (said if self._shares_folder else [own]) for file in part.items())
+        return dict(file for part in ([own] if self.args.save_on_each_node else said) for file in part.items())
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._save_under_way is not None:
@@ -216,93 +241,15 @@ class SavingTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not while it is written: the upload runs beside training, and the folder is about to be renamed."""
 
-    def _meet(self) -> None:
-        self.runtime.barrier()
-        if self.accelerator.num_processes > 1:
-            self.accelerator.wait_for_everyone()
-
-    @property
-    def _keeps_state(self) -> bool:
-        """Whether checkpoints hold state of ours; accelerate's FSDP and DeepSpeed have their own."""
-        return not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-
     @property
     def _takes_part(self) -> bool:
         """Whether this process has state to write: on XLA all have, of accelerate's processes the first."""
         return self.runtime.name == "xla" or self.args.should_save
 
     @property
-    def _shares_folder(self) -> bool:
-        return not self.args.save_on_each_node
-
-    @property
-    def _torch_optimizer(self) -> Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)
-
-    # ---- reading
-
-    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
-        """The folder of the checkpoint that ``resume_from_checkpoint`` means, whose files are whole.
-
-        Raises:
-            ValueError: None is whole, or the one given by name is damaged or of other batches.
-        """
-        if not asked:
-            return None
-        if asked is True:
-            folder = newest_good(str(self.args.output_dir), self._examine)
-        else:
-            check_given(folder := os.fspath(asked), self._examine)
-        self._progress = read_progress(folder)
-        if self._progress is not None and self._progress["batches"] != self._batch_layout:
-            raise ValueError(
-                f"The checkpoint {folder} was trained on {self._progress['batches']} batches, and these are "
-                f"{self._batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or "
-                "start from its weights: give its folder as the model."
-            )
-        return folder
-
-    def _examine(self, folder: Path) -> list[str]:
-        own = faults(folder, (self.host.index, self.host.count) if self._shares_folder else (0, 1))
-        return [fault for said in self.runtime.from_everyone(own) for fault in said]
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if Path(resume_from_checkpoint, STATE_FOLDER).is_dir():
-            read_weights(self.model, resume_from_checkpoint, self.runtime)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        best = str(self.state.best_model_checkpoint)
-        if Path(best, STATE_FOLDER).is_dir():
-            logger.info("Loading the best model, from %s (score: %s).", best, self.state.best_metric)
-            read_weights(self.model, best, self.runtime)
-        else:
-            super()._load_best_model()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return None
-        if self._progress is not None and self._keeps_state:
-            numbers = self._progress["optimizer"]
-            read_optimizer(self._torch_optimizer, self.model, checkpoint, numbers, self.runtime)
-            read_scheduler(self.lr_scheduler, checkpoint)
-            self.reward_metrics.load_state_dict(self._progress["metrics"])
-        elif self.runtime.name == "native":
-            super()._load_optimizer_and_scheduler(checkpoint)
-        else:
-            read_torch_optimizer(self._torch_optimizer, self.lr_scheduler, checkpoint, self.runtime)
-        return None
-
-    def _resume_loss(self) -> None:
-        """Go on adding up the loss where the checkpoint was between two logs."""
-        if self._progress is None:
-            return
-        open_loss = self._progress["open_loss"]
-        self._tr_loss = self.runtime.upload(torch.tensor([open_loss]), self.args.device)
-        self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume, as in transformers
-        self._globalstep_last_logged = self._progress["logged_step"]
-        self._progress = None
+    def _writes_here(self) -> bool:
+        """Whether this process makes and removes the folder that it writes to."""
+        return self.args.should_save or (self._takes_part and not self._shares_disk)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.saves.wait()
@@ -322,4 +269,6 @@ def _error_of(action: Callable[[], None]) -> Exception | None:
 
 
 def _watches_saves(callback: TrainerCallback) -> bool:
-    return type(callback).on_save is not TrainerCallback.on_save
+    """Whether a callback may look for what was saved; those of this package do not."""
+    kind = type(callback)
+    return kind.on_save is not TrainerCallback.on_save and not kind.__module__.startswith(f"{__package__}.")

@@ -30,6 +30,7 @@ class TogetherTrainer(SavingTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         runtime = self.runtime
         self.host = Host(runtime.process_index(), runtime.process_count(), runtime.own_positions())
+        self.wishes: dict[str, bool] = {}  # of subclasses, agreed upon as the loop's decisions are
         super().__init__(*args, **kwargs)
         if self.host.count > 1:
             self._postponed = _Postponed()
@@ -82,9 +83,11 @@ class TogetherTrainer(SavingTrainer):
         """Let all hosts take the same decisions, whatever a callback on one of them has wished."""
         if self.host.count == 1:
             return
-        own = {name: bool(getattr(self.control, name)) for name in _DECISIONS} | self._postponed.pop()
-        for name, decided in zip(_DECISIONS, agreed(self.runtime.from_everyone(tuple(own.values()))), strict=True):
-            setattr(self.control, name, decided)
+        own = {name: bool(getattr(self.control, name)) for name in _DECISIONS} | self._postponed.pop() | self.wishes
+        decided = dict(zip(own, agreed(self.runtime.from_everyone(tuple(own.values()))), strict=True))
+        for name in _DECISIONS:
+            setattr(self.control, name, decided[name])
+        self.wishes = {name: decided[name] for name in self.wishes}
 
 
 class _Postponed(TrainerCallback):
