@@ -119,6 +119,7 @@ class RewardTrainer(PairEvaluation):
         self.sharding_rules = args.sharding_rules
         self.remat = args.remat_policy
         self.scan_layers = args.scan_layers
+        self.nonfinite_limit = args.nonfinite_limit
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
 
         set_seed(args.seed)  # before the model, whose score head may be random

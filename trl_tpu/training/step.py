@@ -6,6 +6,7 @@ Each function here removes one of these; on plain torch they are harmless and un
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -37,9 +38,13 @@ def _create_moments(optimizer: Optimizer, runtime: Runtime) -> None:
     steps = runtime.upload(torch.zeros(len(parameters)), parameters[0][0].device).unbind()
     for (parameter, amsgrad), step in zip(parameters, steps, strict=True):
         names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
-        # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
-        state = {name: parameter.detach() * 0 for name in names}
+        state = {name: _zeros_laid_out_like(parameter) for name in names}
         optimizer.state[parameter] = {"step": step.clone(), **state}
+
+
+def _zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
+    # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
+    return (parameter.detach() * 0).nan_to_num(0.0)  # some weight may be infinite
 
 
 def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
@@ -74,7 +79,7 @@ class GradientBuffers:
 
     def __init__(self, optimizer: Optimizer, runtime: Runtime) -> None:
         parameters: Iterable[torch.nn.Parameter] = (p for group in optimizer.param_groups for p in group["params"])
-        self._buffers = {parameter: parameter.detach() * 0 for parameter in parameters}
+        self._buffers = {parameter: _zeros_laid_out_like(parameter) for parameter in parameters}
         runtime.step_boundary()
         optimizer.register_step_post_hook(self._zero)
 
@@ -86,3 +91,8 @@ class GradientBuffers:
     def _zero(self, *_: object) -> None:
         for buffer in self._buffers.values():
             buffer.zero_()
+
+
+def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The passes of a batch, the final one last; a batch without `passes` is one."""
+    return inputs.get("passes") or [inputs]
