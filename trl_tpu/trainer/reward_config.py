@@ -94,6 +94,11 @@ class RewardConfig(TrainingArguments):
             one save. An evaluation is not waited for, but made up for when training resumes. A second SIGTERM kills.
         save_interval_minutes (`float`, *optional*):
             Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
+        nonfinite_limit (`int`, *optional*, defaults to `3`):
+            How many steps in a row may have a NaN or infinite loss or gradient before the run stops, at the next log,
+            with the first of them named and its batch saved in `output_dir`. Such a step takes no update, is counted
+            as `nonfinite` in the logs, and is no part of the logged loss. 0 trains on as TRL does. Not with `fp16`,
+            whose loss scale skips steps by itself.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Not supported: activations are recomputed instead (`gradient_checkpointing`).
         pad_token (`str`, *optional*):
@@ -175,6 +180,13 @@ class RewardConfig(TrainingArguments):
     save_interval_minutes: float | None = field(
         default=None, metadata={"help": "Save also when this many minutes have passed since the last time."}
     )
+    nonfinite_limit: int = field(
+        default=3,
+        metadata={
+            "help": "Stop at the log after this many steps in a row with a NaN or infinite loss or gradient, whose "
+            "updates are skipped; 0 neither skips nor stops."
+        },
+    )
     activation_offloading: bool = field(
         default=False, metadata={"help": "Not supported; activations are recomputed instead."}
     )
@@ -251,6 +263,11 @@ class RewardConfig(TrainingArguments):
                     f"{name} must be at least 1, got {value}. Leave it out for a value that fits the data."
                 )
         self._check_times()
+        if self.nonfinite_limit < 0:
+            raise ValueError(
+                f"nonfinite_limit must be at least 0, got {self.nonfinite_limit}: 0 turns it off, 1 stops after the "
+                "first step that is not finite."
+            )
         if self.remat == "none" and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
         with warnings.catch_warnings():
