@@ -11,6 +11,7 @@ from trl_tpu.scripts.config_file import take_config
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
     "score": "score texts, conversations or pairs with a saved reward model",
+    "export": "write a checkpoint's model as safetensors, and push it to the Hub",
     "env": "print the versions and the runtime, for a bug report",
 }
 PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "datasets", "peft", "safetensors", "trl_tpu")

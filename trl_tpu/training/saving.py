@@ -39,7 +39,7 @@ from .checkpoint import (
     trained_tensors,
     write_progress,
 )
-from .export import export_model, exported_tensors
+from .export import export_model, exported_tensors, stream_model
 from .manifest import ASIDE_FOLDER, check_given, digests, faults, files_in, newest_good, publish
 from .metrics import RewardMetrics
 
@@ -105,7 +105,12 @@ class SavingTrainer(Trainer):
             return None  # of several hosts each writes its part of the state
         if self.runtime.name == "native":
             return super().save_model(output_dir, _internal_call)
-        self._save(output_dir or self.args.output_dir, export_model(self.model, self.runtime))
+        folder = output_dir or str(self.args.output_dir)
+        if isinstance(self.model, PreTrainedModel):
+            self._save(folder, state_dict={})  # all but the weights
+            stream_model(self.model, self.runtime, folder, writes=self.args.should_save)
+        else:
+            self._save(folder, export_model(self.model, self.runtime))
         self.runtime.barrier()  # the other hosts may read it next
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
