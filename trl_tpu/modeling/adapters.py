@@ -233,5 +233,6 @@ def with_adapters_of(model: PreTrainedModel, folder: str) -> "PeftModel":
 
     peft_config = PeftConfig.from_pretrained(folder)
     peft_config.inference_mode = True
+    peft_config.base_model_name_or_path = model.name_or_path
     adapted: Any = get_peft_model(model, peft_config, low_cpu_mem_usage=True)
     return adapted

@@ -54,6 +54,7 @@ class Merger:
         if path is None:
             self._check(name, tensor)
             self._put(name, tensor.float())
+            self._done.add(name)
             return
         module = self._modules[path]
         slots = [slot for slot, parameter in _by_own_name(module, path, name) if parameter.is_meta]
@@ -65,6 +66,10 @@ class Merger:
             value = nn.Parameter(tensor.to(torch.float32, copy=True), requires_grad=False)
             setattr(module.get_submodule(owner), attribute, value)
         self._merge_if_complete(path)
+
+    def missing(self) -> list[str]:
+        """What the merged model lacks so far."""
+        return sorted(self._shapes.keys() - self._done)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.shape != self._shapes[name]:

@@ -83,8 +83,8 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
         ValueError: The folder is a checkpoint of training, or no model.
         OSError: The hub refused; nothing of the folder is visible there.
     """
-    from httpx import HTTPError
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # of the library it makes requests with: no connection, say
 
     if found := [name for name in _STATE_OF_TRAINING if (folder / name).exists()]:
         raise ValueError(

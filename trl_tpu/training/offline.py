@@ -150,6 +150,12 @@ def _write_merged(
         read = load_model(name, model_init_kwargs={"dtype": "auto"}, trust_remote_code=trust_remote_code, place=take)
         for weight, buffer in read.named_buffers():
             merger.take(weight, buffer)
+        if missing := merger.missing():
+            raise ValueError(
+                f"{', '.join(missing[:5])}: neither the adapters nor the base model {name} have a value, so it would "
+                "be random. A reward head is saved with the adapters when it is trained whole: "
+                "`modules_to_save` or `task_type='SEQ_CLS'` in the peft config."
+            )
     config.architectures = [type(plain).__name__]
     config.save_pretrained(folder)
 
@@ -163,6 +169,14 @@ def _read_adapters(adapted: Any, checkpoint: Path) -> None:
         values = {name: stored.read(name) for name in stored.tensors}
     if missing := sorted(of_model.keys() - values.keys()):
         raise ValueError(f"The adapters in {checkpoint} are not complete: {', '.join(missing[:5])} is missing.")
+    own = adapted.state_dict()
+    for name, value in values.items():
+        if name not in own or own[name].shape != value.shape:
+            expected = list(own[name].shape) if name in own else "no such weight"
+            raise ValueError(
+                f"The adapters in {checkpoint} were trained on another base model: their {name} is "
+                f"{list(value.shape)}, and on this base it would be {expected}. Give the right one: `--base`."
+            )
     adapted.load_state_dict(values, strict=False, assign=True)
 
 

@@ -152,6 +152,7 @@ class SavingTrainer(Trainer):
         if self.args.push_to_hub or any(map(_watches_saves, self.callback_handler.callbacks)):
             self.saves.wait()  # they look for the folder
         if self.args.push_to_hub and save.final.is_dir():
+            self._report_pushes()
             super()._push_from_checkpoint(str(save.final))
 
     def _take_state(self, save: _Save, model: nn.Module, trial: Any) -> None:
@@ -218,6 +219,19 @@ class SavingTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not while it is written: the upload runs beside training, and the folder is about to be renamed."""
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._report_pushes()
+
+    def _report_pushes(self) -> None:
+        """Say which uploads beside training failed, whose errors transformers drops."""
+        push = getattr(self, "push_in_progress", None)
+        ended = [job for job in push.jobs if job.done()] if push is not None else []
+        for job in ended:
+            push.jobs.remove(job)
+            if not job.cancelled() and (error := job.exception()) is not None:
+                logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
 
     def _meet(self) -> None:
         self.runtime.barrier()

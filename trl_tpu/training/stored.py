@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from .checkpoint import STATE_FOLDER
 from .weight_files import ADAPTER_FILE, MODEL_FILE
@@ -59,29 +57,28 @@ class StoredState:
     """The model's tensors in a checkpoint's sharded state, from any mesh: under the names of its state dict."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader = _Reader(str(folder))
-        found = self._reader.contents.state_dict_metadata
-        self.tensors = {
-            name.removeprefix(_PREFIX): torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-            for name, saved in found.items()
+        contents = HuggingFaceStorageReader(str(folder)).read_metadata()
+        self._file_of = contents.storage_data
+        self._saved = {
+            name.removeprefix(_PREFIX): saved
+            for name, saved in contents.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata) and name.startswith(_PREFIX)
+        }
+        self.tensors = {
+            name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+            for name, saved in self._saved.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
+        # not by `dcp.load`: it looks into every file for every tensor, and leaves the last ones in reference cycles
         host = torch.empty_like(self.tensors[name], device="cpu")
-        dcp.load({_PREFIX + name: host}, storage_reader=self._reader, no_dist=True)
+        for part in self._saved[name].chunks:
+            file = self._file_of[MetadataIndex(_PREFIX + name, part.offsets)].relative_path
+            ranges = zip(part.offsets, part.sizes, strict=True)
+            place = tuple(slice(start, start + size) for start, size in ranges)
+            with safe_open(file, framework="pt") as stored:
+                host[place].copy_(stored.get_tensor(_PREFIX + name))
         return host
-
-
-class _Reader(HuggingFaceStorageReader):
-    """Lists what the files hold once, not for each tensor."""
-
-    @cached_property
-    def contents(self) -> Metadata:
-        return super().read_metadata()
-
-    def read_metadata(self) -> Metadata:
-        return self.contents
 
 
 def stored_weights(folder: Path, file: str = MODEL_FILE) -> Stored:

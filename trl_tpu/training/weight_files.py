@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 MODEL_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
-_ASIDE = ".unfinished-weights"
+_ASIDE = "_unfinished-weights"  # transformers uploads nothing that begins so
 
 
 class WeightFiles:
