@@ -226,10 +226,9 @@ class SavingTrainer(Trainer):
 
     def _report_pushes(self) -> None:
         """Say which uploads beside training failed, whose errors transformers drops."""
-        push = getattr(self, "push_in_progress", None)
-        ended = [job for job in push.jobs if job.done()] if push is not None else []
-        for job in ended:
-            push.jobs.remove(job)
+        jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in [job for job in jobs if job.done()]:
+            jobs.remove(job)
             if not job.cancelled() and (error := job.exception()) is not None:
                 logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
 

@@ -83,7 +83,7 @@ class WeightFiles:
             raise ValueError(f"The weight {name} {expected}, and {tensor.dtype} {list(tensor.shape)} came.")
         stream = self._files[self._split.tensor_to_filename[name]]
         stream.seek(self._starts[name])
-        stream.write(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        stream.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._waiting.discard(name)
 
     def __exit__(
