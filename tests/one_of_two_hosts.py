@@ -5,10 +5,13 @@ do, and no network joins their devices. Everything else is as on a pod: their in
 folder that both write to. Prints as JSON what this host did.
 
 Of KIND "stop in a step" host 1 alone wishes to stop between two micro-batches, "stop after a log" when it has seen the
-second log, and "other data" has host 1 started with other pairs.
+second log; "SIGTERM" comes to host 1 alone while it evaluates; "other data" has host 1 started with other pairs, and
+"resume" goes on from the newest checkpoint.
 """
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from tiny import made_up_pairs, save_tiny  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
+from trl_tpu.training.manifest import faults  # noqa: E402
 
 
 class Own(TrainerCallback):
@@ -38,6 +42,10 @@ class Own(TrainerCallback):
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= kind == "stop in a step" and index == 1 and state.global_step == 4
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if kind == "SIGTERM" and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         control.should_training_stop |= kind == "stop after a log" and index == 1 and state.global_step == 4
         if state.is_world_process_zero:
@@ -45,7 +53,8 @@ class Own(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # the other host has written it, and is through
-        self.saved.append(len(list((folder / "out" / f"checkpoint-{state.global_step}").glob("*.safetensors"))))
+        checkpoint = folder / "out" / f"checkpoint-{state.global_step}"
+        self.saved.append(len(list((checkpoint / "state").iterdir())) if not faults(checkpoint) else 0)
 
 
 def main() -> None:
@@ -65,11 +74,18 @@ def main() -> None:
         gradient_checkpointing=False,
         report_to="none",
         max_length=32,
+        eval_strategy="steps" if kind == "SIGTERM" else "no",
+        eval_steps=3,
     )
     trainer = RewardTrainer(
-        model, args, train_dataset=pairs, callbacks=[own], compute_metrics=lambda prediction: {"host": index}
+        model,
+        args,
+        train_dataset=pairs,
+        eval_dataset=pairs,
+        callbacks=[own],
+        compute_metrics=lambda prediction: {"host": index},
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=kind == "resume")
     trainer.save_model(str(folder / "final"))
     runtime.current().barrier()
     print(

@@ -41,6 +41,8 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: row_length = None": "packed rows on XLA have a length that is compiled",
         "ours alone: packed_attention = 'auto'": "packed rows on XLA attend through masks or a kernel",
         "ours alone: max_shapes = 4": "each shape of batch is compiled on XLA",
+        "ours alone: training_time_limit = None": "saves and stops in time, for machines that are lent for a while",
+        "ours alone: save_interval_minutes = None": "what may be lost, as time instead of steps",
         "ours alone: evaluation_strategy = None": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
     },
     "RewardConfig's values once made": {
@@ -106,6 +108,8 @@ INTENDED: dict[str, dict[str, str]] = {
         "RewardConfig ours alone: row_length": "see RewardConfig's fields",
         "RewardConfig ours alone: packed_attention": "see RewardConfig's fields",
         "RewardConfig ours alone: max_shapes": "see RewardConfig's fields",
+        "RewardConfig ours alone: training_time_limit": "see RewardConfig's fields",
+        "RewardConfig ours alone: save_interval_minutes": "see RewardConfig's fields",
         "RewardConfig ours alone: evaluation_strategy": "see RewardConfig's fields",
         "default of RewardConfig optim: 'adamw_torch_fused', ours 'adamw_torch'": "see RewardConfig's fields",
         "default of RewardTrainer model: <class 'inspect._empty'>, ours None": "see RewardTrainer's parameters",

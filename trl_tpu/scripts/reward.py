@@ -35,10 +35,12 @@ def main(
 
     Raises:
         ValueError: No model, no dataset, no such split, or contradicting arguments for the model.
+        Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
     """
     from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
     from trl_tpu.scripts.datafiles import pick_split
     from trl_tpu.trainer.reward_trainer import RewardTrainer
+    from trl_tpu.training.stops import Unfinished
 
     if not model_args.model_name_or_path:
         raise ValueError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
@@ -65,6 +67,9 @@ def main(
     if main_process:
         print(trainer.describe())
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint))
+    if trainer.stopped_by is not None:
+        trainer.end()  # closes the trackers
+        raise Unfinished(trainer.stopped_by, trainer.stop_checkpoint)
     trainer.save_model(output_dir)
     if main_process:
         print(f"Model saved to {output_dir}")
@@ -206,7 +211,10 @@ def run(argv: list[str]) -> int:
         parsed = parse(parser, argv)
     except ValueError as error:
         parser.error(str(error))
-    main(*parsed)
+    from trl_tpu.scripts.datafiles import naming_broken_files
+
+    with naming_broken_files(parsed[0].dataset_name, *(part.path for part in parsed[3].datasets)):
+        main(*parsed)
     return 0
 
 

@@ -3,7 +3,8 @@
 import logging
 import warnings
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from datetime import timedelta
+from typing import Any, cast
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -13,7 +14,9 @@ from .. import runtime
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from .limits import check_xla_limits
+from ..training.remote import is_url, staging_folder
+from ..training.stops import parse_duration
+from .limits import check_ranges, check_remat, check_xla_limits
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +42,10 @@ class RewardConfig(TrainingArguments):
             `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
             them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
         scan_layers (`bool`, *optional*, defaults to `False`):
-            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, which shortens
-            compiling, for a copy of the layers' weights on the devices. The layers have to be all alike, and `remat`
-            "full" or "dots".
+            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while training the
+            layers' weights are held as one of each kind, so compiling takes as long for deep models as for shallow
+            ones. The layers have to be all alike, `remat` "full" or "dots", and the optimizer one that updates each
+            number on its own, such as Adam.
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
             once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
@@ -55,6 +59,9 @@ class RewardConfig(TrainingArguments):
             expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
         max_shapes (`int`, *optional*, defaults to `4`):
             On XLA, how many shapes batches may have, packed or padded: each is compiled once.
+        output_url (`str`, *optional*):
+            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
+            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
             defaults to float32. On a command line: JSON.
@@ -76,6 +83,20 @@ class RewardConfig(TrainingArguments):
             to one of at most four lengths chosen from the data, since each length is compiled once.
         center_rewards_coefficient (`float`, *optional*):
             Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
+        training_time_limit (`str`, *optional*):
+            How long `train()` may take, such as "2h30m", "1d" or "90m". At the end of the step in which that is over
+            training saves a checkpoint, whatever `save_strategy` says, and stops; `trainer.stopped_by` is then
+            "training_time_limit", and the command ends with status 75, which asks to be started again with
+            `resume_from_checkpoint`. The checkpoint's `trainer_state.json` says so too. A SIGTERM does the same, and
+            `train()` raises `Unfinished`, which ends a script with status 75: that takes what is left of one step, and
+            one save. An evaluation is not waited for, but made up for when training resumes. A second SIGTERM kills.
+        save_interval_minutes (`float`, *optional*):
+            Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
+        nonfinite_limit (`int`, *optional*, defaults to `3`):
+            How many steps in a row may have a NaN or infinite loss or gradient before the run stops, at the next log,
+            with the first of them named and its batch saved in `output_dir`. Such a step takes no update, is counted
+            as `nonfinite` in the logs, and is no part of the logged loss. 0 trains on as TRL does. Not with `fp16`,
+            whose loss scale skips steps by itself.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Not supported: activations are recomputed instead (`gradient_checkpointing`).
         pad_token (`str`, *optional*):
@@ -150,6 +171,20 @@ class RewardConfig(TrainingArguments):
     center_rewards_coefficient: float | None = field(
         default=None, metadata={"help": "Pulls rewards towards mean zero. Recommended value: 0.01."}
     )
+    training_time_limit: str | None = field(
+        default=None,
+        metadata={"help": "Save and stop, with exit status 75, after this time: '2h30m', '1d' or '90m', for example."},
+    )
+    save_interval_minutes: float | None = field(
+        default=None, metadata={"help": "Save also when this many minutes have passed since the last time."}
+    )
+    nonfinite_limit: int = field(
+        default=3,
+        metadata={
+            "help": "Stop at the log after this many steps in a row with a NaN or infinite loss or gradient, whose "
+            "updates are skipped; 0 neither skips nor stops."
+        },
+    )
     activation_offloading: bool = field(
         default=False, metadata={"help": "Not supported; activations are recomputed instead."}
     )
@@ -185,6 +220,9 @@ class RewardConfig(TrainingArguments):
         default=False,
         metadata={"help": "On XLA, run the decoder's layers as one loop, which shortens compiling deep models."},
     )
+    output_url: str | None = field(
+        default=None, metadata={"help": "Where checkpoints and the model are kept, such as gs://bucket/run."}
+    )
 
     # deprecated
     pad_token: str | None = field(
@@ -193,6 +231,8 @@ class RewardConfig(TrainingArguments):
     evaluation_strategy: str | None = field(default=None, metadata={"help": "Deprecated. Use `eval_strategy`."})
 
     def __post_init__(self) -> None:
+        if self.output_dir is not None and is_url(self.output_dir):
+            self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
         chosen = runtime.current()
         chosen.start()  # transformers looks for the device below, and SPMD must be on before that
         if runtime.is_xla():
@@ -212,13 +252,9 @@ class RewardConfig(TrainingArguments):
             )
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         self.packing = _packing(self.packing)
+        check_ranges(self)
         if self.packed_attention not in ("auto", "masks", "expanded"):
             raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
-        for name in ("row_length", "max_shapes"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {value}. Leave it out for a value that fits the data."
-                )
         if self.remat == "none" and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
         with warnings.catch_warnings():
@@ -227,7 +263,7 @@ class RewardConfig(TrainingArguments):
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
-        self._check_remat()
+        check_remat(self)
         self.mesh_shape = parse_mesh(self.mesh, chosen.device_count(), chosen.slice_count())
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
         if self.activation_offloading:
@@ -241,30 +277,15 @@ class RewardConfig(TrainingArguments):
         """What each layer's backward computes again: "none", "full" or "dots"."""
         return cast(Remat, self.remat or ("full" if self.activation_checkpointing else "none"))
 
-    def _check_remat(self) -> None:
-        if self.remat not in (None, *get_args(Remat)):
-            raise ValueError(f"remat must be 'full', 'dots' or 'none', got {self.remat!r}.")
-        if self.remat is not None and (self.remat != "none") != bool(self.activation_checkpointing):
-            raise ValueError(
-                f"remat={self.remat!r} contradicts gradient_checkpointing={self.activation_checkpointing}: leave "
-                "gradient_checkpointing out, or choose remat='none' to keep all activations."
-            )
-        if self.scan_layers and not runtime.is_xla():
-            raise ValueError(
-                "scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out."
-            )
-        if self.scan_layers and self.remat_policy == "none":
-            raise ValueError(
-                "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
-                "products, remat='dots', and leave gradient_checkpointing out."
-            )
-        options = cast("dict[str, Any]", self.activation_checkpointing_kwargs or {})
-        taken = [name for name in ("use_reentrant", "context_fn") if options.get(name)]
-        if self.remat == "dots" and taken:
-            raise ValueError(
-                f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
-                "or choose remat='full'."
-            )
+    @property
+    def time_limit(self) -> timedelta | None:
+        """After which `train()` saves and stops."""
+        return None if self.training_time_limit is None else parse_duration(self.training_time_limit)
+
+    @property
+    def save_interval(self) -> timedelta | None:
+        """After which to save again."""
+        return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
@@ -312,9 +333,13 @@ class RewardConfig(TrainingArguments):
 
 
 def _multiple(value: int | str | None) -> int | None:
-    if isinstance(value, str):
-        return None if value.lower() in ("auto", "none", "null") else int(value)
-    return value
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("auto", "none", "null"):
+        return None
+    if not value.isdecimal():
+        raise ValueError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
+    return int(value)
 
 
 def _packing(value: str | bool) -> str:

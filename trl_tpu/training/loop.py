@@ -18,18 +18,19 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..data.collators import PairRows
 from ..data.loader import host_batches, read_own, skip_batches, training_order
-from ..modeling.scan import use_scan
+from ..modeling.stacked import LayerStack
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..runtime import Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
-from .step import GradientBuffers, prepare_optimizer
-from .together import TogetherTrainer
+from .nonfinite import DeviceSkip
+from .skipping import SkippingTrainer
+from .step import GradientBuffers, passes_of, prepare_optimizer
 
 
-class DeviceTrainer(TogetherTrainer):
+class DeviceTrainer(SkippingTrainer):
     """A Trainer whose every step is one program on the device.
 
     Subclasses set `runtime`, `mesh` and `compute_dtype` before calling ``super().__init__``.
@@ -41,10 +42,11 @@ class DeviceTrainer(TogetherTrainer):
     scan_layers: bool = False
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     shard_report: ShardReport | None = None
+    _stack: LayerStack | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reward_metrics = RewardMetrics(self.runtime, self.args.device)
+        self.reward_metrics = RewardMetrics(self.runtime, self.args.device, self.nonfinite_limit)
         self._gradients: GradientBuffers | None = None
         self._prepared_optimizer: torch.optim.Optimizer | None = None
         self._guard = RecompileGuard(self.runtime, None)  # training begins with one that knows its plan
@@ -131,11 +133,17 @@ class DeviceTrainer(TogetherTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Also the moment when the optimizer is final and nothing is loaded into it yet: create its state, once."""
-        torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        torch_optimizer = self._torch_optimizer
+        if self.scan_layers:
+            self._layer_stack().stack(torch_optimizer)
         if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
-            prepare_optimizer(torch_optimizer, self.runtime)
+            placements = self.shard_report.placements if self.shard_report is not None else {}
+            axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
+            prepare_optimizer(torch_optimizer, self.runtime, axes)
             accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
+            if self.skips_nonfinite:
+                DeviceSkip(torch_optimizer, self.reward_metrics.steps, self.runtime)
             self._prepared_optimizer = torch_optimizer
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -146,13 +154,33 @@ class DeviceTrainer(TogetherTrainer):
         return position
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.runtime.use_checkpointing(self.model, self.remat)
-        if self.scan_layers:
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _layer_stack(self) -> LayerStack:
+        if self._stack is None or self._stack.model is not self.model:
             placements = self.shard_report.placements if self.shard_report is not None else {}
             axes = {name: placement.axes for name, placement in placements.items()}
-            use_scan(self.model, axes, self.remat, self.runtime)
-        return prepared
+            self._stack = LayerStack(self.model, axes, self.remat, self.runtime)
+        return self._stack
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._stack.one_by_one() if self._stack is not None else contextlib.nullcontext():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._unstack()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._unstack()  # before the best model is loaded and callbacks look at the model
+        return super()._finalize_training(*args, **kwargs)
+
+    def _unstack(self) -> None:
+        if self._stack is not None:
+            self._stack.unstack()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """One micro-batch, in one or several passes, whose gradients add up and whose losses do."""
@@ -224,19 +252,24 @@ class DeviceTrainer(TogetherTrainer):
     ) -> None:
         self.runtime.step_boundary()
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
-        loss, norm, *sums = self.runtime.fetch([tr_loss, norm, *self.reward_metrics.device_sums])
+        counts = self.reward_metrics.steps.device_counts
+        loss, norm, counts, *sums = self.runtime.fetch([tr_loss, norm, counts, *self.reward_metrics.device_sums])
         open_sums, loss_sum = self._over_processes(on_host(sums), loss.item())
         self.reset_loss()
-        steps = self.state.global_step - self._globalstep_last_logged
-        logs = {"loss": loss_sum / steps}
-        if grad_norm is not None:
+        counted = self.count_steps(counts)
+        steps = self.state.global_step - self._globalstep_last_logged - counted.nonfinite
+        logs = {"loss": loss_sum / steps} if steps else {}
+        if grad_norm is not None and not counted.in_a_row:
             logs["grad_norm"] = norm.item()
         logs["learning_rate"] = self._get_learning_rate() if rate is None else rate
         logs |= self.reward_metrics.close(open_sums)
+        if self.skips_nonfinite:
+            logs["nonfinite"] = counted.nonfinite
         self._total_loss_scalar += loss_sum
         self._globalstep_last_logged = self.state.global_step
         self.store_flos()
         self.log(logs, start_time)
+        self.stop_if_nonfinite(counted)
 
     def _over_processes(self, sums: RewardSums, loss: float) -> tuple[RewardSums, float]:
         """Sum the metrics and average the loss over accelerate's processes (on XLA there is one, for all devices)."""
@@ -244,11 +277,6 @@ class DeviceTrainer(TogetherTrainer):
             return sums, loss
         everyone = gather_object([(sums, loss)])
         return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
-
-
-def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The passes of a batch, the final one last; a batch without `passes` is one."""
-    return inputs.get("passes") or [inputs]
 
 
 class _StepEdges(TrainerCallback):
@@ -261,9 +289,13 @@ class _StepEdges(TrainerCallback):
         trainer = self._trainer
         trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
         trainer.reset_loss()
+        trainer._resume_loss()
         if trainer.runtime.name == "xla":
             planned = trainer.planned_shapes
             trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(trainer._accumulates))
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.begin_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._guard.check()

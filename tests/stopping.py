@@ -1,0 +1,77 @@
+"""Shared by the tests that stop training before its end: a trainer, and callbacks that stop it for real."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from transformers import TrainerCallback
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.training import stops
+
+STEPS = 6  # two epochs of three
+
+
+class At(TrainerCallback):
+    """Calls ``act`` once, when ``event`` comes at or after ``step``."""
+
+    def __init__(self, event: str, step: int, act: Callable[[], None]) -> None:
+        def handler(args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step >= step and not self.done:
+                self.done = True
+                act()
+
+        self.done = False
+        setattr(self, event, handler)
+
+
+def sigterm() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callable[[], None]:
+    """Something that puts the clock of `stops` forward."""
+
+    def act() -> None:
+        clock = stops.time.monotonic
+        monkeypatch.setattr(stops.time, "monotonic", lambda: clock() + seconds)
+
+    return act
+
+
+def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings: Any) -> RewardTrainer:
+    """Trains 24 pairs twice in global batches of 8, in float32."""
+    from trl_tpu.runtime import current
+
+    current().start()
+    each = 8 // current().device_count()
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": each,
+        "per_device_eval_batch_size": each,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    pairs = tiny.made_up_pairs(40)
+    return RewardTrainer(
+        model,
+        RewardConfig(str(out), **(defaults | settings)),
+        train_dataset=pairs.select(range(24)),
+        eval_dataset=pairs.select(range(24, 40)),
+        callbacks=list(callbacks),
+    )
+
+
+def logged(trainer: RewardTrainer) -> list[dict[str, Any]]:
+    """What was logged of training and evaluation, without times, in a row for each kind and step."""
+    timed = ("_runtime", "_per_second")
+    logs = [{key: value for key, value in log.items() if not key.endswith(timed)} for log in trainer.state.log_history]
+    return sorted((log for log in logs if "train_loss" not in log), key=lambda log: (log["step"], "eval_loss" in log))
