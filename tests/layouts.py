@@ -208,7 +208,7 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
                     "spec of the weight": torch_xla._XLAC._get_xla_sharding_spec(parameter.detach()),
                     "whole": whole,
                     "shards": shards,
-                    "planned": whole // report.placements[name.replace(".0.stacked.", ".0.")].parts(report.mesh),
+                    "planned": whole // report.placements[name].parts(report.mesh),
                 }
             )
     return found

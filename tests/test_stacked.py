@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from transformers import LlamaForSequenceClassification
 from transformers.optimization import Adafactor
@@ -51,8 +52,8 @@ def give_gradients(model: nn.Module, seed: int) -> None:
 def give_stacked_gradients(model: nn.Module, like: nn.Module) -> None:
     own = dict(like.named_parameters())
     for name, parameter in model.named_parameters():
-        layers = [own[name.replace("0.stacked", str(number))].grad for number in range(LAYERS)]
-        parameter.grad = torch.stack(layers) if "stacked" in name else own[name].grad.clone()
+        layers = [own[name.replace("layers.0", f"layers.{number}")].grad for number in range(LAYERS)]
+        parameter.grad = torch.stack(layers) if "layers.0" in name else own[name].grad.clone()
 
 
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd])
@@ -87,10 +88,11 @@ def test_steps_and_clipping_are_those_of_layers_one_by_one(make_optimizer: MakeO
 
 
 def test_a_model_with_its_layers_as_one_holds_them_once_and_keeps_its_state_dict() -> None:
-    model = make_model().eval()
+    model = get_peft_model(make_model(), LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
+    adapters = get_peft_model_state_dict(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     stack = make_stack(model)
-    stack.stack(sgd(model))
+    stack.stack(torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad]))
     assert sum(parameter.numel() for parameter in model.parameters()) == sum(map(torch.numel, before.values()))
     assert not any(part.numel() for kind in stack._kinds for part in kind.parts)
     for found in (
@@ -99,17 +101,15 @@ def test_a_model_with_its_layers_as_one_holds_them_once_and_keeps_its_state_dict
     ):
         assert found.keys() == before.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-    model.train()
-    stack.unstack()
-    assert model.model.layers[2].training
+    assert get_peft_model_state_dict(model).keys() == adapters.keys()
 
 
 def test_entries_with_more_than_a_weights_name_are_named_by_layer() -> None:
     model = make_model()
     make_stack(model).stack(sgd(model))
     state = {
-        "optimizer.model.layers.0.stacked.input_layernorm.weight.exp_avg": torch.arange(LAYERS),
-        "optimizer.model.layers.0.stacked.input_layernorm.weight.step": torch.tensor(7),
+        "optimizer.model.layers.0.input_layernorm.weight.exp_avg": torch.arange(LAYERS),
+        "optimizer.model.layers.0.input_layernorm.weight.step": torch.tensor(7),
         "optimizer.model.norm.weight.step": torch.tensor(8),
     }
     named = {name: value.item() for name, value in by_layer(model, state, torch.Tensor.__getitem__).items()}

@@ -88,7 +88,7 @@ def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[
     assert losses(trainer)[-1] < first
     assert len(watching.compiled) == 8
     assert watching.compiled[7] == watching.compiled[2]  # the second training has the first one's programs
-    assert all(names == watching.names[0] != own.keys() for names in watching.names)
+    assert all(names < own.keys() for names in watching.names)  # one layer's
     assert all(own[name] is parameter for name, parameter in trainer.model.named_parameters())
 
 

@@ -1,13 +1,14 @@
 """A decoder's layers held as one while a model trains as a loop, so that nothing in a step grows with depth.
 
 Of each kind of weight there is one parameter, [layers, ...], and so one gradient and one of each of the optimizer's
-moments. The first layer's module has them in the place of its own; before and after, the model and the optimizer have
-the very parameters that they were given.
+moments. They are in the place of the first layer's own, and the other layers' modules are empty; before and after, the
+model and the optimizer have the very parameters that they were given.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,24 +34,23 @@ _ELEMENTWISE = (
 )
 
 
-class StackedLayers(nn.Module):
-    """All layers, called as if they were one. `stacked` is the first one's module, with the weights of all.
+class StackedLayers(nn.ModuleList):
+    """All layers by their usual names, which to a model that runs through them are one.
 
-    ``state_dict`` gives every layer's weights by their usual names; with ``keep_vars=True``, which asks for the
-    parameters themselves, it gives those: see `by_layer`.
+    Parameters have the first layer's names. ``state_dict`` gives every layer's weights by their own; with
+    ``keep_vars=True``, which asks for the parameters themselves, it gives those: see `by_layer`.
     """
 
-    def __init__(
-        self, first: nn.Module, count: int, axes: Mapping[str, Axes], policy: Remat, runtime: Runtime
-    ) -> None:
-        super().__init__()
-        self.stacked = first
-        self.count = count
-        self._axes, self._policy, self._runtime = axes, policy, runtime
+    def __init__(self, layers: Iterable[nn.Module], loop: Callable[..., torch.Tensor]) -> None:
+        super().__init__(layers)
+        self._loop = loop
         self._register_state_dict_hook(_name_layers)
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._runtime.scan(self.stacked, self._axes, self._policy, hidden, *args, **kwargs)
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self._loop])
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return [self._loop][index] if isinstance(index, slice) else super().__getitem__(index)
 
 
 def _name_layers(module: StackedLayers, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -59,7 +59,7 @@ def _name_layers(module: StackedLayers, state: dict[str, Any], prefix: str, _met
         return
     for name in own:
         del state[name]
-    state.update(_by_layer(own, prefix, module.count, torch.Tensor.__getitem__))
+    state.update(_by_layer(own, prefix, len(module), torch.Tensor.__getitem__))
 
 
 def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int], Any]) -> dict[str, Any]:
@@ -67,28 +67,27 @@ def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int
 
     Args:
         model: The model that the names are of. They may have more before and behind the weight's name.
-        state: Anything by name. What has no dimensions counts for every layer.
-        row: Takes an entry with dimensions, and a layer's number, and returns that layer's.
+        state: Anything by name. A tensor without dimensions counts for every layer.
+        row: Takes any other entry, and a layer's number, and returns that layer's.
     """
     named = dict(state)
     for name, module in model.named_modules():
         if isinstance(module, StackedLayers):
-            named = _by_layer(named, f"{name}.", module.count, row)
+            named = _by_layer(named, f"{name}.", len(module), row)
     return named
 
 
 def _by_layer(state: Mapping[str, Any], prefix: str, count: int, row: Callable[[Any, int], Any]) -> dict[str, Any]:
-    """The wrapper is layer 0 of its list: "layers.0.stacked.norm.weight" becomes "layers.0.norm.weight" and so on."""
-    layers = prefix.removesuffix("0.")
     named = {}
     for name, entry in state.items():
-        before, is_stacked, after = name.partition(f"{prefix}stacked.")
+        before, is_stacked, after = name.partition(f"{prefix}0.")
         if not is_stacked:
             named[name] = entry
             continue
-        has_rows = not isinstance(entry, torch.Tensor) or entry.dim() > 0
+        is_scalar = isinstance(entry, torch.Tensor) and entry.dim() == 0
         for number in range(count):
-            named[f"{before}{layers}{number}.{after}"] = row(entry, number) if has_rows else entry
+            # a clone, since files do not take tensors that share memory
+            named[f"{before}{prefix}{number}.{after}"] = entry.clone() if is_scalar else row(entry, number)
     return named
 
 
@@ -99,6 +98,7 @@ class _Kind:
     parts: list[nn.Parameter]
     whole: nn.Parameter
     axes: Axes
+    nothing: torch.Tensor  # what the empty one has
 
 
 class LayerStack:
@@ -117,15 +117,21 @@ class LayerStack:
         owner, _, self._attribute = path.rpartition(".")
         self.model, self._owner, self._runtime = model, model.get_submodule(owner), runtime
         by_name = [dict(layer.named_parameters()) for layer in self._layers]
-        first = self._layers[0]
-        of_layer = {name: axes.get(f"{path}.0.{name}", (None,) * part.dim()) for name, part in by_name[0].items()}
-        self._kinds = [
-            _Kind(
-                [parts[name] for parts in by_name], nn.Parameter(part.new_empty(0), part.requires_grad), of_layer[name]
-            )
-            for name, part in by_name[0].items()
+        first = by_name[0]
+        of_layer = {name: axes.get(f"{path}.0.{name}", (None,) * part.dim()) for name, part in first.items()}
+        self._kinds = []
+        for name, part in first.items():
+            # uploaded once: tensors made on the device would be results of a program, in number as many as weights
+            nothing = runtime.upload(torch.empty(0, dtype=part.dtype), part.device)
+            whole = nn.Parameter(nothing, part.requires_grad)
+            self._kinds.append(_Kind([parts[name] for parts in by_name], whole, of_layer[name], nothing))
+        self._places = [  # where each parameter is
+            (module, leaf, parameter)
+            for module in self._layers.modules()
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None
         ]
-        self._held = StackedLayers(first, len(by_name), of_layer, policy, runtime)
+        self._stacked = StackedLayers(self._layers, partial(runtime.scan, self._layers[0], of_layer, policy))
         self._optimizer: Optimizer | None = None  # whose state is stacked too
         self._groups: list[list[nn.Parameter]] = []  # its parameters, one by one
 
@@ -154,11 +160,13 @@ class LayerStack:
                     for name, value in states[0].items()  # layers that are alike have taken the same steps
                 }
             for part in kind.parts:
-                part.data, part.grad = part.new_empty(0), None
+                part.data, part.grad = kind.nothing, None
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
-        _put(self._layers[0], {kind.parts[0]: kind.whole for kind in self._kinds})
-        self._owner._modules[self._attribute] = nn.ModuleList([self._held])
+        wholes = {kind.parts[0]: kind.whole for kind in self._kinds}
+        for module, leaf, parameter in self._places:
+            module._parameters[leaf] = wholes.get(parameter)
+        self._owner._modules[self._attribute] = self._stacked
 
     def unstack(self) -> None:
         """Give the layers, and the state of the optimizer, back one by one."""
@@ -171,7 +179,7 @@ class LayerStack:
             count = len(kind.parts)
             for part, weight in zip(kind.parts, self._cut(kind.whole, kind.axes), strict=True):
                 part.data = weight
-            kind.whole.data, kind.whole.grad = kind.whole.new_empty(0), None
+            kind.whole.data, kind.whole.grad = kind.nothing, None
             for name, value in optimizer.state.pop(kind.whole, {}).items():
                 if _has_rows(value):
                     values = self._cut(value, kind.axes)
@@ -182,8 +190,8 @@ class LayerStack:
         self._runtime.step_boundary()
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
-        _put(self._layers[0], {kind.whole: kind.parts[0] for kind in self._kinds})
-        self._layers.train(self._held.training)
+        for module, leaf, parameter in self._places:
+            module._parameters[leaf] = parameter
         self._owner._modules[self._attribute] = self._layers
 
     @contextmanager
@@ -234,10 +242,3 @@ class LayerStack:
 def _has_rows(value: Any) -> bool:
     """Whether part of an optimizer's state is as large as its parameter; what is not is the same for all layers."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _put(module: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    for each in module.modules():
-        for leaf, parameter in each._parameters.items():
-            if parameter is not None:
-                each._parameters[leaf] = replacements[parameter]

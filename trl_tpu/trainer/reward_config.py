@@ -16,7 +16,7 @@ from ..parallel.rules import Rules
 from ..runtime import Remat
 from ..training.remote import is_url, staging_folder
 from ..training.stops import parse_duration
-from .limits import check_xla_limits
+from .limits import check_ranges, check_xla_limits
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +242,7 @@ class RewardConfig(TrainingArguments):
             )
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         self.packing = _packing(self.packing)
+        check_ranges(self)
         if self.packed_attention not in ("auto", "masks", "expanded"):
             raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
         for name in ("row_length", "max_shapes"):
@@ -364,9 +365,13 @@ class RewardConfig(TrainingArguments):
 
 
 def _multiple(value: int | str | None) -> int | None:
-    if isinstance(value, str):
-        return None if value.lower() in ("auto", "none", "null") else int(value)
-    return value
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("auto", "none", "null"):
+        return None
+    if not value.isdecimal():
+        raise ValueError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
+    return int(value)
 
 
 def _packing(value: str | bool) -> str:

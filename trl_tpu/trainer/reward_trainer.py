@@ -110,7 +110,7 @@ class RewardTrainer(PairEvaluation):
     ) -> None:
         self.runtime = runtime.current()
         self.runtime.start()
-        check_arguments(model, model_init, train_dataset, optimizers)
+        check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
