@@ -1,0 +1,53 @@
+"""``trl-tpu plan`` with the real compiler: its figures agree with the plan's own, and a refusal is understood."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+import trl_tpu
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+    AutoConfig.for_model("llama", num_attention_heads=4, num_key_value_heads=2, **sizes).save_pretrained(folder)
+    return str(folder)
+
+
+def planned(model: str, words: str) -> tuple[int, dict[str, Any]]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PJRT", "CPU_NUM", "USE_"))}
+    environment |= {"PYTHONPATH": str(Path(trl_tpu.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--model_name_or_path", model, "--json", "true"]
+    done = subprocess.run(
+        [*command, "--report_to", "none", *words.split()], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_the_compilers_arguments_are_the_state_that_the_plan_counts_and_the_batch(model: str) -> None:
+    status, said = planned(model, "--topology v6e:2x2 --row_length 256 --per_device_train_batch_size 1")
+    assert status == 0
+    assert said["fits"] is True
+    kinds = said["memory_by_kind"]
+    # the batch: token ids, positions and ends of a row of 256, in int32 or int64, and a few numbers
+    assert 0 < kinds["batch and other inputs"] < 64 * 256
+    assert said["aliased_bytes"] == pytest.approx(said["state_bytes"], rel=0.01)
+    assert said["flops_compiled"] >= said["flops_needed"]
+    assert set(said["traffic"]) == {"fsdp"}
+
+
+def test_a_refusal_of_the_real_compiler_is_read_and_a_smaller_batch_tried(model: str) -> None:
+    words = "--topology v5e:1x1 --row_length 2048 --packed_attention masks --remat full"
+    status, said = planned(model, f"{words} --per_device_train_batch_size 512 --compiles 1")
+    assert status == 1
+    assert said["fits"] is False
+    assert said["tried"]
+    assert said["tried"][0]["what"] == "--per_device_train_batch_size 256"
