@@ -6,6 +6,7 @@ state whole on every device, they are overridden here; on plain torch most overr
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..data.collators import PairRows
-from ..data.loader import host_batches, read_own, skip_batches, training_order
+from ..data.loader import host_batches, outlive_sigterm, read_own, skip_batches, training_order
 from ..modeling.stacked import LayerStack
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
@@ -107,9 +108,12 @@ class DeviceTrainer(SkippingTrainer):
         collate: Any = self.device_collator(dataset, batch_size)
         if self.runtime.name == "native":
             with _collating(self, collate):
-                return super()._get_dataloader(
+                loader = super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
                 )
+            inner = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
+            inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
+            return loader
         if hasattr(dataset, "remove_columns") and not isinstance(dataset, torch.utils.data.IterableDataset):
             dataset = self._remove_unused_columns(dataset, description=description)
         sampler = None
