@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Tests need no network. One process can hold only one set of devices, so each set has a process of its own.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q
 
-.PHONY: setup quickstart test test-native test-xla test-xla8 tpu-check lint typecheck bench clean
+.PHONY: setup quickstart test test-native test-xla test-xla8 tpu-check lint typecheck long-run bench clean
 
 setup: $(READY)
 
@@ -49,6 +49,10 @@ lint: $(READY)
 
 typecheck: $(READY)
 	$(BIN)/mypy
+
+# 2,000 steps with saves and evaluations on one XLA:CPU device, in which nothing may grow
+long-run: $(READY)
+	PJRT_DEVICE=CPU HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2 $(BIN)/python tests/long_run.py
 
 # each benchmark in a process of its own
 BENCHMARKS := $(sort $(wildcard tests/benchmarks/bench_*.py))

@@ -73,6 +73,9 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: remat": _INTERNAL,
         "ours alone: scan_layers": _INTERNAL,
         "ours alone: sharding_rules": _INTERNAL,
+        "ours alone: time_limit": _INTERNAL,
+        "ours alone: save_interval": _INTERNAL,
+        "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
     "DataCollatorForPreference's fields": {},
     "top-level names": {

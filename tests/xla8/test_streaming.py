@@ -1,5 +1,6 @@
 """Weights go from the checkpoint to their shards one at a time, and arrive as they were."""
 
+import copy
 import json
 import os
 import subprocess
@@ -24,6 +25,8 @@ from transformers import (
 )
 
 from trl_tpu import RewardTrainer
+from trl_tpu.modeling.chat_template import clone_chat_template
+from trl_tpu.parallel.shard import WeightPlacer
 from trl_tpu.training.export import export_model
 
 TESTS = Path(__file__).parents[1]
@@ -124,6 +127,35 @@ def test_streamed_weights_are_those_that_transformers_reads(checkpoint: str, con
         parts = trainer.shard_report.placements[name].parts(args.mesh_shape)
         shards = xs.wrap_if_sharded(parameter.detach()).local_shards
         assert [shard.data.numel() for shard in shards] == [parameter.numel() // parts] * 8, name
+
+
+def test_embeddings_that_a_chat_template_enlarges_wait_on_the_host(
+    checkpoint: str, tokenizer: PreTrainedTokenizerFast, config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """All else is placed as it is read; the enlarged table is the one that transformers makes of the whole model."""
+    source = copy.deepcopy(tokenizer)
+    source.add_tokens(["<|turn|>", "<|over|>"], special_tokens=True)
+    source.save_pretrained(tmp_path / "source")
+    before_finish: list[set[str]] = []
+    finish = WeightPlacer.finish
+
+    def watched(self: WeightPlacer, model: Any) -> None:
+        before_finish.append({name for name, weight in model.named_parameters() if weight.device.type == "cpu"})
+        finish(self, model)
+
+    args = config(mesh="fsdp=4,tensor=2", chat_template_path=str(tmp_path / "source"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightPlacer, "finish", watched)
+        trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
+    assert before_finish == [{"model.embed_tokens.weight", "score.weight"}]
+    streamed = export_model(trainer.model, trainer.runtime)
+    set_seed(args.seed)
+    read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    rows = read.get_input_embeddings().weight.shape[0]
+    clone_chat_template(read, copy.deepcopy(tokenizer), str(tmp_path / "source"))
+    assert read.get_input_embeddings().weight.shape[0] > rows
+    for name, weight in read.state_dict().items():
+        assert torch.equal(streamed[name], weight), name
 
 
 def test_a_model_that_is_given_whole_is_placed_as_well(checkpoint: str, config: Callable[..., Any]) -> None:

@@ -1,7 +1,11 @@
 """Pairs in TRL's order, in batches, for a device that wants planned shapes."""
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import datasets
@@ -38,6 +42,7 @@ def host_batches(
     """A torch DataLoader with the loader settings of ``args``, without accelerate around it."""
     settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS}
     settings["collate_fn"] = collate
+    settings["worker_init_fn"] = partial(outlive_sigterm, None)
     if isinstance(dataset, IterableDataset) or sampler is None:
         return DataLoader(dataset, batch_size=batch_size, drop_last=args.dataloader_drop_last, **settings)
     batches = BatchSampler(sampler, batch_size, drop_last=args.dataloader_drop_last)
@@ -46,13 +51,30 @@ def host_batches(
 
 def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     """The same loader without its first ``count`` batches."""
-    settings = {name: getattr(loader, name) for name in (*_SETTINGS, "collate_fn")}
+    settings = {name: getattr(loader, name) for name in (*_SETTINGS, "collate_fn", "worker_init_fn")}
     if isinstance(loader.dataset, IterableDataset):
         return SkipDataLoader(
             loader.dataset, skip_batches=count, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings
         )
     sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=count)
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+
+
+def outlive_sigterm(init: Callable[[int], None] | None, worker: int) -> None:
+    """Begin a loader's worker with ``init``, and let only its parent end it by SIGTERM.
+
+    A machine that shuts down sends SIGTERM to all processes; without its workers the main one could not end its step.
+    """
+    if init is not None:
+        init(worker)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey_parent, daemon=True).start()
+
+
+def _obey_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def read_own(pairs: datasets.Dataset, collate: PairRows, rows: np.ndarray) -> tuple["OwnPairs", "OwnRows"]:

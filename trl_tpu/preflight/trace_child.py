@@ -45,10 +45,11 @@ def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
             trainer.evaluate()
     except _Traced:
         pass
-    return tuple(
+    traced = [
         TracedProgram(program.hlo, tuple(_argument(each, mesh) for each in program.inputs), request.chips, mesh)
         for program in tracer.programs
-    )
+    ]
+    return tuple({program.hlo: program for program in traced}.values())
 
 
 class _Tracer:
@@ -152,6 +153,8 @@ def _arguments(request: StepRequest, folder: str) -> dict[str, Any]:
         "load_best_model_at_end": False,
         "push_to_hub": False,
         "max_length": None,
+        # all micro-batches are the same program
+        "gradient_accumulation_steps": min(2, request.arguments.get("gradient_accumulation_steps", 1)),
         "max_shapes": 1,
         "row_length": None,
     }

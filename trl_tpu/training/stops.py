@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.utils import logging
 
+from .background import NOT_SAVED
 from .together import TogetherTrainer
 
 logger = logging.get_logger(__name__)
@@ -54,21 +55,26 @@ def parse_duration(text: object) -> timedelta:
 class Unfinished(SystemExit):
     """Training was stopped before its end and has saved a checkpoint to go on from; uncaught, the exit status is 75.
 
+    Where that checkpoint could not be saved, the status is 74, and an earlier one is to go on from.
+
     `train()` raises it after a SIGTERM: what a script does after training is for a trained model, and takes time that
     a process told to end does not have.
 
     Attributes:
         reason: What stopped it.
-        checkpoint: The folder to resume from.
+        checkpoint: The folder, or URL, to resume from.
+        is_saved: Whether it could be saved.
     """
 
-    def __init__(self, reason: str, checkpoint: str) -> None:
-        super().__init__(UNFINISHED)
+    def __init__(self, reason: str, checkpoint: str, is_saved: bool = True) -> None:
+        super().__init__(UNFINISHED if is_saved else NOT_SAVED)
         self.reason = reason
         self.checkpoint = checkpoint
+        self.is_saved = is_saved
 
     def __str__(self) -> str:
-        return f"{self.reason} stopped training; {self.checkpoint} is to go on from"
+        outcome = "is to go on from" if self.is_saved else "could NOT be saved"
+        return f"{self.reason} stopped training; {self.checkpoint} {outcome}"
 
 
 class StoppingTrainer(TogetherTrainer):
@@ -109,15 +115,20 @@ class StoppingTrainer(TogetherTrainer):
         with self._hearing_sigterm():
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if self.stopped_by == SIGTERM or (self.stopped_by is not None and self._told_to_stop):
-            raise Unfinished(SIGTERM, self.stop_checkpoint)
+            raise self.unfinished(SIGTERM)
         if self._told_to_stop:  # after the last step, where we do not save
             signal.raise_signal(signal.SIGTERM)
         return output
 
     @property
     def stop_checkpoint(self) -> str:
-        """The folder that was saved at the last step's end, if that was a stop."""
-        return os.path.join(self._get_output_dir(self._call[0]), f"checkpoint-{self.state.global_step}")
+        """The folder, or URL, that was saved at the last step's end, if that was a stop."""
+        run = self._get_output_dir(self._call[0]) if self.remote is None else self.remote.url
+        return os.path.join(run, f"checkpoint-{self.state.global_step}")
+
+    def unfinished(self, reason: str) -> Unfinished:
+        """What to raise after a stop."""
+        return Unfinished(reason, self.stop_checkpoint, self.stop_checkpoint not in self.saves.failed)
 
     @contextlib.contextmanager
     def _hearing_sigterm(self) -> Iterator[None]:
