@@ -141,6 +141,11 @@ class LayerStack:
         self._groups: list[list[nn.Parameter]] = []  # its parameters, one by one
 
     @property
+    def axes(self) -> dict[nn.Parameter, Axes]:
+        """The mesh axes that the dimensions of the stacked parameters go over: the first over none."""
+        return {kind.whole: (None, *kind.axes) for kind in self._kinds}
+
+    @property
     def is_stacked(self) -> bool:
         return self._owner._modules[self._attribute] is not self._layers
 

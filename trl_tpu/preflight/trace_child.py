@@ -68,11 +68,11 @@ class _Tracer:
     def begin(self) -> None:
         """What is recorded from now on is the step's."""
         trainer, know = self._trainer, self.runtime.know
-        placements = trainer.shard_report.placements
+        axes_of = trainer._parameter_axes()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         buffers = trainer._gradients._buffers if trainer._gradients is not None else {}
         for name, parameter in trainer.model.named_parameters():
-            axes = placements[name].axes
+            axes = axes_of[parameter]
             know(parameter, name, "weight", axes)
             for key, state in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
                 if isinstance(state, torch.Tensor) and state.device.type == "xla":
@@ -90,6 +90,7 @@ class _Tracer:
             return
         self.programs.append(program)
         if self._ended:
+            self._begun = False  # a trainer that stops computes too
             raise _Traced
 
 

@@ -23,7 +23,7 @@ from ..modeling.stacked import LayerStack
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
-from ..runtime import Remat
+from ..runtime import Axes, Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
 from .nonfinite import DeviceSkip
@@ -141,9 +141,7 @@ class DeviceTrainer(SkippingTrainer):
         if self.scan_layers:
             self._layer_stack().stack(torch_optimizer)
         if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
-            placements = self.shard_report.placements if self.shard_report is not None else {}
-            axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
-            prepare_optimizer(torch_optimizer, self.runtime, axes)
+            prepare_optimizer(torch_optimizer, self.runtime, self._parameter_axes())
             accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
             if self.skips_nonfinite:
@@ -160,6 +158,12 @@ class DeviceTrainer(SkippingTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.runtime.use_checkpointing(self.model, self.remat)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _parameter_axes(self) -> dict[nn.Parameter, Axes]:
+        """The mesh axes that the dimensions of the model's parameters, as they are now, go over."""
+        placements = self.shard_report.placements if self.shard_report is not None else {}
+        axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
+        return axes | (self._stack.axes if self._stack is not None else {})
 
     def _layer_stack(self) -> LayerStack:
         if self._stack is None or self._stack.model is not self.model:
