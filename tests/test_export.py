@@ -254,7 +254,7 @@ def test_what_cannot_be_exported_is_refused(
     before = sorted(out.iterdir()) if out.exists() else None
     with pytest.raises(SystemExit) as refused:
         cli.main(["export", str(folder), str(out), *words])
-    assert refused.value.code == 1
+    assert refused.value.code == 2
     assert re.search(message, capsys.readouterr().err)
     assert (sorted(out.iterdir()) if out.exists() else None) == before
     assert not (tmp_path / "hostile").exists()

@@ -7,9 +7,10 @@ from typing import Any
 import exports
 import peft
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trl_tpu.training.checkpoint import trained_tensors
 from trl_tpu.training.offline import export_checkpoint
@@ -110,3 +111,24 @@ def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="trained on another base model: .*q_proj.*`--base`"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "narrow"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("peft_config", [None, peft.LoraConfig(target_modules=["q_proj"], **LORA)])
+def test_a_checkpoint_of_several_hosts_says_what_its_state_is(peft_config: Any, tmp_path: Path) -> None:
+    """The part of a save that the first host does beside the state; then the export needs nothing else."""
+    from trl_tpu import RewardConfig, RewardTrainer
+
+    model = tiny.save_tiny(tmp_path / "base", ["some", "text"])
+    args = RewardConfig(str(tmp_path / "run"), report_to="none", bf16=False)
+    trainer: Any = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
+    checkpoint = tmp_path / "checkpoint-1"
+    trainer._save_description(str(checkpoint))
+    assert not list(checkpoint.glob("*.safetensors"))
+    tensors = trained_tensors(trainer.model)
+    exports.write_state(checkpoint / "state", {name.removeprefix("model."): tensors[name] for name in tensors})
+    export_checkpoint(checkpoint, tmp_path / "out", merge=peft_config is not None)
+    expected = trainer.model if peft_config is None else trainer.model.merge_and_unload()
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
+    assert exports.same_weights(exported.state_dict(), expected.state_dict())
+    assert exported.config.pad_token_id == expected.config.pad_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == trainer.processing_class.chat_template

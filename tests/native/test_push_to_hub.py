@@ -128,7 +128,7 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_
         hub.failures = [("/commit/", 500)] * 6  # the client's own five retries too
         words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
         process = push(tmp_path, hub, *words)
-        assert process.returncode == 1 and hub.failures == []
+        assert process.returncode == 2 and hub.failures == []
         assert f"Pushing to {repo} FAILED: Server error '500" in process.stderr
         again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
         assert hub.files == {repo: {}} and hub.commits == []
@@ -138,7 +138,7 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_
             ["/preupload/"],
             {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"},
         )
-        assert push(tmp_path, hub, *again).returncode == 1
+        assert push(tmp_path, hub, *again).returncode == 2
         assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
         process = push(tmp_path, hub, *again)
         assert process.returncode == 0, process.stderr
@@ -168,5 +168,5 @@ def test_a_checkpoint_of_training_is_not_pushed_as_it_is(tmp_path: Path) -> None
     (tmp_path / "trainer_state.json").write_text("{}")
     with hub_server.serve(token="x") as hub:
         process = push(tmp_path, hub, "export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
-    assert process.returncode == 1 and "is a checkpoint of training (it has trainer_state.json)" in process.stderr
+    assert process.returncode == 2 and "is a checkpoint of training (it has trainer_state.json)" in process.stderr
     assert hub.files == {}

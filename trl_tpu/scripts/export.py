@@ -39,10 +39,7 @@ def run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out is None and args.push_to_hub is None:
         parser.error("give OUT, the new folder, or --push_to_hub REPO to push an earlier export")
-    try:
-        main(args)
-    except (OSError, ValueError) as error:  # huggingface_hub's errors are OSErrors
-        parser.exit(1, f"trl-tpu export: error: {error}\n")
+    main(args)
     return 0
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
+from ..modeling.adapters import is_peft_model
 from ..modeling.stacked import by_layer, is_stacked
 from ..runtime import Runtime
 from .background import BackgroundSaves
@@ -93,7 +94,7 @@ class SavingTrainer(ResumingTrainer):
             save.weights = exported_tensors(self.model)
             return None
         if save is not None and not self.args.save_only_model:
-            return None  # of several hosts each writes its part of the state
+            return self._save_description(str(output_dir))  # of several hosts each writes its part of the state
         folder = str(output_dir or self.args.output_dir)
         remote = self.remote if folder == str(self.args.output_dir) else None
         if is_url(folder):
@@ -111,6 +112,16 @@ class SavingTrainer(ResumingTrainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         return None
+
+    def _save_description(self, folder: str) -> None:
+        """Write what the model in a state is: config and tokenizer, or the adapters' configuration."""
+        if isinstance(self.model, PreTrainedModel):
+            self._save(folder, state_dict={})
+        elif is_peft_model(self.model) and self.args.should_save:
+            for config in self.model.peft_config.values():
+                config.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._save_under_way is None or not self._keeps_state:
