@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Tests need no network. One process can hold only one set of devices, so each set has a process of its own.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q
 
-.PHONY: setup quickstart test test-native test-xla test-xla8 lint typecheck long-run bench clean
+.PHONY: setup quickstart test test-native test-xla test-xla8 tpu-check lint typecheck long-run bench clean
 
 setup: $(READY)
 
@@ -25,7 +25,7 @@ test: test-native test-xla test-xla8
 
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) tests --ignore=tests/xla --ignore=tests/xla8
+	USE_TORCH_XLA=0 $(PYTEST) tests --ignore=tests/xla --ignore=tests/xla8 --ignore=tests/tpu
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)
@@ -34,6 +34,14 @@ test-xla: $(READY)
 # the same on eight virtual CPU devices, and what only several devices can show
 test-xla8: $(READY)
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) tests/xla tests/xla8
+
+# what the trainer runs, through the TPU's own compiler, which needs no TPU
+tpu-check: $(VENV)/.ready-tpu
+	$(PYTEST) tests/tpu
+
+$(VENV)/.ready-tpu: $(READY)
+	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[tpu,test,dev]"
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

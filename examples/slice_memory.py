@@ -1,9 +1,9 @@
 """What a model's training state takes of each chip's memory, by mesh: `python examples/slice_memory.py`.
 
-Pure arithmetic: models without weights, and the plan that the trainer itself makes. Counted are weights and optimizer
-state in float32 (4 bytes a parameter, and 8 for Adam's two moments, of trained parameters), gradients (4), and what
-activation checkpointing keeps of each layer (its input, in bfloat16). What a layer needs while it is computed comes
-on top: leave a fifth of a chip free.
+The arithmetic of `trl-tpu plan`: models without weights, and the plan that the trainer itself makes. Counted are
+weights and optimizer state in float32 (4 bytes a parameter, and 8 for Adam's two moments, of trained parameters),
+gradients (4), and what activation checkpointing keeps of each layer (its input, in float32 as the weights). What a
+layer needs while it is computed comes on top: leave a fifth of a chip free.
 """
 
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.parallel.shard import plan_model
+from trl_tpu.preflight.chips import parse_topology
+from trl_tpu.preflight.job import FullRows, Job
+from trl_tpu.preflight.memory import least_memory
 
 # the sizes that the models' own configs have
 MODELS: dict[str, dict[str, Any]] = {
@@ -29,7 +31,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # chips, and GB on each (https://cloud.google.com/tpu/docs/v5e, .../v6e, .../v5p); v5p counts cores, two on a chip
-SLICES = {"v5e-8": (8, 16), "v6e-8": (8, 32), "v5p-16": (8, 95), "v5p-128": (64, 95), "2 x v5p-128": (128, 95)}
+SLICES = {
+    "v5e-8": (8, 16),
+    "v6e-8": (8, 32),
+    "v6e-16": (16, 32),
+    "v5p-16": (8, 95),
+    "v5p-128": (64, 95),
+    "2 x v5p-128": (128, 95),
+}
 
 # model, slice, mesh, and the share of the weights that is trained
 CHOICES = [
@@ -38,7 +47,7 @@ CHOICES = [
     ("Llama-3.1-8B", "v5e-8", "fsdp=-1", 0.01),
     ("Llama-3.1-8B", "v6e-8", "fsdp=-1", 1.0),
     ("Llama-3.1-8B", "v5p-16", "fsdp=-1", 1.0),
-    ("Qwen2.5-32B", "v6e-8", "fsdp=-1", 0.01),
+    ("Qwen2.5-32B", "v6e-16", "fsdp=-1", 0.01),
     ("Qwen2.5-32B", "v5p-16", "fsdp=-1", 1.0),
     ("Qwen2.5-32B", "v5p-128", "fsdp=-1", 1.0),
     ("Llama-3.1-70B", "v5p-16", "fsdp=-1", 0.01),
@@ -63,14 +72,11 @@ def gigabytes_a_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> 
     Raises:
         ValueError: The mesh does not fit the chips, or the model's heads.
     """
-    mesh = parse_mesh(mesh_spec, chips)
-    plan = plan_model(model, mesh)
-    held = sum(
-        parameter.numel() / plan.place(name, tuple(parameter.shape)).parts(mesh)
-        for name, parameter in model.named_parameters()
-    )
-    inputs = TOKENS_A_DEVICE_GROUP * model.config.num_hidden_layers * model.config.hidden_size * 2
-    return held * (4 + 12 * trained) / 1e9, inputs / 1e9
+    job = Job(model, FullRows(TOKENS_A_DEVICE_GROUP))
+    some_slice = parse_topology("v6e:1x1")  # memory is the same on all
+    memory = least_memory(job.case(some_slice, parse_mesh(mesh_spec, chips), remat="full", pairs_per_part=1))
+    state = memory.weights + trained * (memory.gradients + memory.optimizer)
+    return state / 1e9, memory.activations / 1e9
 
 
 def table() -> list[tuple[str, str, str, float, float, float, int]]:

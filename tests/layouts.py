@@ -2,8 +2,8 @@
 
 python tests/layouts.py OUT [MODEL:MESH:VARIANT ...]
 
-Every feature dimension of the models is a multiple of 7 (after division over the devices too), and no number of rows,
-tokens, experts or words is: so a program's arrays show what they are.
+Every feature dimension of the models is a multiple of 7 (after division over the devices too), and no number or length
+of rows, no number of experts or words is: so a program's arrays show what they are.
 """
 
 import json
@@ -32,6 +32,7 @@ from transformers import (  # noqa: E402
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainerCallback,
+    TrainerState,
     set_seed,
 )
 
@@ -40,49 +41,46 @@ from trl_tpu.training.loop import passes_of  # noqa: E402
 
 STEPS = 20
 PAIRS = 16  # in a step
-PADDED_LENGTH = 64
+LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
+PADDED: dict[str, Any] = {"packing": False, "pad_to_multiple_of": LENGTH}
+PACKED: dict[str, Any] = {"packing": True, "row_length": LENGTH}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
+    "llama_grouped": {"num_key_value_heads": 4},
     "qwen3": {},
     "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 56},
     "llama_lora": {},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "padded": {"packing": False, "pad_to_multiple_of": PADDED_LENGTH, "gradient_checkpointing": False},
-    "packed": {"packing": True, "gradient_checkpointing": False},
-    "accumulated": {"packing": False, "pad_to_multiple_of": PADDED_LENGTH, "gradient_accumulation_steps": 2},
-    "packed+accumulated": {"packing": True, "gradient_accumulation_steps": 2},
-    "packed+accumulated+scanned": {"packing": True, "gradient_accumulation_steps": 2, "scan_layers": True},
-    "packed+dots": {"packing": True, "remat": "dots"},
-    "padded+dots+scanned": {
-        "packing": False,
-        "pad_to_multiple_of": PADDED_LENGTH,
-        "remat": "dots",
-        "scan_layers": True,
-    },
-    "expanded": {"packing": True, "packed_attention": "expanded", "gradient_checkpointing": False},
+    "padded": {**PADDED, "gradient_checkpointing": False},
+    "packed": {**PACKED, "gradient_checkpointing": False},
+    "accumulated": {**PADDED, "gradient_accumulation_steps": 2},
+    "packed+accumulated": {**PACKED, "gradient_accumulation_steps": 2},
+    "packed+accumulated+scanned": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
+    "packed+dots": {**PACKED, "remat": "dots"},
+    "padded+dots+scanned": {**PADDED, "remat": "dots", "scan_layers": True},
+    "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
 }
 
 
 def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    model_type = name.removesuffix("_lora")
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=328,
-        hidden_size=56,
-        intermediate_size=168,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=14,
-        max_position_embeddings=512,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        num_labels=1,
-        **FAMILIES[name],
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 328,
+        "hidden_size": 56,
+        "intermediate_size": 168,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 14,
+        "max_position_embeddings": 512,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "num_labels": 1,
+    }
+    model_type = name.removesuffix("_lora").removesuffix("_grouped")
+    config = AutoConfig.for_model(model_type, **(sizes | FAMILIES[name]))
     set_seed(0)
     return AutoModelForSequenceClassification.from_config(config)
 
@@ -121,6 +119,19 @@ class Counting(TrainerCallback):
             self.at.append((count[0], count[1]))
 
 
+class Walking(TrainerCallback):
+    """Looks at every tensor at the end of the last step, where layers that run as a loop are held as one."""
+
+    trainer: RewardTrainer
+
+    def __init__(self) -> None:
+        self.tensors: list[dict[str, Any]] = []
+
+    def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        if runtime.is_xla() and state.global_step == STEPS:
+            self.tensors = tensors_of(self.trainer)
+
+
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     tokenizer = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320)
     settings = VARIANTS[variant]
@@ -143,15 +154,16 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         from peft import LoraConfig
 
         peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear")
-    counting = Counting()
+    counting, walking = Counting(), Walking()
     trainer = Watched(
         family(name, tokenizer),
         args,
         train_dataset=made_up_pairs(256),
         processing_class=tokenizer,
         peft_config=peft_config,
-        callbacks=[counting],
+        callbacks=[counting, walking],
     )
+    walking.trainer = trainer
     started = time.perf_counter()
     trainer.train()
     micro = torch.stack(trainer.runtime.fetch(trainer.losses)).view(STEPS, -1)
@@ -160,9 +172,10 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         "seconds": time.perf_counter() - started,
         "losses": (micro.sum(1) if scale == micro.shape[1] else micro.mean(1)).tolist(),
         "shapes": len(trainer.shapes),
+        "sizes": sorted({size for _, shapes in trainer.shapes for _, shape in shapes for size in shape}),
         "tokens": max(prod(shape) for _, shapes in trainer.shapes for _, shape in shapes),
         "counts": counting.at,
-        "tensors": tensors_of(trainer) if runtime.is_xla() else [],
+        "tensors": walking.tensors,
         "collectives": collectives(args.mesh_shape.sizes),
     }
 

@@ -5,7 +5,8 @@ do, and no network joins their devices. Everything else is as on a pod: their in
 folder that both write to. Prints as JSON what this host did.
 
 Of KIND "stop in a step" host 1 alone wishes to stop between two micro-batches, "stop after a log" when it has seen the
-second log; "SIGTERM" comes to host 1 alone while it evaluates; "other data" has host 1 started with other pairs.
+second log; "SIGTERM" comes to host 1 alone while it evaluates; "other data" has host 1 started with other pairs, and
+"resume" goes on from the newest checkpoint.
 """
 
 import json
@@ -25,6 +26,7 @@ from tiny import made_up_pairs, save_tiny  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
+from trl_tpu.training.manifest import faults  # noqa: E402
 
 
 class Own(TrainerCallback):
@@ -51,7 +53,8 @@ class Own(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # the other host has written it, and is through
-        self.saved.append(len(list((folder / "out" / f"checkpoint-{state.global_step}").glob("*.safetensors"))))
+        checkpoint = folder / "out" / f"checkpoint-{state.global_step}"
+        self.saved.append(len(list((checkpoint / "state").iterdir())) if not faults(checkpoint) else 0)
 
 
 def main() -> None:
@@ -82,7 +85,7 @@ def main() -> None:
         callbacks=[own],
         compute_metrics=lambda prediction: {"host": index},
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=kind == "resume")
     trainer.save_model(str(folder / "final"))
     runtime.current().barrier()
     print(

@@ -283,6 +283,8 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
         "row_length",
         "packed_attention",
         "max_shapes",
+        "training_time_limit",
+        "save_interval_minutes",
         "evaluation_strategy",
     }
     spellings = {f"--{name}" for name in alone} | {f"--{name.replace('_', '-')}" for name in alone}

@@ -215,8 +215,9 @@ def test_the_score_command_writes_rows_and_prints_the_accuracy_of_pairs(
     assert 0 < len(scored) < len(rows)
     printed = lines(capsys)
     assert f"accuracy         {right / len(scored):.4f}" in printed and "ties             1" in printed
-    with pytest.raises(ValueError, match="`output` is the dataset itself"):
+    with pytest.raises(SystemExit):
         cli.main([*words, "--output", str(source)])
+    assert "error: `output` is the dataset itself" in capsys.readouterr().err
     assert source.read_text().count("\n") == len(rows)
 
 
@@ -228,9 +229,13 @@ def test_the_score_command_writes_rows_and_prints_the_accuracy_of_pairs(
         (["--dataset_name", "synthetic:numbers"], "several splits: .*--dataset_split"),
     ],
 )
-def test_unclear_score_commands_are_refused(words: list[str], message: str, saved: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_unclear_score_commands_are_refused(
+    words: list[str], message: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
         cli.main(["score", "--model_name_or_path", str(saved), *words])
+    assert exit_.value.code == 2
+    assert re.search(f"trl-tpu score: error: .*{message}", capsys.readouterr().err)
 
 
 def config(**kwargs: Any) -> Any:

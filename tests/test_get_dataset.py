@@ -150,8 +150,14 @@ def test_good_files_have_no_bad_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        (GOOD + b'{"chosen": "\xff", "rejected": "b"}\n', "line 2: not UTF-8 (invalid start byte)"),
-        (b"[1,\n2,\n\xff]", "line 3: not UTF-8 (invalid start byte)"),
+        (
+            GOOD + b'{"chosen": "\xff", "rejected": "b"}\n',
+            "line 2: not UTF-8 (byte 13 of the line is 0xff, invalid start byte); save the file as UTF-8",
+        ),
+        (
+            b"[1,\n2,\n\xff]",
+            "line 3: not UTF-8 (byte 1 of the line is 0xff, invalid start byte); save the file as UTF-8",
+        ),
         (GOOD + b"17\n", "line 2: a row must be a JSON object with a name for each column, not int"),
     ],
 )

@@ -24,6 +24,7 @@ LIMITED: list[tuple[str, Any, str]] = [
     ("use_cpu", True, "PJRT_DEVICE=CPU"),
     ("optim", "adamw_torch_fused", "use optim='adamw_torch'"),
     ("optim", OptimizerNames.ADAMW_BNB, "use optim='adamw_torch'"),
+    ("optim", "adalomo", "inside the backward pass"),
     ("include_num_input_tokens_seen", "all", "read num_tokens in the logs"),
     ("neftune_noise_alpha", 5.0, "USE_TORCH_XLA=0"),
     ("torch_empty_cache_steps", 10, "leave it out"),
@@ -72,7 +73,7 @@ def test_optimizers_that_need_cuda_are_refused_and_the_others_are_not(defaults: 
             check_xla_limits(defaults)
         except ValueError:
             refused.add(name.value)
-    assert {"adamw_torch_fused", "rmsprop_bnb", "ademamix", "lion_32bit", "adamw_8bit"} <= refused
+    assert {"adamw_torch_fused", "rmsprop_bnb", "ademamix", "lion_32bit", "adamw_8bit", "lomo"} <= refused
     assert not refused & {"adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop", "galore_adamw", "stable_adamw"}
 
 

@@ -161,13 +161,17 @@ def test_other_missing_and_unexpected_weights_are_reported(
     assert "are left out: model.extra.weight" in transformers_log.text
 
 
-def test_a_head_of_another_size_is_an_error_with_its_explanation(
+def test_a_head_of_another_size_is_an_error_that_says_it_and_may_be_made_anew(
     tmp_path: Path, transformers_log: pytest.LogCaptureFixture
 ) -> None:
     tiny_model(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+    with pytest.raises(
+        ValueError, match=r"score.weight has the shape \(2, .*another number of labels.*ignore_mismatch"
+    ):
         load.load_model(str(tmp_path))
-    assert "score.weight" in transformers_log.text and "MISMATCH" in transformers_log.text
+    assert "LOAD REPORT" not in transformers_log.text
+    model = load.load_model(str(tmp_path), model_init_kwargs={"ignore_mismatched_sizes": True})
+    assert model.score.weight.shape[0] == 1 and "They start random" in transformers_log.text
 
 
 def test_one_label_is_required_as_in_trl(tmp_path: Path) -> None:

@@ -172,10 +172,23 @@ def test_of_real_models_next_to_nothing_stays_replicated(model_type: str, mesh: 
 
 
 def test_heads_that_tensor_would_cut_are_refused_by_the_models_config() -> None:
-    model = on_meta("qwen3", num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=1)
+    model = on_meta("qwen3", num_attention_heads=20, num_key_value_heads=4, num_hidden_layers=1)
     plan_model(model, MeshShape(fsdp=2, tensor=4))
-    with pytest.raises(ValueError, match="num_key_value_heads=4 / tensor=8 is no whole number"):
+    with pytest.raises(ValueError, match="num_attention_heads=20 / tensor=8 is no whole number"):
         plan_model(model, MeshShape(tensor=8))
+
+
+def test_fewer_key_and_value_heads_than_devices_stay_whole_over_tensor() -> None:
+    model = on_meta("qwen3", num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=1)
+    plan = plan_model(model, MeshShape(fsdp=2, tensor=8))
+    axes = {
+        name.split(".")[-2]: plan.place(name, tuple(parameter.shape)).axes
+        for name, parameter in model.named_parameters()
+        if "_proj" in name
+    }
+    assert axes["k_proj"] == axes["v_proj"] == (None, "fsdp")
+    assert axes["q_proj"] == axes["up_proj"] == ("tensor", "fsdp")
+    assert axes["o_proj"] == axes["down_proj"] == ("fsdp", "tensor")
 
 
 def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> None:

@@ -3,13 +3,17 @@
 import argparse
 import importlib
 import importlib.metadata
+import os
 import platform
+import re
 import sys
+import traceback
 
 from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
+    "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
     "env": "print the versions and the runtime, for a bug report",
 }
@@ -23,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: The words after the command's name; ``sys.argv[1:]`` when None.
 
     Returns:
-        The exit status: 0 for success.
+        The exit status: 0 for success. Words, files, data or models that are refused end the process with status 2
+        and one line that says why; anything unforeseen is a traceback and status 1.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser(prog="trl-tpu", description="Reward models on TPUs.", allow_abbrev=False)
@@ -43,7 +48,27 @@ def main(argv: list[str] | None = None) -> int:
         take_config(words)  # for its `env`, which must be there before anything below is imported
     except (OSError, ValueError) as error:
         parser.exit(2, f"trl-tpu {command}: error: {error}\n")
-    return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
+    try:
+        return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        if not _refuses(error):
+            raise
+        parser.exit(2, f"\ntrl-tpu {command}: error: {error}\n")  # a progress bar may be open in its line
+
+
+def _refuses(error: Exception) -> bool:
+    """Whether the error is a `raise` statement of this package: what it says is then all that a user needs.
+
+    A fault of the package or of a library keeps its traceback.
+    """
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    if type(error.__cause__).__name__ == "RemoteTraceback":  # raised in a worker process: its traceback is text
+        places = re.findall(r'^ +File "(.+?)", line .*\n +(.*)', str(error.__cause__), re.MULTILINE)
+        file, statement = places[-1] if places else ("", "")
+    else:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        file, statement = place.filename, place.line or ""
+    return file.startswith(package) and statement.startswith("raise")
 
 
 def environment() -> str:

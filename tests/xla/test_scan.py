@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch_xla.debug.metrics as met
 from layouts import family
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardTrainer
 from trl_tpu.modeling.scan import ScanImpossible, find_layers
@@ -49,18 +49,47 @@ def test_loss_and_gradients_are_those_of_layers_one_by_one(results: dict[str, An
         np.testing.assert_allclose(scanned["gradients"][name], gradient, **tolerance, err_msg=name)
 
 
+class Watching(TrainerCallback):
+    """How many programs were compiled when each step and the training ended, and what the model was then."""
+
+    def __init__(self) -> None:
+        self.compiled: list[int] = []
+        self.names: list[set[str]] = []
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.compiled.append(met.metric_data("CompileTime")[0])
+        self.names.append({name for name, _ in model.named_parameters()})
+
+
+def losses(trainer: RewardTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
-    args = config(scan_layers=True, packing=False, pad_to_multiple_of=64, max_steps=2, logging_steps=1)
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
+    args = config(
+        scan_layers=True,
+        packing=False,
+        pad_to_multiple_of=64,
+        max_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    watching = Watching()
+    pairs = tiny.made_up_pairs(40)
+    trainer = RewardTrainer(
+        model_folder, args, train_dataset=pairs, eval_dataset=pairs.select(range(8)), callbacks=[watching]
+    )
+    own = dict(trainer.model.named_parameters())
     trainer.train()
-    names = [name for name, _ in trainer.model.named_parameters()]
-    assert any(".layers.1." in name for name in names)
-    first = trainer.state.log_history[0]["loss"]
-    compiles = met.metric_data("CompileTime")[0]
+    (first, _) = losses(trainer)
     args.max_steps = 6
     trainer.train()
-    assert trainer.state.log_history[-2]["loss"] < first
-    assert met.metric_data("CompileTime")[0] <= compiles + 2  # new optimizer state, not new steps
+    assert losses(trainer)[-1] < first
+    assert len(watching.compiled) == 8
+    assert watching.compiled[7] == watching.compiled[2]  # the second training has the first one's programs
+    assert all(names < own.keys() for names in watching.names)  # one layer's
+    assert all(own[name] is parameter for name, parameter in trainer.model.named_parameters())
 
 
 def test_layers_that_differ_are_refused_by_name() -> None:

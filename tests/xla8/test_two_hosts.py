@@ -66,7 +66,7 @@ def test_what_one_host_wishes_both_do(hosts: list[dict[str, Any]], folder: Path)
     assert [host["steps"] for host in hosts] == [5, 5]  # host 1 alone wanted to stop, within that step
     saved = {path.name for path in (folder / "out").iterdir()}
     assert {"checkpoint-2", "checkpoint-4"} <= saved  # and it alone wanted to save at 2
-    assert [host["saved"] for host in hosts] == [[1, 1], [1, 1]]  # neither goes on before all is written
+    assert [host["saved"] for host in hosts] == [[2, 2], [2, 2]]  # neither goes on before all is written
 
 
 def test_only_the_first_host_logs_and_writes(
@@ -106,10 +106,19 @@ def test_hosts_with_different_data_both_refuse_to_start(tmp_path: Path) -> None:
 
 def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], folder: Path) -> None:
     assert (folder / "final" / "model.safetensors").is_file()
-    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= {
-        path.name for path in (folder / "out" / "checkpoint-4").iterdir()
-    }
+    checkpoint = {path.name for path in (folder / "out" / "checkpoint-4").iterdir()}
+    assert {"state", "progress.json", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= checkpoint
+    assert "model.safetensors" not in checkpoint  # no host has it whole: `state` has its parts
     assert hosts[0]["rewards"] == pytest.approx(hosts[1]["rewards"], abs=1e-6)
+
+
+def test_both_hosts_resume_from_the_same_checkpoint(hosts: list[dict[str, Any]], folder: Path) -> None:
+    processes = start(folder, "resume")
+    assert [process.returncode for process in processes] == [0, 0], "".join(p.stderr[-2000:] for p in processes)
+    resumed = [json.loads(process.stdout.splitlines()[-1]) for process in processes]
+    assert [host["steps"] for host in resumed] == [8, 8]
+    assert [host["logged"] for host in resumed] == [[6, 8, 8], []]  # from step 4 on; the last is of the whole training
+    assert resumed[0]["rewards"] == pytest.approx(resumed[1]["rewards"], abs=1e-6)
 
 
 def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """What preference data must be, checked before anything trains. Every error names the rule, the row and the fix."""
 
 import difflib
+import json
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 RAW_COLUMNS = ("chosen", "rejected")
 TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
 ID_COLUMNS = (*TOKEN_COLUMNS, "input_ids_chosen", "input_ids_rejected")  # today's and TRL's up to 0.23
+_LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _OPTIONAL_COLUMNS = ("prompt", "margin", "tools", "chat_template_kwargs")
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
@@ -73,8 +74,9 @@ def check_raw_row(row: Mapping[str, Any], index: int, name: str) -> None:
     An answer may be empty where a prompt makes the dialogue non-empty (a model may have said nothing).
 
     Raises:
-        ValueError: a null value, an empty dialogue, a message without a role, a form that mixes text and messages.
-        TypeError: neither text nor a list of messages.
+        ValueError: a null value, an empty dialogue, a message without a role or without anything said, a form that
+            mixes text and messages, answers that end with different roles.
+        TypeError: neither text nor a list of messages, or a message's role or content of another type.
     """
     where = f"Row {index} of the {name} dataset"
     parts = {key: row[key] for key in ("prompt", *RAW_COLUMNS) if key in row}
@@ -99,9 +101,17 @@ def check_raw_row(row: Mapping[str, Any], index: int, name: str) -> None:
             raise ValueError(
                 f"{where}: `{key}` is empty; a dialogue needs at least one character or message. Remove such rows."
             )
+    _check_last_roles(parts, where)
+    kwargs = row.get("chat_template_kwargs")
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(
+            f"{where}: `chat_template_kwargs` must be a mapping of names to values, got {kwargs!r:.80} "
+            f"({type(kwargs).__name__}). Write an object, or null."
+        )
 
 
 def _check_messages(messages: list[Any], where: str) -> None:
+    form = "Messages are {'role': ..., 'content': ...}, both text"
     for message in messages:
         if not isinstance(message, dict):
             raise TypeError(
@@ -113,6 +123,58 @@ def _check_messages(messages: list[Any], where: str) -> None:
                 f"{where} holds a message without a `role`; its keys are {sorted(message)}. Messages are "
                 "{'role': ..., 'content': ...}; `maybe_convert_to_chatml` converts `from`/`value`."
             )
+        role, content = message["role"], message.get("content")
+        if not isinstance(role, str) or not role:
+            raise TypeError(f"{where} holds a message whose `role` is {role!r} ({type(role).__name__}). {form}.")
+        said = [key for key, value in message.items() if key != "role" and value is not None]
+        if not said:  # one that calls tools needs no content
+            raise ValueError(
+                f"{where} holds a message of the role {role!r} without a `content`, which a template would render as "
+                f"None. {form}; write '' where nothing was said, or remove such rows."
+            )
+        if isinstance(content, int | float):
+            raise TypeError(
+                f"{where} holds a message whose `content` is {content!r} ({type(content).__name__}). {form}."
+            )
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") not in (None, "text"):
+                raise ValueError(
+                    f"{where} holds a message with content of the type {part['type']!r}; a reward model here reads "
+                    "text only. Remove such rows, or such parts of their messages."
+                )
+
+
+def _check_last_roles(parts: Mapping[str, Any], where: str) -> None:
+    """The two answers must end with the same role: one that ends with a question is no answer to compare."""
+    roles = [parts[key][-1]["role"] for key in RAW_COLUMNS if isinstance(parts[key], list) and parts[key]]
+    if len(set(roles)) > 1:
+        raise ValueError(
+            f"{where}: `chosen` ends with a message of the role {roles[0]!r}, but `rejected` with one of the role "
+            f"{roles[1]!r}; both must be answers of the same role, since their last tokens are compared. Correct the "
+            "roles, or remove such rows."
+        )
+
+
+def read_tools(tools: Any, where: str) -> list[Any] | None:
+    """A row's tools, a list or JSON text of one, as a list.
+
+    Raises:
+        ValueError: text that is no JSON.
+        TypeError: neither a list of mappings nor JSON text of one.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: `tools` is text but not JSON ({error}). Write the list as JSON.") from error
+    if tools is None or (
+        isinstance(tools, list) and all(isinstance(tool, Mapping) or callable(tool) for tool in tools)
+    ):
+        return tools
+    raise TypeError(
+        f"{where}: `tools` must be a list of JSON schemas, or JSON text of one, got {tools!r:.80}. A single tool is a "
+        "list of one; without tools leave it null."
+    )
 
 
 def check_token_row(row: Mapping[str, Any], index: int, name: str) -> None:
@@ -205,13 +267,16 @@ def check_margin(value: Any, index: int, name: str, *, nested: bool = False) -> 
     fix = "Every `margin` must be a finite number, since it is subtracted from the pair's reward margin in the loss"
     if nested and isinstance(value, list) and len(value) == 1:
         value = value[0]
+    if isinstance(value, bool):
+        raise TypeError(f"{where}: `margin` is {value} (bool). {fix}.")
     if value is None:
         raise ValueError(f"{where} has no `margin` (null). {fix}: fill it with 0, or drop the row or the column.")
     try:
         number = float("text" if isinstance(value, str) else value)
     except (TypeError, ValueError):
-        raise TypeError(f"{where}: `margin` is {value!r} ({type(value).__name__}). {fix}.") from None
-    if not math.isfinite(number):
+        hint = " One text among the numbers of a file makes all of them text." if isinstance(value, str) else ""
+        raise TypeError(f"{where}: `margin` is {value!r} ({type(value).__name__}). {fix}.{hint}") from None
+    if not abs(number) <= _LARGEST:
         raise ValueError(f"{where}: `margin` is {number}. {fix}: fill it with 0, or drop the row or the column.")
 
 
@@ -224,7 +289,7 @@ def check_margins(dataset: Dataset, name: str, *, nested: bool = False) -> None:
     for table in rows.iter(batch_size=10_000):
         column = table["margin"]
         number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
-        if not (number and column.null_count == 0 and pc.all(pc.is_finite(column)).as_py()):
+        if not (number and column.null_count == 0 and pc.all(pc.less_equal(pc.abs(column), _LARGEST)).as_py()):
             for offset, value in enumerate(column.to_pylist()):
                 check_margin(value, first + offset, name, nested=nested)
         first += len(column)

@@ -1,6 +1,5 @@
 """Raw preference rows to token pairs: the columns ``chosen_ids`` and ``rejected_ids``, as TRL 1.16 makes them."""
 
-import json
 import logging
 import warnings
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_tpu.data import checks
@@ -142,12 +142,7 @@ def _tokenize_texts(
 def _tokenize_messages(
     row: dict[str, Any], answer: str, processing_class: PreTrainedTokenizerBase, where: str
 ) -> list[int]:
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: `tools` is text but not JSON ({error}). Write the list as JSON.") from error
+    tools = checks.read_tools(row.get("tools"), where)
     template_kwargs = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
     if processing_class.chat_template is None and "chat_template" not in template_kwargs:
         raise ValueError(
@@ -156,7 +151,16 @@ def _tokenize_messages(
             "dialogues as text."
         )
     messages = row.get("prompt", []) + row[answer]
-    rendered: Any = processing_class.apply_chat_template(messages, tokenize=True, return_dict=True, **template_kwargs)
+    try:
+        rendered: Any = processing_class.apply_chat_template(
+            messages, tokenize=True, return_dict=True, **template_kwargs
+        )
+    except TemplateError as error:
+        roles = [message["role"] for message in messages]
+        raise ValueError(
+            f"{where}: the chat template cannot render `{answer}`, whose roles are {roles}: {error}. Correct the row, "
+            "or give another template by `chat_template_path`."
+        ) from error
     return rendered["input_ids"]
 
 
@@ -209,7 +213,8 @@ def keep_fitting(
     if dropped:
         logger.warning(
             f"{name} dataset: {dropped} of {len(fits)} pairs dropped, since a dialogue is longer than "
-            f"max_length={max_length} tokens (the longest has {longest.max()}). Raise `max_length` to keep them."
+            f"max_length={max_length} tokens (the longest, of row {longest.argmax()}, has {longest.max()}). Raise "
+            "`max_length` to keep them."
         )
         dataset = dataset.select(np.flatnonzero(fits))
     report = DataReport(pairs=len(fits) - dropped, dropped_too_long=dropped, identical=int(identical[fits].sum()))

@@ -112,7 +112,7 @@ def add_adapters(
     Raises:
         ImportError: peft is not installed.
         TypeError: `peft_config` is not a configuration of peft.
-        ValueError: The model has adapters already.
+        ValueError: The model has adapters already, or cannot have these.
     """
     if importlib.util.find_spec("peft") is None:
         raise ImportError("You passed `peft_config`, but the peft library is not installed: run `pip install peft`.")
@@ -131,7 +131,16 @@ def add_adapters(
     peft_config = copy.deepcopy(peft_config)
     if added_tokens:
         _train_added_tokens(peft_config, added_tokens, model)
-    adapted: Any = get_peft_model(model, peft_config)
+    try:
+        adapted: Any = get_peft_model(model, peft_config)
+    except (ValueError, AttributeError) as error:
+        kind = getattr(peft_config.task_type, "value", peft_config.task_type)
+        task = "" if kind == "SEQ_CLS" else f" Its task_type is {kind!r}; that of a reward model is 'SEQ_CLS'."
+        reason = str(error).rstrip(".")
+        raise ValueError(
+            f"{type(model).__name__} cannot have the adapters of `peft_config`: {reason}.{task} Correct the "
+            "configuration (on a command line, the flags `--lora_...`)."
+        ) from error
     prepare_adapters(adapted, gradient_checkpointing=gradient_checkpointing)
     return adapted
 

@@ -4,7 +4,9 @@ import copy
 import os
 from typing import Any
 
-from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
+
+from .load import load_tokenizer
 
 
 def set_chat_template(
@@ -18,6 +20,7 @@ def set_chat_template(
 
     Raises:
         FileNotFoundError: a template file that does not exist.
+        ValueError: one that is not UTF-8, or a tokenizer that cannot be loaded.
     """
     if path is None:
         return model, processing_class, []
@@ -29,8 +32,14 @@ def set_chat_template(
             f"`chat_template_path` names the template file {path!r}, which does not exist. Give an existing `.jinja` "
             "or `.j2` file, or a tokenizer's hub id or folder."
         )
-    with open(path, encoding="utf-8") as file:
-        processing_class.chat_template = file.read()
+    try:
+        with open(path, encoding="utf-8") as file:
+            processing_class.chat_template = file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"`chat_template_path` names {path}, which is not UTF-8 (byte {error.start}, {error.reason}). Save it as "
+            "UTF-8."
+        ) from error
     return model, processing_class, []
 
 
@@ -55,7 +64,7 @@ def clone_chat_template(
     Returns:
         The model, the tokenizer, and the ids of the tokens that were added.
     """
-    source = AutoTokenizer.from_pretrained(source_tokenizer_path)
+    source = load_tokenizer(source_tokenizer_path)
     tokenizer.chat_template = source.get_chat_template()
     known = tokenizer.get_vocab()
     added = [token for token in source.added_tokens_decoder.values() if token.content not in known]

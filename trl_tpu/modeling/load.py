@@ -21,6 +21,7 @@ from transformers import (
 
 from trl_tpu import runtime
 
+from . import broken
 from .streaming import Place, placing
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def load_model(
         place: where each weight goes as soon as it is read, instead of staying on the CPU.
 
     Raises:
-        ValueError: ``quantization_config`` in both places, an unknown dtype, or bitsandbytes quantization on XLA.
+        ValueError: ``quantization_config`` in both places, an unknown dtype, bitsandbytes quantization on XLA, or a
+            name or folder that holds no whole reward model (the broken file is named).
     """
     kwargs = dict(model_init_kwargs or {})
     if quantization_config is not None:
@@ -71,8 +73,16 @@ def load_model(
     kwargs.setdefault("device_map", None)
     if runtime.is_xla():
         _fit_xla(kwargs)
-    with _without_load_report(), nullcontext() if place is None else placing(place):
-        model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **kwargs)
+    may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
+    with broken.explaining(name), _without_load_report(), nullcontext() if place is None else placing(place):
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+    if info["mismatched_keys"]:
+        misfit = broken.mismatch(name, info["mismatched_keys"])
+        if not may_mismatch:
+            raise misfit
+        logger.warning(f"{misfit} They start random, as `ignore_mismatched_sizes` asks for.")
     _report_unexpected(model, info, name)
     return model
 
@@ -106,15 +116,15 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_load_report() -> Iterator[None]:
-    """Keep transformers' table of missing and unexpected weights from the log, unless it explains an error.
+    """Keep transformers' table of missing, mismatched and unexpected weights from the log, unless it tells an error.
 
     For a reward model it always lists the new reward head and the old language model head; what else it would say,
-    `_report_unexpected` says.
+    `load_model` says.
     """
 
     def explains_error(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        return "LOAD REPORT" not in text or "MISMATCH" in text or "CONVERSION" in text
+        return "LOAD REPORT" not in text or "CONVERSION" in text
 
     modeling_logger = logging.getLogger("transformers.modeling_utils")
     modeling_logger.addFilter(explains_error)
@@ -166,7 +176,8 @@ def load_processing_class(
     """The tokenizer given, or the one beside the model's checkpoint.
 
     Raises:
-        ValueError: none given, and the model was not loaded from a checkpoint.
+        ValueError: none given, and the model was not loaded from a checkpoint, or from one without a tokenizer that
+            can be loaded.
     """
     if processing_class is not None:
         return processing_class
@@ -176,7 +187,17 @@ def load_processing_class(
             "The model was not loaded from a checkpoint, so its tokenizer is unknown. Pass the tokenizer as "
             "`processing_class`."
         )
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """`AutoTokenizer.from_pretrained`, with an error that says what is wrong with the folder.
+
+    Raises:
+        ValueError: there is no tokenizer of that name, or it cannot be loaded.
+    """
+    with broken.explaining(name, "a tokenizer"):
+        return AutoTokenizer.from_pretrained(name, **kwargs)
 
 
 def set_eos_token(

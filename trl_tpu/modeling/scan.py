@@ -1,18 +1,11 @@
-"""A decoder's layers as one loop, so that compile time and program size do not grow with depth.
+"""Which models' layers can be one loop, so that compile time and program size do not grow with depth."""
 
-The model keeps its modules and the names of its parameters: only while the decoder runs does one module stand in the
-place of its layers.
-"""
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-
-from ..runtime import Axes, Remat, Runtime
 
 
 class ScanImpossible(ValueError):
@@ -23,8 +16,8 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The name and the list of the decoder's layers, which are alike.
 
     Raises:
-        ScanImpossible: If there is no one list of layers, they differ in more than the values of their parameters, or
-            compute with random numbers or buffers.
+        ScanImpossible: If there is no one list of layers, they differ in more than the values of their parameters,
+            share parameters, or compute with random numbers or buffers.
     """
     lists = [
         (name, module)
@@ -40,6 +33,12 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
             "leave it out."
         )
     name, layers = lists[0]
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    for key, parameter in layers.named_parameters():
+        if uses[parameter] > 1:
+            raise ScanImpossible(
+                f"scan_layers=True stacks the layers' weights, but {name}.{key} is used elsewhere too: leave it out."
+            )
     first = dict(_features(layers[0]))
     for number, layer in enumerate(layers):
         other = dict(_features(layer))
@@ -71,52 +70,3 @@ def _features(layer: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{key}".lstrip("."), value
     for key, parameter in layer.named_parameters():
         yield key, (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-
-
-def use_scan(model: Any, axes: Mapping[str, Axes], policy: Remat, runtime: Runtime) -> None:
-    """Run the decoder layers of ``model`` as a loop. Calling it again changes nothing.
-
-    Args:
-        axes: The mesh axes that the dimensions of each of the model's parameters go over, by its name.
-        policy: What the loop's backward computes again: "full" or "dots".
-
-    Raises:
-        ScanImpossible: See `find_layers`.
-    """
-    name, layers = find_layers(model)
-    owner_name, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(owner_name)
-    if "forward" in vars(owner) and getattr(owner.forward, "scans", False):
-        return
-    first = f"{name}.0."
-    of_layer = {key.removeprefix(first): value for key, value in axes.items() if key.startswith(first)}
-    scanned = _Scanned(layers, of_layer, policy, runtime)
-    forward = owner.forward
-
-    def scanning_forward(*args: Any, **kwargs: Any) -> Any:
-        with _in_place_of(owner, attribute, scanned):
-            return forward(*args, **kwargs)
-
-    scanning_forward.scans = True  # type: ignore[attr-defined]
-    owner.forward = scanning_forward
-
-
-class _Scanned(nn.Module):
-    """All layers, called as if they were one."""
-
-    def __init__(self, layers: nn.ModuleList, axes: Mapping[str, Axes], policy: Remat, runtime: Runtime) -> None:
-        super().__init__()
-        self._layers, self._axes, self._policy, self._runtime = tuple(layers), axes, policy, runtime
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._runtime.scan(self._layers, self._axes, self._policy, hidden, *args, **kwargs)
-
-
-@contextmanager
-def _in_place_of(owner: nn.Module, attribute: str, scanned: nn.Module) -> Iterator[None]:
-    layers = owner._modules[attribute]
-    owner._modules[attribute] = nn.ModuleList([scanned])
-    try:
-        yield
-    finally:
-        owner._modules[attribute] = layers

@@ -37,11 +37,17 @@ class Rules:
         """Read a YAML file.
 
         Raises:
-            ValueError: It is no mapping of patterns to lists of axes, or names an axis that does not exist or twice.
+            ValueError: It is no YAML, no mapping of patterns to lists of axes, or names an axis that does not exist
+                or twice.
+            FileNotFoundError: There is no such file.
         """
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
         source = f"sharding plan {str(path)!r}"
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no {source}: name a YAML file that maps patterns to mesh axes.")
+        try:
+            content = yaml.safe_load(Path(path).read_bytes())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
         if not isinstance(content, dict) or not content:
             raise ValueError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
         return cls(source, {str(pattern): _axes(source, pattern, value) for pattern, value in content.items()})

@@ -23,9 +23,7 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     styles, expert_styles = (getattr(base, name, None) or {} for name in ("tp_plan", "ep_plan"))
     if mesh.tensor > 1 and any("attn" in name and style == "colwise" for name, style in styles.items()):
-        config = base.config.get_text_config()
-        counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-        check_heads(mesh, {name: count for name, count in counts.items() if count is not None})
+        styles = _with_whole_heads(base, mesh, styles)
     if mesh.tensor > 1 and rules is None and not (styles or expert_styles):
         raise ValueError(
             f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so nothing is known "
@@ -33,6 +31,26 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
         )
     tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return Plan(mesh, styles, expert_styles, frozenset(bare_name(name) for name in tables), rules)
+
+
+def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> Mapping[str, str]:
+    """The styles of a model whose attention heads `tensor` does not cut.
+
+    Fewer key and value heads than devices, or a number that these do not divide, stay whole over `tensor`: they are
+    the small part of grouped-query attention (https://arxiv.org/abs/2305.13245), and every device computes them.
+
+    Raises:
+        ValueError: The query heads do not divide, or key and value heads do not in a projection of all three.
+    """
+    config = base.config.get_text_config()
+    counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    grouped = counts["num_key_value_heads"]
+    shared = {name for name in styles if name.endswith((".k_proj", ".v_proj"))}
+    if grouped is not None and grouped % mesh.tensor and shared:
+        styles = {name: "replicate" if name in shared else style for name, style in styles.items()}
+        counts["num_key_value_heads"] = None
+    check_heads(mesh, {name: count for name, count in counts.items() if count is not None})
+    return styles
 
 
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -74,8 +75,11 @@ class Runtime(Protocol):
     def barrier(self) -> None:
         """Wait until all processes of the mesh are here."""
 
-    def from_everyone(self, value: Value) -> list[Value]:
-        """What each process of the mesh says, in their order. For small values; all processes take part."""
+    def from_everyone(self, value: Value, while_saving: bool = False) -> list[Value]:
+        """What each process of the mesh says, in their order. For small values; all processes take part.
+
+        Threads that write a checkpoint ask ``while_saving``, so that their words are not taken for those of training.
+        """
 
     def hardware(self) -> str:
         """What the devices are, for the log."""
@@ -151,17 +155,18 @@ class Runtime(Protocol):
 
     def scan(
         self,
-        layers: Sequence[nn.Module],
+        layer: nn.Module,
         axes: Mapping[str, Axes],
         policy: Remat,
         hidden: torch.Tensor,
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``hidden`` after all ``layers``, which are alike, as a loop whose program has one of them.
+        """``hidden`` after layers that are alike, as a loop whose program has one of them.
 
         Args:
-            axes: Of each parameter of a layer, the mesh axes that its dimensions go over.
+            layer: One layer, whose parameters have those of all layers behind a first dimension.
+            axes: Of each parameter of one layer, the mesh axes that its dimensions go over.
             policy: "full" or "dots", see `Remat`.
             args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
         """
@@ -187,13 +192,40 @@ class Runtime(Protocol):
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A state dict as host tensors, put together from shards; tied tensors stay tied. All processes take part."""
 
+    def snapshot(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Host copies of named tensors, of each the parts that this process's devices hold; of tied tensors one."""
+
+    def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The tensors of a snapshot, where one process has all parts; tied tensors stay tied."""
+
+    def row(self, part: Any, index: int) -> Any:
+        """Of a tensor of a snapshot, its ``index`` in the first dimension, which is over no axes. No copy."""
+
+    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
+        """Write a snapshot as safetensors, each process its own parts. All processes take part, from any thread."""
+
+    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        """Read what any runtime on any mesh wrote into tensors, which keep their layout. All processes take part."""
+
     def compile_count(self) -> int:
         """How many programs were compiled so far (0 where nothing compiles)."""
+
+
+_replacement: Runtime | None = None
+
+
+def replace(runtime: Runtime) -> None:
+    """Let ``runtime`` be this process's: for tracing programs, before anything trains."""
+    global _replacement
+    _replacement = runtime
+    current.cache_clear()
 
 
 @cache
 def current() -> Runtime:
     """The runtime of this process."""
+    if _replacement is not None:
+        return _replacement
     if is_xla():
         from .xla import XlaRuntime
 

@@ -24,16 +24,29 @@ def barrier() -> None:
         dist.barrier()
 
 
-def from_everyone(value: Value) -> list[Value]:
+def from_everyone(value: Value, while_saving: bool = False) -> list[Value]:
     """What each host says, in their order."""
     if xr.process_count() == 1:
         return [value]
     _join()
     said = [value] * xr.process_count()
-    dist.all_gather_object(said, value)
+    dist.all_gather_object(said, value, group=saving_group() if while_saving else None)
     return said
+
+
+def saving_group() -> dist.ProcessGroup | None:
+    """All hosts again, for the threads that write checkpoints while training goes on in the other group."""
+    if xr.process_count() == 1:
+        return None
+    _join()
+    return _saving[0]
+
+
+_saving: list[dist.ProcessGroup] = []
 
 
 def _join() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo", init_method="xla://", timeout=_PATIENCE)
+    if not _saving:
+        _saving.append(dist.new_group(backend="gloo", timeout=_PATIENCE))

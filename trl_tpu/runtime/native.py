@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value
 from .kernels import MATMULS, segment_attention
+from .state import read_state, write_state
 
 
 class NativeRuntime:
@@ -38,7 +40,7 @@ class NativeRuntime:
     def barrier(self) -> None:
         """One process."""
 
-    def from_everyone(self, value: Value) -> list[Value]:
+    def from_everyone(self, value: Value, while_saving: bool = False) -> list[Value]:
         return [value]
 
     def hardware(self) -> str:
@@ -108,6 +110,22 @@ class NativeRuntime:
 
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in state.items()}
+
+    def snapshot(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
+        return {name: copies[id(tensor)] for name, tensor in state.items()}
+
+    def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return dict(snapshot)
+
+    def row(self, part: Any, index: int) -> Any:
+        return part[index]
+
+    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
+        write_state(snapshot, folder)
+
+    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        read_state(state, folder)
 
     def compile_count(self) -> int:
         return 0

@@ -7,7 +7,7 @@ products returned, and differentiates it while tracing. Two loops share nothing 
 this needs no barriers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ Tensors = list[torch.Tensor]
 
 
 def scan_layers(
-    layers: Sequence[nn.Module],
+    layer: nn.Module,
     axes: Mapping[str, Axes],
     constrain: Callable[[torch.Tensor, Axes], torch.Tensor],
     keep: Operations,
@@ -32,29 +32,22 @@ def scan_layers(
     args: Any,
     kwargs: Any,
 ) -> torch.Tensor:
-    """``hidden`` after all ``layers``; see `Runtime.scan`. ``keep`` is as in `remat.recompute`."""
+    """``hidden`` after all layers whose weights ``layer`` has; see `Runtime.scan`. ``keep`` is as in `recompute`."""
     leaves, structure = tree_flatten((args, kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     is_bool = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves]
     # the loop multiplies its inputs by 1, which booleans would not survive
     fixed = [leaf.to(torch.uint8) if is_bool[n] else leaf for n, leaf in enumerate(leaves) if is_tensor[n]]
-    first = layers[0]
-    names = [name for name, _ in first.named_parameters()]
-    parameters = [dict(layer.named_parameters()) for layer in layers]
-    stacked = [torch.stack([each[name] for each in parameters]) for name in names]
-    layouts = [axes.get(name) for name in names]
-    stacked = [
-        weight if layout is None else constrain(weight, (None, *layout))
-        for weight, layout in zip(stacked, layouts, strict=True)
-    ]
+    layouts = [axes.get(name) for name, _ in layer.named_parameters()]
+    weights = list(layer.parameters())
 
     def run(hidden: torch.Tensor, fixed: Tensors, weights: list[nn.Parameter]) -> torch.Tensor:
         given = iter(fixed)
         filled = [next(given) if is_tensor[n] else leaf for n, leaf in enumerate(leaves)]
         filled = [leaf.bool() if is_bool[n] else leaf for n, leaf in enumerate(filled)]
         args, kwargs = tree_unflatten(filled, structure)
-        with weights_of(first, weights), _once(first):
-            output = first(hidden, *args, **kwargs)
+        with weights_of(layer, weights), _once(layer):
+            output = layer(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         if output.dtype != hidden.dtype:
             raise TypeError(
@@ -62,12 +55,14 @@ def scan_layers(
             )
         return output
 
-    def laid_out(gradients: Tensors) -> Tensors:
-        trained = [layout for layout, weight in zip(layouts, stacked, strict=True) if weight.requires_grad]
-        pairs = zip(gradients, trained, strict=True)
-        return [each if layout is None else constrain(each, layout) for each, layout in pairs]
+    def laid_out(gradients: Tensors, stacked: bool) -> Tensors:
+        trained = [layout for layout, weight in zip(layouts, weights, strict=True) if weight.requires_grad]
+        return [
+            each if layout is None else constrain(each, (None, *layout) if stacked else layout)
+            for each, layout in zip(gradients, trained, strict=True)
+        ]
 
-    return _Scan.apply(run, laid_out, keep, len(fixed), hidden, *fixed, *stacked)
+    return _Scan.apply(run, laid_out, keep, len(fixed), hidden, *fixed, *weights)
 
 
 @contextmanager
@@ -118,10 +113,10 @@ class _Scan(torch.autograd.Function):
             wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
             found = zip(wanted, torch.autograd.grad(output, wanted, gradient, allow_unused=True), strict=True)
             gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in found]
-            return [gradients[0], *fixed], ctx.laid_out(gradients[1:])
+            return [gradients[0], *fixed], ctx.laid_out(gradients[1:], stacked=False)
 
         carry, found = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
-        gradients = iter(found)
+        gradients = iter(ctx.laid_out(found, stacked=True))
         weights = [next(gradients) if is_trained else None for is_trained in trained]
         return (None, None, None, None, carry[0], *(None for _ in fixed), *weights)
 

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,12 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes, Remat, Value, hosts
+from . import Axes, Remat, Value, hosts, shards
 from .kernels import MATMULS, contract, segment_attention
 from .manual import by_device
 from .remat import recompute
 from .scan import scan_layers
+from .slices import make_mesh, reported_slices
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
@@ -169,8 +171,8 @@ class XlaRuntime:
     def barrier(self) -> None:
         hosts.barrier()
 
-    def from_everyone(self, value: Value) -> list[Value]:
-        return hosts.from_everyone(value)
+    def from_everyone(self, value: Value, while_saving: bool = False) -> list[Value]:
+        return hosts.from_everyone(value, while_saving)
 
     def hardware(self) -> str:
         return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
@@ -179,19 +181,10 @@ class XlaRuntime:
         torch_xla.manual_seed(seed)
 
     def slice_count(self) -> int:
-        slices = {attributes.get("slice_index", 0) for attributes in xr.global_runtime_device_attributes()}
-        return len(slices)
+        return len(reported_slices()) or 1
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        names, shape = tuple(sizes), tuple(sizes.values())
-        if (actual := self.slice_count()) == 1:
-            self._mesh = xs.Mesh(np.arange(self.device_count()), shape, names)
-        elif actual != slices:
-            raise ValueError(f"The mesh is for {slices} slice(s), but the devices are in {actual}: slices={actual}.")
-        else:
-            within = (shape[0] // slices, *shape[1:])
-            across = (slices, *(1 for _ in shape[1:]))
-            self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
+        self._mesh = make_mesh(sizes, slices)
         xs.set_global_mesh(self._mesh)
 
     def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
@@ -250,7 +243,7 @@ class XlaRuntime:
 
     def scan(
         self,
-        layers: Sequence[nn.Module],
+        layer: nn.Module,
         axes: Mapping[str, Axes],
         policy: Remat,
         hidden: torch.Tensor,
@@ -258,7 +251,7 @@ class XlaRuntime:
         **kwargs: Any,
     ) -> torch.Tensor:
         keep = MATMULS if policy == "dots" else frozenset()
-        return scan_layers(layers, axes, self.constrain, keep, hidden, args, kwargs)
+        return scan_layers(layer, axes, self.constrain, keep, hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))
@@ -290,32 +283,27 @@ class XlaRuntime:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        torch_xla.sync(wait=True)  # reading a shard while it is computed fails
-        whole = {id(t): _assemble(self._within_reach(t.detach())) for t in state.values()}
-        return {name: whole[id(t)] for name, t in state.items()}
+        if xr.process_count() > 1:  # none of several hosts has all shards
+            gathered = {id(tensor): self.gather(tensor) for tensor in state.values() if tensor.device.type == "xla"}
+            state = {name: gathered.get(id(tensor), tensor) for name, tensor in state.items()}
+        return self.assemble(shards.snapshot(state))
 
-    def _within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with all its shards on this host: of several hosts none has them all, so gather it for now."""
-        if xr.process_count() == 1 or tensor.device.type != "xla":
-            return tensor
-        whole = self.gather(tensor)
-        torch_xla.sync(wait=True)
-        return whole
+    def snapshot(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return shards.snapshot(state)
+
+    def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        unique = {id(part): shards.whole(part) for part in snapshot.values()}
+        return {name: unique[id(part)] for name, part in snapshot.items()}
+
+    def row(self, part: Any, index: int) -> Any:
+        return shards.row(part, index)
+
+    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
+        shards.write(snapshot, folder)
+
+    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+        shards.read(state, folder)
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")
         return compiles[0] if compiles else 0
-
-
-def _assemble(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole host copy out of the local shards: unlike ``.cpu()`` it compiles nothing and replicates nothing."""
-    if tensor.device.type != "xla":
-        return tensor.cpu()
-    if not torch_xla._XLAC._get_xla_sharding_spec(tensor):
-        return torch_xla._XLAC._xla_get_cpu_tensors([tensor])[0]
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    for shard in xs.wrap_if_sharded(tensor).local_shards:
-        if shard.indices is Ellipsis:  # whole on this device
-            return shard.data
-        whole[tuple(shard.indices)] = shard.data[tuple(slice(0, part.stop - part.start) for part in shard.indices)]
-    return whole

@@ -53,8 +53,10 @@ class TrlParser(HfArgumentParser):
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:
             action.type = _json_object
+        if field.type is str or set(members) == {str, NoneType}:
+            action.type = _text
         takes_one_value = action.nargs is None and action.choices is None and bool not in members
-        if NoneType in members and takes_one_value and callable(action.type) and action.type is not str:
+        if NoneType in members and takes_one_value and callable(action.type) and action.type not in (str, _text):
             action.type = _or_none(action.type)
 
     def parse_args_and_config(
@@ -98,13 +100,13 @@ class TrlParser(HfArgumentParser):
             What no flag took, as command-line words: ``["--name", "value", ...]``.
 
         Raises:
-            ValueError: A value that is not among the flag's choices.
+            ValueError: A value that is not among the flag's choices, or of a type that the flag cannot have.
         """
         taken: set[str] = set()
         for action in _actions(self):
             if action.dest in kwargs:
                 _check_choice(action, kwargs[action.dest])
-                action.default = kwargs[action.dest]
+                action.default = _typed(action, kwargs[action.dest])
                 action.required = False
                 taken.add(action.dest)
         return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
@@ -122,7 +124,17 @@ class TrlParser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
-        self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for the flags.\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\nSee `{self.prog} --help` for the flags.\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse, but of many choices it names those that are spelt most like the value."""
+        choices = [str(choice) for choice in action.choices or ()]
+        if len(choices) <= 12 or value in (action.choices or ()):
+            super()._check_value(action, value)
+            return
+        close = difflib.get_close_matches(str(value), choices, n=3)
+        named = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose from {', '.join(choices)}"
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r} ({named})")
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -147,6 +159,38 @@ def _check_choice(action: argparse.Action, value: Any) -> None:
             ' YAML reads an unquoted no, off, yes or on as a boolean: write "no".' if isinstance(value, bool) else ""
         )
         raise ValueError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.{hint}")
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", lambda value: isinstance(value, int | float) and value == value // 1),
+    "float": ("a number", lambda value: isinstance(value, int | float)),
+    "string_to_bool": ("true or false", lambda value: value in (True, False)),
+    "_text": ("text", lambda value: not isinstance(value, list | dict)),
+}
+
+
+def _typed(action: argparse.Action, value: Any) -> Any:
+    """A value of the file as the flag has it. argparse converts text only, and passes any other default on as it is.
+
+    So a whole number may be written 8.0, and a name 2024, as on a command line.
+    """
+    kind = getattr(action.type, "__name__", "")
+    may_be_none = action.type not in (int, float)
+    if kind not in _KINDS or isinstance(value, str) or (value is None and may_be_none):
+        return value
+    wanted, fits = _KINDS[kind]
+    if not fits(value) or (kind in ("int", "float") and isinstance(value, bool)):
+        raise ValueError(
+            f"`{action.dest}: {json.dumps(value, default=str)}` in the config file is not {wanted}. Correct it, or "
+            "leave it out for the default."
+        )
+    if kind == "int":
+        return int(value)
+    return str(value) if kind == "_text" and not isinstance(value, bool) else value
+
+
+def _text(word: str) -> str:
+    return word
 
 
 def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:

@@ -211,7 +211,10 @@ def run(argv: list[str]) -> int:
         parsed = parse(parser, argv)
     except ValueError as error:
         parser.error(str(error))
-    main(*parsed)
+    from trl_tpu.scripts.datafiles import naming_broken_files
+
+    with naming_broken_files(parsed[0].dataset_name, *(part.path for part in parsed[3].datasets)):
+        main(*parsed)
     return 0
 
 

@@ -66,9 +66,10 @@ class Scorer:
 
     def __init__(self, model_folder: str, trust_remote_code: bool = False) -> None:
         import torch
-        from transformers import AutoTokenizer
 
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, trust_remote_code=trust_remote_code)
+        from trl_tpu.modeling.load import load_tokenizer
+
+        self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model: PreTrainedModel = _load(model_folder, trust_remote_code).to(self.device).eval()
         text_config = self.model.config.get_text_config()
@@ -129,14 +130,17 @@ def _load(model_folder: str, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import find_adapter_config_file
 
+    from trl_tpu.modeling.broken import explaining
+
     kwargs: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if find_adapter_config_file(model_folder) is not None:
         from trl_tpu.modeling.adapters import load_adapted_model
 
         return load_adapted_model(model_folder, **kwargs)
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        model_folder, output_loading_info=True, **kwargs
-    )
+    with explaining(model_folder):
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            model_folder, output_loading_info=True, **kwargs
+        )
     if report["missing_keys"]:
         raise ValueError(
             f"{model_folder} is not a saved reward model: it lacks {sorted(report['missing_keys'])}, so its rewards "

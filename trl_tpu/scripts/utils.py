@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from trl_tpu.scripts.parser import TrlParser
@@ -59,6 +59,9 @@ class DatasetMixtureConfig:
         datasets: The datasets; mappings become [`DatasetConfig`].
         streaming: Whether to stream them.
         test_split_size: Rows (a count, or a share below 1) to hold out as the split ``test``; none when None.
+
+    Raises:
+        ValueError: `datasets` is no list, or one of it has no `path` or an unknown key.
     """
 
     datasets: list[DatasetConfig] = field(
@@ -74,6 +77,20 @@ class DatasetMixtureConfig:
     )
 
     def __post_init__(self) -> None:
+        form = "`datasets` must be a list of mappings with a `path` each, in YAML `datasets:` and below `- path: NAME`"
+        if not isinstance(self.datasets, list):
+            raise ValueError(f"{form}; it is {getattr(self.datasets, 'path', self.datasets)!r}.")
+        known = [item.name for item in fields(DatasetConfig)]
+        for number, part in enumerate(self.datasets, start=1):
+            if isinstance(part, DatasetConfig):
+                continue
+            if not isinstance(part, dict) or not isinstance(part.get("path"), str):
+                raise ValueError(f"{form}; number {number} of them is {part!r}.")
+            if unknown := [name for name in part if name not in known]:
+                raise ValueError(
+                    f"`datasets`: number {number}, {part['path']}, has the key {unknown[0]!r}, which is none of "
+                    f"{', '.join(known)}. Correct or remove it."
+                )
         self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
 
 
@@ -181,6 +198,11 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
         return datasets.DatasetDict({"train": mixture})
     # a command line can only give a float: 200.0 means 200 rows
     rows = int(test_size) if test_size >= 1 and float(test_size).is_integer() else test_size
+    if not 0 < test_size < len(mixture) or (test_size > 1 and rows != int(rows)):
+        raise ValueError(
+            f"`test_split_size={test_size:g}` must be a count from 1 to {len(mixture) - 1}, since the mixture has "
+            f"{len(mixture)} rows and one at least is to train on, or a share between 0 and 1."
+        )
     return mixture.train_test_split(test_size=rows, seed=SPLIT_SEED)
 
 

@@ -51,6 +51,10 @@ class PairBatching(DeviceTrainer):
             ]
         )
 
+    @property
+    def _batch_layout(self) -> str:
+        return "packed" if self.padded_because is None else "padded"
+
     def _describe_rows(self) -> str:
         if self.padded_because is None:
             if takes_tight_rows(self.model):

@@ -56,7 +56,7 @@ def default_folder(model: Any) -> str:
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 
-def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any) -> None:
+def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int) -> None:
     """Refuse trainer arguments that are missing or exclude each other.
 
     Raises:
@@ -76,6 +76,11 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers:
         kind = type(train_dataset).__name__
         hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
         raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
+    if isinstance(train_dataset, IterableDataset) and max_steps < 1:
+        raise ValueError(
+            f"`train_dataset` is a stream, which has no length, so that max_steps must say how long to train; it is "
+            f"{max_steps}. Set it to 1 or more, or load the dataset without streaming."
+        )
 
 
 def build_reward_model(
@@ -174,7 +179,28 @@ def build_dataset(
     # before, so that errors number the rows as they came; after, for the ids that the tokenizer makes
     dataset = check_token_ids(dataset, num_embeddings, name)
     prepared, _ = prepare(dataset, processing_class, **settings)
+    _check_positions(prepared, model, name)
     return check_token_ids(prepared, num_embeddings, name)
+
+
+def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:
+    """Refuse a dialogue for which the model has no positions; warn where they are computed, but untrained."""
+    config: Any = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not limit or not isinstance(dataset, Dataset):
+        return
+    lengths = longer_dialogues(dataset)
+    row = int(lengths.argmax())
+    if lengths[row] <= limit:
+        return
+    message = (
+        f"The {name} dataset has a dialogue of {lengths[row]} tokens (row {row} of those kept), but the model was "
+        f"made for {limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
+    )
+    computed = getattr(config, "rope_parameters", None) or getattr(config, "relative_attention", False)
+    if not computed:  # a table: CUDA stops at a row that it lacks, and XLA reads its last
+        raise ValueError(message)
+    logger.warning(message)
 
 
 def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:

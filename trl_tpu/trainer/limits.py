@@ -1,5 +1,8 @@
-"""Settings inherited from transformers that PyTorch/XLA cannot honour, each with what to do instead."""
+"""Settings that cannot be meant, or that PyTorch/XLA cannot honour, each with what to do instead."""
 
+import json
+import math
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +36,11 @@ XLA_LIMITS = (
         f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
     ),
     Limit(
+        "optim",
+        lambda name: any(mark in name for mark in ("layerwise", "lomo")),
+        "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches",
+    ),
+    Limit(
         "include_num_input_tokens_seen",
         lambda value: value not in (False, "no"),
         "read num_tokens in the logs, which counts them without stopping the device at every batch",
@@ -51,6 +59,93 @@ HOSTS_LIMITS = (
 )
 
 
+class Range(NamedTuple):
+    """Settings of one kind, what their values must be, and the way out."""
+
+    settings: tuple[str, ...]
+    is_within: Callable[[Any], bool]
+    rule: str
+    instead: str
+
+
+# What transformers and torch find out only after the model is loaded, or never. None is always a setting left out.
+RANGES = (
+    Range(
+        ("per_device_train_batch_size", "gradient_accumulation_steps"),
+        lambda value: value >= 1,
+        "at least 1",
+        "The pairs of a step are per_device_train_batch_size x devices x gradient_accumulation_steps",
+    ),
+    Range(
+        ("per_device_eval_batch_size",),
+        lambda value: value >= 1,
+        "at least 1",
+        "To leave out evaluation set eval_strategy='no'",
+    ),
+    Range(("max_length",), lambda value: value >= 1, "at least 1", "Set it to None to keep pairs of every length"),
+    Range(
+        ("pad_to_multiple_of",),
+        lambda value: value >= 1,
+        "at least 1",
+        "Leave it out for lengths that fit the data and the device",
+    ),
+    Range(("num_train_epochs",), lambda value: value >= 0, "0 or more", "Or set max_steps instead"),
+    Range(
+        ("learning_rate", "weight_decay", "max_grad_norm"),
+        lambda value: 0 <= value < math.inf,
+        "a finite number, 0 or more",
+        "Leave it out for the default",
+    ),
+    Range(
+        ("center_rewards_coefficient",),
+        math.isfinite,
+        "a finite number",
+        "0.01 is recommended; leave it out not to center",
+    ),
+    Range(
+        ("dataset_num_proc", "dataloader_num_workers"),
+        lambda value: value >= 0,
+        "0 or more",
+        "0 does the work in this process",
+    ),
+    Range(
+        ("seed", "data_seed"), lambda value: 0 <= value < 2**32, "from 0 to 4294967295", "numpy takes no other seed"
+    ),
+)
+
+
+def check_ranges(args: Any) -> None:
+    """Refuse values outside their ranges, mappings that are no JSON objects, and an output folder that is a file.
+
+    Raises:
+        ValueError: Names the setting, its value, the rule and what to do instead.
+    """
+    for setting in args._VALID_DICT_FIELDS:
+        _check_json(setting, getattr(args, setting))
+    for allowed in RANGES:
+        for setting in allowed.settings:
+            value = getattr(args, setting)
+            if value is not None and not allowed.is_within(value):
+                raise ValueError(f"{setting} must be {allowed.rule}, got {value}. {allowed.instead}.")
+    if args.output_dir is not None and os.path.exists(args.output_dir) and not os.path.isdir(args.output_dir):
+        raise ValueError(f"output_dir {args.output_dir} is a file. Name a folder; it need not exist.")
+
+
+def _check_json(setting: str, value: Any) -> None:
+    """A mapping may be written as JSON, and some as the name of a JSON file, which transformers reads."""
+    if not isinstance(value, str) or not (value.startswith("{") or setting.endswith("_kwargs")):
+        return
+    try:
+        read = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f'{setting} must be a JSON object such as {{"name": 1}}, but {value} is no JSON: {error.msg} (column '
+            f"{error.colno}). Write names and texts in double quotes."
+        ) from error
+    if not isinstance(read, dict):
+        raise ValueError(f'{setting} must be a JSON object such as {{"name": 1}}, not {value}.')
+
+
 def check_xla_limits(args: Any, hosts: int = 1) -> None:
     """Refuse settings that XLA cannot honour, or not on several ``hosts``.
 
@@ -65,4 +160,4 @@ def check_xla_limits(args: Any, hosts: int = 1) -> None:
             raise ValueError(f"{limit.setting}={value!r} is impossible on {where}: {limit.instead}.")
 
 
-__all__ = ["HOSTS_LIMITS", "XLA_LIMITS", "Limit", "check_xla_limits"]
+__all__ = ["HOSTS_LIMITS", "RANGES", "XLA_LIMITS", "Limit", "Range", "check_ranges", "check_xla_limits"]

@@ -14,8 +14,9 @@ from .. import runtime
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
+from ..training.remote import is_url, staging_folder
 from ..training.stops import parse_duration
-from .limits import check_xla_limits
+from .limits import check_ranges, check_xla_limits
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,10 @@ class RewardConfig(TrainingArguments):
             `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
             them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
         scan_layers (`bool`, *optional*, defaults to `False`):
-            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, which shortens
-            compiling, for a copy of the layers' weights on the devices. The layers have to be all alike, and `remat`
-            "full" or "dots".
+            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while training the
+            layers' weights are held as one of each kind, so compiling takes as long for deep models as for shallow
+            ones. The layers have to be all alike, `remat` "full" or "dots", and the optimizer one that updates each
+            number on its own, such as Adam.
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
             once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
@@ -59,6 +61,9 @@ class RewardConfig(TrainingArguments):
             expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
         max_shapes (`int`, *optional*, defaults to `4`):
             On XLA, how many shapes batches may have, packed or padded: each is compiled once.
+        output_url (`str`, *optional*):
+            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
+            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
             defaults to float32. On a command line: JSON.
@@ -205,6 +210,9 @@ class RewardConfig(TrainingArguments):
         default=False,
         metadata={"help": "On XLA, run the decoder's layers as one loop, which shortens compiling deep models."},
     )
+    output_url: str | None = field(
+        default=None, metadata={"help": "Where checkpoints and the model are kept, such as gs://bucket/run."}
+    )
 
     # deprecated
     pad_token: str | None = field(
@@ -213,6 +221,8 @@ class RewardConfig(TrainingArguments):
     evaluation_strategy: str | None = field(default=None, metadata={"help": "Deprecated. Use `eval_strategy`."})
 
     def __post_init__(self) -> None:
+        if self.output_dir is not None and is_url(self.output_dir):
+            self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
         chosen = runtime.current()
         chosen.start()  # transformers looks for the device below, and SPMD must be on before that
         if runtime.is_xla():
@@ -232,6 +242,7 @@ class RewardConfig(TrainingArguments):
             )
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         self.packing = _packing(self.packing)
+        check_ranges(self)
         if self.packed_attention not in ("auto", "masks", "expanded"):
             raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
         for name in ("row_length", "max_shapes"):
@@ -354,9 +365,13 @@ class RewardConfig(TrainingArguments):
 
 
 def _multiple(value: int | str | None) -> int | None:
-    if isinstance(value, str):
-        return None if value.lower() in ("auto", "none", "null") else int(value)
-    return value
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("auto", "none", "null"):
+        return None
+    if not value.isdecimal():
+        raise ValueError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
+    return int(value)
 
 
 def _packing(value: str | bool) -> str:

@@ -31,6 +31,7 @@ from ..data.legacy import _tokenize
 from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.packed_pairs import PackedPairs
+from ..training.remote import RemoteRun
 from .build import (
     build_dataset,
     build_reward_model,
@@ -109,7 +110,7 @@ class RewardTrainer(PairEvaluation):
     ) -> None:
         self.runtime = runtime.current()
         self.runtime.start()
-        check_arguments(model, model_init, train_dataset, optimizers)
+        check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
@@ -117,6 +118,7 @@ class RewardTrainer(PairEvaluation):
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         self.sharding_rules = args.sharding_rules
+        self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         self.remat = args.remat_policy
         self.scan_layers = args.scan_layers
         self.time_limit, self.save_interval = args.time_limit, args.save_interval

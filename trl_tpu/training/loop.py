@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..data.collators import PairRows
 from ..data.loader import host_batches, outlive_sigterm, read_own, skip_batches, training_order
-from ..modeling.scan import use_scan
+from ..modeling.stacked import LayerStack
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
@@ -42,6 +42,7 @@ class DeviceTrainer(StoppingTrainer):
     scan_layers: bool = False
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     shard_report: ShardReport | None = None
+    _stack: LayerStack | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -135,9 +136,13 @@ class DeviceTrainer(StoppingTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Also the moment when the optimizer is final and nothing is loaded into it yet: create its state, once."""
-        torch_optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        torch_optimizer = self._torch_optimizer
+        if self.scan_layers:
+            self._layer_stack().stack(torch_optimizer)
         if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
-            prepare_optimizer(torch_optimizer, self.runtime)
+            placements = self.shard_report.placements if self.shard_report is not None else {}
+            axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
+            prepare_optimizer(torch_optimizer, self.runtime, axes)
             accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
             self._prepared_optimizer = torch_optimizer
@@ -150,13 +155,33 @@ class DeviceTrainer(StoppingTrainer):
         return position
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self.runtime.use_checkpointing(self.model, self.remat)
-        if self.scan_layers:
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _layer_stack(self) -> LayerStack:
+        if self._stack is None or self._stack.model is not self.model:
             placements = self.shard_report.placements if self.shard_report is not None else {}
             axes = {name: placement.axes for name, placement in placements.items()}
-            use_scan(self.model, axes, self.remat, self.runtime)
-        return prepared
+            self._stack = LayerStack(self.model, axes, self.remat, self.runtime)
+        return self._stack
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._stack.one_by_one() if self._stack is not None else contextlib.nullcontext():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._unstack()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self._unstack()  # before the best model is loaded and callbacks look at the model
+        return super()._finalize_training(*args, **kwargs)
+
+    def _unstack(self) -> None:
+        if self._stack is not None:
+            self._stack.unstack()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """One micro-batch, in one or several passes, whose gradients add up and whose losses do."""
@@ -265,6 +290,7 @@ class _StepEdges(TrainerCallback):
         trainer = self._trainer
         trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
         trainer.reset_loss()
+        trainer._resume_loss()
         if trainer.runtime.name == "xla":
             planned = trainer.planned_shapes
             trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(trainer._accumulates))

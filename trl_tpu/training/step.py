@@ -1,45 +1,171 @@
 """Keep every training step the same program: optimizer state, learning rate and gradients as data on the device.
 
 XLA compiles a program for each distinct recorded step. A step changes when state appears in it (Adam's moments are
-made in step 1), when a number is baked in (a learning rate of exactly 0 or 1), or when gradients are sometimes absent.
-Each function here removes one of these; on plain torch they are harmless and unused.
+made in step 1), when a number is baked in (torch_xla does so with 0 and 1, and uploads any other), or when gradients
+are sometimes absent. Each function here removes one of these; on plain torch they are harmless and unused.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
+from transformers.optimization import Adafactor
 
-from ..runtime import Runtime
+from ..runtime import Axes, Runtime
+
+logger = logging.getLogger(__name__)
 
 # torch's capturable Adam divides by the learning rate, so that 0 makes NaN of a parameter whose gradient was always 0.
-# This rate moves nothing: its product with any update is far below what float32 resolves beside a weight.
-_SMALLEST_RATE = 1e-30
+# This rate moves nothing: its product with any update is far below what float32 resolves beside a weight. (It is no
+# number that anybody writes, as Adafactor's eps of 1e-30: torch_xla uploads equal numbers as one.)
+_SMALLEST_RATE = 1.1e-30
+_ALMOST_1 = 1 - 2**-24  # the float32 before 1
+
+# These compute with a learning rate that is a tensor; others of torch would read it from the device.
+_RATE_IS_DATA = (Adam, Adamax, NAdam, RAdam)
+
+#: Of each parameter, the mesh axes that its dimensions go over.
+ParameterAxes = Mapping[Any, Axes]
 
 
-def prepare_optimizer(optimizer: Optimizer, runtime: Runtime) -> None:
-    """Create Adam's state before the first step, laid out like its parameters, and feed the learning rate as data.
+def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> None:
+    """Create the optimizer's state before the first step, laid out like its parameters, and its learning rate as data.
 
-    Optimizers without torch's ``capturable`` option keep their own ways: they work, with a few more compiles.
+    An optimizer that is not known here makes its state itself in step 1, where it is laid out too: one more program.
+
+    Args:
+        optimizer: Over parameters on the device.
+        runtime: Theirs.
+        axes: Of the parameters; one that is not in it is whole on every device.
+
+    Raises:
+        ValueError: For an optimizer that would read every parameter from the device in each step.
     """
-    if "capturable" not in optimizer.defaults:
-        return
+    if isinstance(optimizer, Adafactor):
+        _check_adafactor(optimizer)
+        optimizer.register_step_post_hook(_drop_sizes)
     for group in optimizer.param_groups:
-        group["capturable"] = True
-    _feed_learning_rate(optimizer, runtime)
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-        _create_moments(optimizer, runtime)
-        runtime.step_boundary()
+        if "capturable" in group:
+            group["capturable"] = True
+    if isinstance(optimizer, _RATE_IS_DATA):
+        _feed_learning_rate(optimizer, runtime)
+    else:
+        _keep_rates_from_0_and_1(optimizer)
+    if not _create_state(optimizer, runtime, axes):
+        _lay_out_new_state(optimizer, runtime, axes)
+    runtime.step_boundary()
 
 
-def _create_moments(optimizer: Optimizer, runtime: Runtime) -> None:
-    parameters = [(parameter, group["amsgrad"]) for group in optimizer.param_groups for parameter in group["params"]]
-    steps = runtime.upload(torch.zeros(len(parameters)), parameters[0][0].device).unbind()
-    for (parameter, amsgrad), step in zip(parameters, steps, strict=True):
-        names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if amsgrad else [])
+# ---- state
+
+
+def _create_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> bool:
+    """Make the state of every parameter; False, and none, where an optimizer's first step is like no other."""
+    states: dict[torch.Tensor, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = _first_state(optimizer, group, parameter, runtime, axes.get(parameter))
+            if state is None:
+                return False
+            if state:
+                states[parameter] = state
+    if states and "capturable" in optimizer.defaults:
+        steps = runtime.upload(torch.zeros(len(states)), next(iter(states)).device).unbind()
+        for state, step in zip(states.values(), steps, strict=True):
+            state["step"] = step.clone()
+    for parameter, state in states.items():
+        optimizer.state[parameter] = state
+    return True
+
+
+def _first_state(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, runtime: Runtime, axes: Axes | None
+) -> dict[str, Any] | None:
+    """What the optimizer itself would begin with, but for the count of steps of capturable ones."""
+
+    def zeros() -> torch.Tensor:
         # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
-        state = {name: parameter.detach() * 0 for name in names}
-        optimizer.state[parameter] = {"step": step.clone(), **state}
+        return parameter.detach() * 0
+
+    if isinstance(optimizer, Adam):  # AdamW is one
+        return {name: zeros() for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"])}
+    if isinstance(optimizer, SGD):
+        if group["momentum"] and group["dampening"]:
+            return None  # the first step does not dampen
+        return {"momentum_buffer": zeros()} if group["momentum"] else {}
+    if isinstance(optimizer, Adagrad):
+        return {"step": torch.tensor(0.0), "sum": zeros() + group["initial_accumulator_value"]}
+    if isinstance(optimizer, RMSprop):
+        extra = ["momentum_buffer"] * (group["momentum"] > 0) + ["grad_avg"] * group["centered"]
+        return {name: zeros() for name in ("square_avg", *extra)}
+    if isinstance(optimizer, Adafactor):
+        # its first decay, 1 - step ** -0.8, would be exactly 0 at step 1; here it is 1e-15
+        state: dict[str, Any] = {"step": 1e-15, "RMS": 0}
+        if group["beta1"] is not None:
+            state["exp_avg"] = zeros()
+        if parameter.dim() < 2:
+            return state | {"exp_avg_sq": zeros()}
+        rows, columns = zeros().sum(dim=-1), zeros().sum(dim=-2)
+        if axes is not None:
+            rows = runtime.constrain(rows, axes[:-1])
+            columns = runtime.constrain(columns, (*axes[:-2], axes[-1]))
+        return state | {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
+    return None
+
+
+def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> None:
+    """Lay the state that the first step makes out before that step is executed."""
+    logger.warning(
+        f"{type(optimizer).__name__} makes its state in its first step, so steps 1 and 2 are compiled separately. "
+        "Adam, AdamW, SGD (without dampening), RMSprop, Adagrad and transformers' Adafactor compile once."
+    )
+
+    def lay_out(*_: object) -> None:
+        handle.remove()
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter in axes:
+                    state[name] = runtime.constrain(value, axes[parameter])
+
+    handle = optimizer.register_step_post_hook(lay_out)
+
+
+def _check_adafactor(optimizer: Adafactor) -> None:
+    if any(group["scale_parameter"] for group in optimizer.param_groups):
+        raise ValueError(
+            "Adafactor with scale_parameter=True chooses its step by comparing each parameter's size on the host, "
+            "which stops an XLA device for every parameter of every step. Use scale_parameter=False and a learning "
+            "rate, as optim='adafactor' does, or train on plain torch with USE_TORCH_XLA=0."
+        )
+
+
+def _drop_sizes(optimizer: Optimizer, *_: object) -> None:
+    """Forget the parameters' sizes, which nothing reads; kept, they make another program of the second step."""
+    for state in optimizer.state.values():
+        state["RMS"] = 0
+
+
+# ---- learning rate
+
+
+def _keep_rates_from_0_and_1(optimizer: Optimizer) -> None:
+    """For the duration of each step, no learning rate is a number that torch_xla would bake into the program."""
+    rates: list[float] = []
+
+    def nudge(*_: object) -> None:
+        rates[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            if group["lr"] is not None:
+                group["lr"] = {0: _SMALLEST_RATE, 1: _ALMOST_1}.get(group["lr"], group["lr"])
+
+    def restore(*_: object) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(nudge)
+    optimizer.register_step_post_hook(restore)
 
 
 def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:

@@ -6,7 +6,6 @@ its handler could neither be taken back nor let a second signal through; hosts a
 """
 
 import contextlib
-import os
 import re
 import signal
 import threading
@@ -116,8 +115,9 @@ class StoppingTrainer(TogetherTrainer):
 
     @property
     def stop_checkpoint(self) -> str:
-        """The folder that was saved at the last step's end, if that was a stop."""
-        return os.path.join(self._get_output_dir(self._call[0]), f"checkpoint-{self.state.global_step}")
+        """What was saved at the last step's end, if that was a stop."""
+        folder = self._get_output_dir(self._call[0]) if self.remote is None else self.remote.url
+        return f"{folder}/checkpoint-{self.state.global_step}"
 
     @contextlib.contextmanager
     def _hearing_sigterm(self) -> Iterator[None]:
@@ -221,6 +221,7 @@ class StoppingTrainer(TogetherTrainer):
             f"{self.stopped_by} stopped at step {self.state.global_step} of {self.state.max_steps}: to go on, "
             f"resume from {self.stop_checkpoint}."
         )
+        self.saves.wait()  # one that is written may delete older ones by the limit
         with _keeping_two(self.args):
             return super()._finalize_training(*args, **kwargs)
 
@@ -259,7 +260,7 @@ class _Edges(TrainerCallback):
 def _keeping_two(args: TrainingArguments) -> Iterator[None]:
     """Keep the checkpoint to resume from: with a limit of 1 a Trainer that ends deletes all but the best."""
     limit = args.save_total_limit
-    args.save_total_limit = None if limit is None else max(limit, 2)
+    args.save_total_limit = 2 if limit == 1 else limit
     try:
         yield
     finally:

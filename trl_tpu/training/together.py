@@ -42,16 +42,17 @@ class TogetherTrainer(SavingTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train as transformers does.
+        """Train as transformers does; resume only from a checkpoint whose files are whole, and from no fresh start.
 
         Raises:
-            ValueError: The hosts were started with different arguments, data or checkpoints.
+            ValueError: No checkpoint is whole, or the one given by name is not; the hosts were started with different
+                arguments, data or checkpoints.
         """
         if self.host.count > 1:
             check_alike(self.runtime.from_everyone(self._run(resume_from_checkpoint)))
             # stable: its turn comes after all other callbacks have wished
             self.callback_handler.callbacks.sort(key=lambda callback: callback is self._postponed)
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        return super().train(self._checkpoint_to_resume(resume_from_checkpoint), trial, ignore_keys_for_eval)
 
     def _run(self, resume: str | bool | None) -> dict[str, Any]:
         """What has to be the same on every host."""
@@ -64,6 +65,7 @@ class TogetherTrainer(SavingTrainer):
         run |= {"mesh": str(self.mesh), "the batch": self.args.train_batch_size}
         run |= {f"{name} data": _digest(getattr(self, f"{name}_dataset")) for name in ("train", "eval")}
         run["the step to resume from"] = json.loads(state.read_text())["global_step"] if state.is_file() else None
+        run["the checkpoints"] = sorted(path.name for path in Path(str(self.args.output_dir)).glob("checkpoint-*"))
         return run
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

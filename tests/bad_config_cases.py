@@ -1,0 +1,100 @@
+"""Flags and YAML files that must be refused, and the words that each error must hold."""
+
+from bad_input import Case, config, flags, without
+
+CONFIGURATION = {
+    "a mesh without sizes": Case(flags(mesh="fsdp"), ["mesh 'fsdp'", "axis=size", "write e.g. 'fsdp=-1'"]),
+    "an axis of size 0": Case(flags(mesh="fsdp=0"), ["mesh 'fsdp=0'", "positive integer, or -1"]),
+    "an axis twice": Case(flags(mesh="fsdp=1,fsdp=1"), ["axis 'fsdp' is given twice"]),
+    "an unknown axis": Case(flags(mesh="fdsp=1"), ["unknown axis 'fdsp'", "Did you mean 'fsdp'?"]),
+    "a mesh that does not divide": Case(flags(mesh="data=3,fsdp=-1"), ["for fsdp", "Meshes that work"]),
+    "batches of no pair": Case(
+        flags(per_device_train_batch_size=0), ["per_device_train_batch_size must be at least 1, got 0", "pairs of a"]
+    ),
+    "batches of fewer": Case(
+        flags(per_device_eval_batch_size=-2), ["per_device_eval_batch_size", "got -2", "set eval"]
+    ),
+    "batches of a word": Case(flags(per_device_train_batch_size="many"), ["invalid int value: 'many'"]),
+    "half a pair in YAML": Case(
+        config("per_device_train_batch_size: 2.5"),
+        ["`per_device_train_batch_size: 2.5`", "whole number", "Correct it"],
+    ),
+    "a list for a number in YAML": Case(config("learning_rate: [1]"), ["`learning_rate: [1]`", "not a number"]),
+    "null for a number in YAML": Case(config("seed: null"), ["`seed: null`", "not a whole number", "leave it out"]),
+    "true for a number in YAML": Case(config("max_length: true"), ["`max_length: true`", "not a whole number"]),
+    "a word for a switch in YAML": Case(config("bf16: [1]"), ["`bf16: [1]`", "not true or false"]),
+    "a list for a name in YAML": Case(config("mesh: [fsdp]"), ['`mesh: ["fsdp"]`', "not text"]),
+    "no step between updates": Case(flags(gradient_accumulation_steps=0), ["gradient_accumulation_steps", "got 0"]),
+    "a length of 0": Case(flags(max_length=0), ["max_length must be at least 1, got 0", "None to keep"]),
+    "a length that no pair has": Case(flags(max_length=1), ["all 4 pairs were dropped", "max_length=1", "shortest"]),
+    "multiples of 0": Case(flags(pad_to_multiple_of=0), ["pad_to_multiple_of must be at least 1", "Leave it out"]),
+    "multiples of a word": Case(flags(pad_to_multiple_of="many"), ["pad_to_multiple_of", "'auto'", "got 'many'"]),
+    "a negative rate": Case(flags(learning_rate=-1), ["learning_rate", "finite number, 0 or more, got -1.0"]),
+    "a rate of nan": Case(flags(learning_rate="nan"), ["learning_rate must be a finite number", "got nan"]),
+    "a coefficient of nan": Case(flags(center_rewards_coefficient="nan"), ["center_rewards_coefficient", "0.01"]),
+    "negative epochs": Case(
+        flags(max_steps=-1, num_train_epochs=-1), ["num_train_epochs must be 0 or more", "max_st"]
+    ),
+    "negative workers": Case(flags(dataloader_num_workers=-1), ["dataloader_num_workers must be 0 or more, got -1"]),
+    "negative processes": Case(flags(dataset_num_proc=-1), ["dataset_num_proc must be 0 or more", "0 does the work"]),
+    "a negative seed": Case(flags(seed=-1), ["seed must be from 0 to 4294967295, got -1"]),
+    "negative warm-up": Case(flags(warmup_steps=-1), ["warmup_steps = -1.0", ">= 0"]),
+    "a misspelt flag": Case(flags(lerning_rate=1), ["`--lerning_rate`", "did you mean `learning_rate`?"]),
+    "a misspelt key": Case(config("lerning_rate: 1"), ["in the config file", "did you mean `learning_rate`?"]),
+    "a misspelt optimizer": Case(flags(optim="adamw_trch"), ["adamw_trch is not a valid", "'adamw_torch'"]),
+    "a misspelt scheduler": Case(flags(lr_scheduler_type="cosin"), ["invalid choice: 'cosin'", "'cosine'"]),
+    "a key twice": Case(
+        config("seed: 1\nmax_steps: 1\nseed: 2"), ["DIR/c.yaml", "'seed' is there twice, first in line 1 (line 3"]
+    ),
+    "a key that is no name": Case(config("1: 2"), ["DIR/c.yaml", "the key 1 is a int", "Correct or remove"]),
+    "a tab in YAML": Case(config("seed:\n\t- 1"), ["DIR/c.yaml is not valid YAML", "(line 2, column 1)", "Correct"]),
+    "no such day in YAML": Case(
+        config("seed: 2001-13-45"), ["DIR/c.yaml is not valid YAML", "month must be in 1..12"]
+    ),
+    "two documents in YAML": Case(config("seed: 1\n---\nseed: 2"), ["another document (line 2"]),
+    "an object in YAML": Case(
+        config("seed: !!python/object/apply:os.getcwd []"), ["constructor", "(line 1, column 7)"]
+    ),
+    "YAML that is nested without end": Case(config("[" * 500), ["DIR/c.yaml", "nested too deeply"]),
+    "YAML that is no UTF-8": Case(config(b"seed: 1\nmesh: \xff"), ["DIR/c.yaml is not UTF-8: line 2", "0xff", "Save"]),
+    "YAML that is a folder": Case(flags(config="{folder}"), ["Config file DIR is a folder", "name the YAML file"]),
+    "YAML that is not there": Case(flags(config="{folder}/no.yaml"), ["No such file", "DIR/no.yaml"]),
+    "empty YAML": Case(config(""), ["DIR/c.yaml must contain a YAML mapping (`name: value`), not nothing"]),
+    "a list of variables": Case(config("env: [A]"), ["`env` field should be a dict", "DIR/c.yaml", "`NAME: value`"]),
+    "a variable that cannot be": Case(config("env: {'A=B': 1}"), ["DIR/c.yaml: `env` has 'A=B'", "hold `=`"]),
+    "a mixture of a name": Case(config("datasets: pairs"), ["`datasets` must be a list", "- path: NAME", "'pairs'"]),
+    "a mixture without a path": Case(config("datasets: [{pth: x}]"), ["number 1 of them is {'pth': 'x'}", "a `path`"]),
+    "a mixture with an unknown key": Case(
+        config("datasets: [{path: x, splt: y}]"), ["number 1, x, has the key 'splt'", "split", "Correct"]
+    ),
+    "a held-out part larger than the mixture": Case(
+        config("datasets: [{path: '{folder}/pairs.jsonl'}]\ntest_split_size: 900"), ["test_split_size=900", "1 to 3"]
+    ),
+    "evaluation without a split": Case(flags(do_eval="true"), ["no split 'test'; its splits are: 'train'"]),
+    "the best without evaluation": Case(flags(load_best_model_at_end="true"), ["requires the save and eval strategy"]),
+    "an unknown remat": Case(flags(remat="some"), ["remat must be 'full', 'dots' or 'none', got 'some'"]),
+    "remat and no checkpointing": Case(flags(remat="full"), ["contradicts gradient_checkpointing=False", "leave"]),
+    "an unknown packing": Case(flags(packing="yes"), ["packing must be 'auto', true or false, got 'yes'"]),
+    "rows of negative length": Case(flags(row_length=-1), ["row_length must be at least 1, got -1"]),
+    "4 and 8 bits": Case(flags(load_in_4bit="true", load_in_8bit="true"), ["8 bit and 4 bit", "set one of the two"]),
+    "a dictionary of Python": Case(flags(model_init_kwargs="{'a': 1}"), ["model_init_kwargs", "(column 2)", "double"]),
+    "a list for a dictionary": Case(
+        flags(model_init_kwargs="[1]"), ["model_init_kwargs must be a JSON object", "[1]"]
+    ),
+    "an argument that no model has": Case(flags(model_init_kwargs='{"nope": 1}'), ["'nope'", "`model_init_kwargs`"]),
+    "two revisions": Case(
+        flags(model_revision="a", model_init_kwargs='{"revision": "b"}'), ["model_revision a", "in one place"]
+    ),
+    "an output folder that is a file": Case(flags(output_dir="{folder}/pairs.jsonl"), ["DIR/pairs.jsonl is a file"]),
+    "no such sharding plan": Case(flags(sharding_plan="{folder}/p.yaml"), ["no sharding plan 'DIR/p.yaml'", "name a"]),
+    "no model": Case(without("model_name_or_path"), ["Name a model with `--model_name_or_path`"]),
+    "no dataset": Case(without("dataset_name"), ["Either `datasets`", "or `dataset_name` must be provided"]),
+    "a stream without an end": Case(
+        flags(dataset_streaming="true", max_steps=-1), ["a stream", "max_steps", "it is -1", "1 or more"]
+    ),
+    "adapters of rank 0": Case(flags(use_peft="true", lora_r=0), ["peft_config", "positive integer", "--lora_"]),
+    "adapters for nothing": Case(
+        flags(use_peft="true", lora_target_modules="x"), ["No modules were targeted", "--lo"]
+    ),
+    "adapters for another task": Case(flags(use_peft="true", lora_task_type="CAUSAL_LM"), ["is 'SEQ_CLS'", "--lora_"]),
+}

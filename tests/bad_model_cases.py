@@ -1,0 +1,119 @@
+"""Models and tokenizers that must be refused, and the words that each error must hold."""
+
+from bad_input import (
+    CHAT,
+    Case,
+    both,
+    code_in_the_folder,
+    cut,
+    edit_json,
+    empty_folder,
+    flags,
+    in_shards,
+    learned_positions,
+    model_file,
+    rows,
+    set_to,
+    tokenizer,
+    two_labels,
+)
+
+MORE_TOKENS = [f"<more{number}>" for number in range(99)]
+SECOND = "model-00002-of-00002.safetensors"
+
+MODELS = {
+    "no such model": Case(flags(model_name_or_path="{folder}/no"), ["There is no folder DIR/no", "Correct the path"]),
+    "a model that is a file": Case(flags(model_name_or_path="{folder}/pairs.jsonl"), ["is a file", "name the folder"]),
+    "an empty folder for a model": Case(empty_folder("model_name_or_path"), ["there is no config.json in DIR/empty"]),
+    "a broken config.json": Case(
+        model_file("config.json", b'{"model_type": "llama",'), ["DIR/model/config.json is not JSON (line 1", "again"]
+    ),
+    "a list for config.json": Case(
+        model_file("config.json", b"[1]"), ["config.json must hold a JSON object, not list"]
+    ),
+    "config.json in another encoding": Case(
+        model_file("config.json", b'{"\xff'), ["config.json is not UTF-8 (byte 2"]
+    ),
+    "no config.json": Case(model_file("config.json", None), ["there is no config.json in DIR/model", "copy the file"]),
+    "no model_type": Case(edit_json("config.json", lambda c: c.pop("model_type")), ["`model_type`", "Correct"]),
+    "an unknown model_type": Case(edit_json("config.json", set_to(model_type="lama")), ["`lama`", "Correct the name"]),
+    "a model that classifies no text": Case(
+        edit_json("config.json", set_to(model_type="clip")), ["CLIPConfig", "one of"]
+    ),
+    "heads that do not divide": Case(edit_json("config.json", set_to(num_attention_heads=3)), ["(16)", "heads (3)"]),
+    "a size of text": Case(edit_json("config.json", set_to(hidden_size="big")), ["'hidden_size'", "'big'", "Correct"]),
+    "weights of another size": Case(
+        edit_json("config.json", set_to(hidden_size=32)),
+        ["(272, 16) in the file and (272, 32) in the model", "sizes in"],
+    ),
+    "two labels": Case(two_labels, ["score.weight has the shape (2, 16)", "another number of labels", "Start from"]),
+    "no weights": Case(
+        model_file("model.safetensors", None), ["there are no weights (model.safetensors) in DIR/model"]
+    ),
+    "half of the weights": Case(
+        cut("model.safetensors", 0.5), ["DIR/model/model.safetensors", "bytes) is torn", "again"]
+    ),
+    "weights of no bytes": Case(
+        model_file("model.safetensors", b""), ["model.safetensors (0 bytes) is torn", "again"]
+    ),
+    "a pointer for weights": Case(
+        model_file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), ["pointer", "`git lfs pull`"]
+    ),
+    "a shard that is missing": Case(both(in_shards, model_file(SECOND, None)), ["1 of the 2 files", SECOND, "again"]),
+    "half a shard": Case(both(in_shards, cut(SECOND, 0.5)), [f"DIR/model/{SECOND}", "is torn", "again"]),
+    "a shard of anything": Case(both(in_shards, model_file(SECOND, b"\xff" * 99)), [SECOND, "(99 bytes) is torn"]),
+    "a broken index": Case(
+        both(in_shards, model_file("model.safetensors.index.json", b"{")), ["index.json is not JSON"]
+    ),
+    "an index of nothing": Case(
+        both(in_shards, model_file("model.safetensors.index.json", b"{}")), ["has no `weight_map`", "again"]
+    ),
+    "a pickle that is none": Case(
+        both(model_file("model.safetensors", None), model_file("pytorch_model.bin", b"no")),
+        ["pytorch_model.bin", "safe"],
+    ),
+    "no tokenizer": Case(model_file("tokenizer.json", None), ["no tokenizer in DIR/model", "Copy its files there"]),
+    "a broken tokenizer": Case(model_file("tokenizer.json", b"{"), ["DIR/model/tokenizer.json is not JSON", "again"]),
+    "a broken tokenizer_config.json": Case(
+        model_file("tokenizer_config.json", b"{"), ["tokenizer_config.json is not"]
+    ),
+    "no chat template": Case(
+        both(rows(CHAT), tokenizer(set_to(chat_template=None))), ["Row 0", "no chat template", "`chat_template_path`"]
+    ),
+    "a chat template with a fault": Case(
+        both(rows(CHAT), tokenizer(set_to(chat_template="{% for x in %}"))),
+        ["Row 0", "cannot render `chosen`", "another"],
+    ),
+    "a chat template that refuses": Case(
+        both(rows(CHAT), tokenizer(set_to(chat_template="{{ raise_exception('Only two roles') }}"))),
+        ["Row 0", "['user', 'assistant']: Only two roles", "Correct the row"],
+    ),
+    "a chat template of nothing": Case(
+        both(rows(CHAT), tokenizer(set_to(chat_template="{{ '' }}"))), ["Row 0", "`chosen_ids` holds no tokens"]
+    ),
+    "no such chat template": Case(
+        flags(chat_template_path="{folder}/t.jinja"), ["DIR/t.jinja", "does not exist", "Give"]
+    ),
+    "neither pad nor eos token": Case(
+        tokenizer(set_to(pad_token=None, eos_token=None)),
+        ["neither a pad nor an eos token", "Set `tokenizer.pad_token`"],
+    ),
+    "a tokenizer larger than the embeddings": Case(
+        both(
+            rows({"chosen": "a<more98>", "rejected": "b"}), tokenizer(lambda changed: changed.add_tokens(MORE_TOKENS))
+        ),
+        ["Row 0", "`chosen_ids` holds the token id", "272 rows", "resize_token_embeddings"],
+    ),
+    "a pad token beyond the embeddings": Case(
+        tokenizer(lambda changed: (changed.add_tokens(MORE_TOKENS), set_to(pad_token="<more98>")(changed))),
+        ["pad token '<more98>'", "272 rows", "resize_token_embeddings"],
+    ),
+    "no such eos token": Case(flags(eos_token="<no>"), ["`eos_token` ('<no>')", "not found in the vocabulary", "add"]),
+    "code in the folder": Case(
+        code_in_the_folder, ["DIR/model brings its own Python code", "--trust_remote_code true"]
+    ),
+    "a dialogue longer than the positions": Case(
+        both(learned_positions, rows({"chosen": "a " * 999, "rejected": "b"}), flags(max_length="none")),
+        ["train dataset", "tokens (row 0", "max_length=64"],
+    ),
+}

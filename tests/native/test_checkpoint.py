@@ -1,0 +1,107 @@
+"""A checkpoint is complete or invisible, a damaged one is named and skipped, and nothing in it runs code."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trl_tpu.training.manifest import (
+    MANIFEST_FILE,
+    check_given,
+    checkpoints_in,
+    digests,
+    faults,
+    files_in,
+    newest_good,
+    publish,
+)
+
+
+def killed_runs(folder: Path, kills: int, environment: dict[str, str], **settings: object) -> dict[str, int]:
+    """What `tests/killed_runs.py` reports, which compares every resumed run with one that nobody killed."""
+    script = Path(__file__).parents[1] / "killed_runs.py"
+    process = subprocess.run(
+        [sys.executable, str(script), str(folder), str(kills), json.dumps(settings)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def made_checkpoint(output_dir: Path, step: int) -> Path:
+    aside = output_dir / ".unfinished" / f"checkpoint-{step}"
+    (aside / "inner").mkdir(parents=True)
+    (aside / "weights").write_bytes(bytes(range(100)))
+    (aside / "inner" / "state.json").write_text("{}")
+    publish(aside, output_dir / aside.name, digests(aside, files_in(aside)))
+    return output_dir / aside.name
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "weights", 50)
+
+
+def alter(folder: Path) -> None:
+    (folder / "weights").write_bytes(bytes(100))
+
+
+def remove(folder: Path) -> None:
+    (folder / "inner" / "state.json").unlink()
+
+
+def tear_manifest(folder: Path) -> None:
+    os.truncate(folder / MANIFEST_FILE, 20)
+
+
+def remove_manifest(folder: Path) -> None:
+    (folder / MANIFEST_FILE).unlink()
+
+
+def newer_format(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"format": 99}))
+
+
+DAMAGES = {
+    truncate: "weights has 50 bytes instead of 100",
+    alter: "weights was altered",
+    remove: "inner/state.json is missing",
+    tear_manifest: "manifest.json cannot be read",
+    remove_manifest: "it has no manifest.json",
+    newer_format: "format 99",
+}
+
+
+@pytest.mark.parametrize(("damage", "fault"), DAMAGES.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
+    damage: object, fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (2, 9, 10):
+        made_checkpoint(tmp_path, step)
+    damage(tmp_path / "checkpoint-10")  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING):
+        assert newest_good(checkpoints_in(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
+    assert "checkpoint-10" in caplog.text and fault in caplog.text
+    assert faults(tmp_path / "checkpoint-2") == []
+
+
+def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no folder checkpoint-N at all"):
+        newest_good(checkpoints_in(tmp_path))
+    truncate(made_checkpoint(tmp_path, 4))
+    with pytest.raises(ValueError, match="checkpoint-4: weights has 50 bytes"):
+        newest_good(checkpoints_in(tmp_path))
+    with pytest.raises(ValueError, match="is damaged: weights has 50 bytes"):
+        check_given(tmp_path / "checkpoint-4")
+
+
+def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Weights, moments and logs, after 25 kills at random moments and in saves."""
+    report = killed_runs(tmp_path, kills=25, environment={"USE_TORCH_XLA": "0"})
+    assert report["kills"] >= 25 and report["saves_hit"] >= 5, report

@@ -1,0 +1,44 @@
+"""Topologies are read, or refused with those that work."""
+
+import pytest
+
+from trl_tpu.preflight.chips import CHIPS, parse_topology
+
+
+@pytest.mark.parametrize(("text", "chips"), [("v5e:2x4", 8), ("v5p:4x8x8", 256), ("v6e:4x4", 16), ("V6E:1x1", 1)])
+def test_a_topology_has_the_product_of_its_sides_as_chips(text: str, chips: int) -> None:
+    topology = parse_topology(text)
+    assert topology.chips == chips
+    assert str(topology) == text.lower()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v4:2x2x1", "with a chip of v5e, v5p, v6e"),
+        ("v6e", "not of the form CHIP:SHAPE"),
+        ("v5litepod-8", "is the name of a slice"),
+        ("v6e-8", "is the name of a slice"),
+        ("v6e:3x3", "slices of v6e have the shapes 1x1, 2x2, 2x4, 4x4"),
+        ("v5p:4x4", "slices of v5p have the shapes 2x2x1"),
+        ("v6e:", "slices of v6e have the shapes"),
+    ],
+)
+def test_what_no_slice_is_called_is_refused_with_what_works(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_topology(text)
+
+
+def test_the_next_larger_slice_has_more_chips_until_there_is_none() -> None:
+    topology = parse_topology("v6e:1x1")
+    sizes = []
+    while topology is not None:
+        sizes.append(topology.chips)
+        topology = topology.larger()
+    assert sizes == [1, 4, 8, 16, 32, 64, 128, 256]
+
+
+def test_every_shape_that_is_offered_can_be_read() -> None:
+    for chip in CHIPS.values():
+        assert [str(parse_topology(f"{chip.name}:{shape}").chip.name) for shape in chip.shapes]
+        assert chip.source.startswith("https://cloud.google.com/tpu/docs/")

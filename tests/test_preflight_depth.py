@@ -1,0 +1,83 @@
+"""What two depths cost is extended to all layers, exactly where costs are a straight line."""
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
+from trl_tpu.preflight.program import Collective, CompiledProgram
+
+PAIRS, ALL = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
+
+
+def program(layers: int) -> CompiledProgram:
+    gathers = [Collective("all-gather", 100, "bf16", (50,), PAIRS, count=layers)]
+    # what compilers combine: one operation of other shape at each depth
+    combined = [Collective("all-reduce", 8 + 4 * layers, "f32", (2 + layers,), ALL)]
+    once = [Collective("all-to-all", 64, "f32", (16,), ALL)]
+    return CompiledProgram(
+        arguments=10 + 3 * layers,
+        outputs=9 + 3 * layers,
+        aliased=8 + 3 * layers,
+        temporary=1000 + 7 * layers,
+        generated_code=5 + layers,
+        flops=1e6 + 2e5 * layers,
+        bytes_accessed=1e3 + 1e2 * layers,
+        collectives=(*gathers, *combined, *once),
+        compile_seconds=2.0 + layers,
+        largest_buffers=((f"{layers} layers", 7),),
+    )
+
+
+def totals(made: CompiledProgram) -> dict[str, int]:
+    return {each.kind: each.bytes * each.count for each in made.collectives}
+
+
+@pytest.mark.parametrize("depths", [(2, 4), (6, 12)])
+def test_a_straight_line_is_extended_exactly(depths: tuple[int, int]) -> None:
+    asked = []
+
+    def compile_layers(layers: int) -> CompiledProgram:
+        asked.append(layers)
+        return program(layers)
+
+    made, whole = compile_deep(compile_layers, depths, 48), program(48)
+    assert asked == list(depths)
+    for name in ("arguments", "outputs", "aliased", "temporary", "generated_code", "flops", "compile_seconds"):
+        assert getattr(made, name) == getattr(whole, name), name
+    assert totals(made) == totals(whole)
+    assert {each.groups for each in made.collectives} == {PAIRS, ALL}
+
+
+def test_what_shrinks_with_depth_does_not_become_negative() -> None:
+    def shrinking(layers: int) -> CompiledProgram:
+        moved = Collective("all-to-all", 100 - 20 * layers, "f32", (1,), ALL)
+        return CompiledProgram(0, 0, 0, 100 - 20 * layers, 0, 0.0, 0.0, (moved,), 1.0)
+
+    made = compile_deep(shrinking, (2, 4), 48)
+    assert made.temporary == 0
+    assert made.collectives == ()
+
+
+def config(model_type: str, layers: int, **settings: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+    return AutoConfig.for_model(model_type, num_hidden_layers=layers, num_labels=1, **sizes, **settings)
+
+
+def test_few_layers_are_compiled_as_they_are_and_many_by_two_depths() -> None:
+    assert two_depths(config("llama", 8)) is None
+    assert two_depths(config("llama", 32)) == (2, 4)
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
+    assert two_depths(config("gemma3_text", 24, layer_types=kinds)) == (6, 12)
+    assert two_depths(config("gemma3_text", 26, layer_types=kinds + kinds[:2])) == (2, 8)
+    assert two_depths(config("gemma3_text", 25, layer_types=kinds + kinds[:1])) == (7, 13)
+    assert two_depths(config("gemma3_text", 12, layer_types=kinds[:12])) is None
+    assert "2 and 4 of the 32 layers" in depth_note((2, 4), 32)
+
+
+def test_a_config_with_fewer_layers_makes_such_a_model_and_leaves_the_config_alone() -> None:
+    whole = config("gemma3_text", 12, layer_types=["sliding_attention", "full_attention"] * 6, head_dim=8)
+    model = AutoModelForSequenceClassification.from_config(with_layers(whole, 4))
+    assert len(model.model.layers) == 4
+    assert whole.num_hidden_layers == len(whole.layer_types) == 12

@@ -1,0 +1,12 @@
+"""These tests need libtpu and jax, which compile for a TPU without having one."""
+
+import pytest
+
+from trl_tpu.preflight.compile import missing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if (reason := missing()) is not None:
+        for item in items:
+            if "tests/tpu/" in item.path.as_posix():
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,26 @@
+"""Train two steps for real on virtual devices, with every program written down: ``real_step.py REQUEST FOLDER``."""
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    request_file, folder = sys.argv[1:]
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_as_proto --xla_dump_hlo_pass_re=^$"
+    )
+    request = pickle.loads(Path(request_file).read_bytes())
+
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from trl_tpu.preflight.trace_child import trainer_of
+
+    request.model.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(request.model, dtype=torch.float32)
+    trainer = trainer_of(request, model)
+    if request.what == "train":
+        trainer.train()
+    else:
+        trainer.evaluate()

@@ -1,0 +1,144 @@
+"""Checkpoints of a mesh: sharded, without a compile, and resumed on the same mesh, on others and in plain torch."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from trl_tpu import RewardTrainer
+
+TESTS = Path(__file__).parents[1]
+SETTINGS = {
+    "max_steps": 8,
+    "logging_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "learning_rate": 1e-3,
+    "bf16": False,
+    "max_shapes": 1,  # the step before a save is executed there, and of a new shape it would compile
+}
+_TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss"}
+
+
+class Counting(RewardTrainer):
+    """Counts the compiles of each save."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.compiles_of_saves: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        before = self.runtime.compile_count()
+        super()._save_checkpoint(model, trial)
+        self.compiles_of_saves.append(self.runtime.compile_count() - before)
+
+
+@pytest.fixture(scope="module")
+def whole(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Counting:
+    """A run on data=2,fsdp=2,tensor=2 that nothing interrupted."""
+    from trl_tpu import RewardConfig
+
+    folder = tmp_path_factory.mktemp("whole")
+    args = RewardConfig(
+        str(folder), mesh="data=2,fsdp=2,tensor=2", per_device_train_batch_size=2, report_to="none", **SETTINGS
+    )
+    trainer = Counting(model_folder, args, train_dataset=tiny.made_up_pairs(64))
+    trainer.train()
+    return trainer
+
+
+def test_a_save_compiles_nothing(whole: Counting) -> None:
+    assert whole.compiles_of_saves == [0, 0, 0, 0]
+
+
+def test_every_device_writes_its_part_once(whole: Counting) -> None:
+    """No file has a whole weight that is split, and together they have each element once."""
+    elements: dict[str, int] = {}
+    files = sorted((Path(whole.args.output_dir) / "checkpoint-2" / "state").iterdir())
+    for file in files:
+        with safe_open(file, framework="pt") as parts:
+            for name in parts.keys():  # noqa: SIM118  # not a mapping
+                elements[name] = elements.get(name, 0) + parts.get_tensor(name).numel()
+    parameters = dict(whole.model.named_parameters())
+    assert len(files) == 4  # fsdp x tensor; the other half of `data` has the same
+    for name, parameter in parameters.items():
+        assert elements[f"model.{name}"] == parameter.numel(), name
+        assert elements[f"optimizer.{name}.exp_avg"] == parameter.numel(), name
+    with safe_open(files[0], framework="pt") as parts:
+        largest = max(parameters, key=lambda name: parameters[name].numel())
+        assert parts.get_tensor(f"model.{largest}").numel() == parameters[largest].numel() // 4
+
+
+def test_on_the_same_mesh_resumes_to_the_bit_in_the_same_layout(
+    whole: Counting, model_folder: str, config: Callable[..., Any]
+) -> None:
+    args = config(mesh="data=2,fsdp=2,tensor=2", **SETTINGS | {"per_device_train_batch_size": 2})
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))
+    trainer.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-4")
+    states = [_state(each) for each in (whole, trainer)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert _logs(trainer.state.log_history) == _logs(whole.state.log_history)
+    layouts = [_layouts(each) for each in (whole, trainer)]
+    assert layouts[0] == layouts[1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (4, {"mesh": "fsdp=4", "per_device_train_batch_size": 2}),
+        (4, {"mesh": "fsdp=2,tensor=2", "per_device_train_batch_size": 4}),
+        (0, {"per_device_train_batch_size": 8}),
+    ],
+    ids=["fsdp=4", "fsdp=2,tensor=2", "plain torch"],
+)
+def test_elsewhere_resumes_to_rounding(
+    whole: Counting, model_folder: str, tmp_path: Path, devices: int, settings: dict[str, Any]
+) -> None:
+    """1e-5 of a loss around 0.5: sums in another order, over four steps of Adam."""
+    environment = {"CPU_NUM_DEVICES": str(devices)} if devices else {"USE_TORCH_XLA": "0"}
+    words = [model_folder, f"{whole.args.output_dir}/checkpoint-4", str(tmp_path), json.dumps(SETTINGS | settings)]
+    process = subprocess.run(
+        [sys.executable, str(TESTS / "resume_elsewhere.py"), *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = json.loads(process.stdout.splitlines()[-1])
+    for ours, theirs in zip(_logs(whole.state.log_history), _logs(found["logs"]), strict=True):
+        assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-4), ours["step"]
+    weights = whole.runtime.to_host(dict(whole.model.named_parameters()))
+    for name, total in found["sums"].items():
+        assert total == pytest.approx(weights[name].double().abs().sum().item(), rel=1e-4), name
+
+
+def _logs(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    logs = [{key: value for key, value in entry.items() if key not in _TIMES} for entry in history]
+    return [entry for entry in logs if "loss" in entry]
+
+
+def _state(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
+    moments = {
+        f"{number} {kind}": value
+        for number, values in enumerate(trainer.optimizer.optimizer.state.values())
+        for kind, value in values.items()
+    }
+    return trainer.runtime.to_host(dict(trainer.model.named_parameters()) | moments)
+
+
+def _layouts(trainer: RewardTrainer) -> list[str]:
+    import torch_xla
+
+    parameters = list(trainer.model.parameters())
+    state = trainer.optimizer.optimizer.state
+    tensors = parameters + [state[parameter]["exp_avg"] for parameter in parameters]
+    return [torch_xla._XLAC._get_xla_sharding_spec(tensor) for tensor in tensors]

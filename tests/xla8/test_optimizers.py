@@ -1,0 +1,104 @@
+"""Optimizers other than Adam on a mesh: their state split like the weights from the start, one program, equal losses.
+
+Compared with plain torch on one device over 8 steps, of which the first has a rate of 0 (warm-up). Tolerance 1e-5 in
+float32: sums in another order, which Adagrad's first steps (a gradient by its own size) make larger than others do.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trl_tpu.runtime import current
+from trl_tpu.training.step import prepare_optimizer
+
+TESTS = Path(__file__).parents[1]
+KNOWN = {
+    "momentum": {"momentum_buffer"},
+    "adagrad": {"sum"},
+    "rmsprop": {"square_avg", "momentum_buffer", "grad_avg"},
+    "adafactor": {"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"},
+}
+OWN_WAY = {"dampened": {"momentum_buffer"}, "lion": {"exp_avg"}}  # make their state in step 1
+MESH = {"fsdp": 4, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What happened on eight devices, and the losses on one."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    settings: dict[str, dict[str, str]] = {
+        "eight": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "XLA_FLAGS": quick},
+        "one": {"USE_TORCH_XLA": "0"},
+    }
+    for name, environment in settings.items():
+        process = subprocess.run(
+            [sys.executable, str(TESTS / "optimizers.py"), str(folder / f"{name}.json"), *KNOWN, *OWN_WAY],
+            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr[-4000:]
+    eight, one = (json.loads((folder / f"{name}.json").read_text()) for name in settings)
+    return {name: found | {"one": one[name]} for name, found in eight.items()}
+
+
+@pytest.fixture
+def result(results: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    found = results[name]
+    assert "error" not in found, found["error"]
+    assert "error" not in found["one"], found["one"]["error"]
+    return found
+
+
+every_optimizer = pytest.mark.parametrize("name", [*KNOWN, *OWN_WAY])
+
+
+@every_optimizer
+def test_losses_are_those_of_one_device(result: dict[str, Any], name: str) -> None:
+    losses = result["one"]["losses"]
+    assert len(losses) == 8
+    assert losses[0] > losses[-1] + 5e-3  # it trains
+    assert result["losses"] == pytest.approx(losses, abs=1e-5)
+
+
+@every_optimizer
+def test_state_is_split_like_the_weights_before_the_first_step(result: dict[str, Any], name: str) -> None:
+    before, after = result["state"]
+    assert {tensor["kind"] for tensor in before} == (set() if name in OWN_WAY else KNOWN[name])
+    assert {tensor["kind"] for tensor in after} == (KNOWN | OWN_WAY)[name]
+    for tensor in [*before, *after]:
+        axes = tensor["axes"]
+        if tensor["kind"] == "exp_avg_sq_row":  # of each row, a mean over the columns
+            axes = axes[:-1]
+        elif tensor["kind"] == "exp_avg_sq_col":
+            axes = [*axes[:-2], axes[-1]]
+        names = [each for part in axes if part for each in ([part] if isinstance(part, str) else part)]
+        whole = prod(tensor["shape"])
+        assert tensor["held"] == [whole // prod(MESH[each] for each in names)], tensor["name"]
+        assert len(axes) == len(tensor["shape"])
+
+
+@every_optimizer
+def test_steps_compile_nothing_and_read_nothing_after_the_first(result: dict[str, Any], name: str) -> None:
+    """A rate of 0 is the first step's; what makes its state there needs another program for the second."""
+    compiles, reads = zip(*result["counts"], strict=True)
+    assert compiles[1] - compiles[0] == 1
+    assert compiles[2] - compiles[1] == (name in OWN_WAY)
+    assert compiles[-1] == compiles[2]
+    assert reads[-1] == reads[3]  # what the test itself reads of the state, it reads before
+
+
+def test_adafactor_that_would_read_every_weight_is_refused() -> None:
+    from transformers.optimization import Adafactor
+
+    optimizer = Adafactor([torch.nn.Parameter(torch.ones(2, 2))], scale_parameter=True, relative_step=True)
+    with pytest.raises(ValueError, match="scale_parameter=False"):
+        prepare_optimizer(optimizer, current(), {})

@@ -1,0 +1,89 @@
+"""Devices in slices: what the mesh asks must be what they are, and `data` goes over slices first.
+
+No machine of several slices is here. What is replaced is only what such devices say of themselves (their slice and
+their place in it, as libtpu reports them for v5e) and torch_xla's question whether they are TPUs; the mesh is its own.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+
+from trl_tpu.runtime.xla import XlaRuntime
+
+Report = Callable[[list[int]], None]
+
+
+@pytest.fixture
+def runtime() -> Any:
+    made = XlaRuntime()
+    made.start()
+    before = xs.get_global_mesh()
+    yield made
+    xs.set_global_mesh(before)
+
+
+@pytest.fixture
+def devices_in(monkeypatch: pytest.MonkeyPatch) -> Report:
+    """Let the eight devices report these slices; within each they lie in one line, in their order."""
+
+    def report(slices: list[int]) -> None:
+        def attributes() -> list[dict[str, Any]]:
+            seats = [slices[:device].count(slice_index) for device, slice_index in enumerate(slices)]
+            return [
+                {"name": f"TPU:{device}", "coords": [seat, 0, 0], "core_on_chip": 0, "slice_index": slices[device]}
+                for device, seat in enumerate(seats)
+            ]
+
+        monkeypatch.setattr(xr, "global_runtime_device_attributes", attributes)
+        monkeypatch.setattr(xm, "xla_device_hw", lambda device: "TPU")
+
+    return report
+
+
+SIZES = [{"data": 2, "fsdp": 4, "tensor": 1}, {"data": 4, "fsdp": 1, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_slices_of_runs_of_devices_are_ordered_as_in_one_slice(
+    runtime: XlaRuntime, devices_in: Report, sizes: dict[str, int]
+) -> None:
+    """What is tested on virtual devices (`slices=2` there) is the order that torch_xla's mesh of slices makes."""
+    devices_in([0] * 4 + [1] * 4)
+    assert runtime.slice_count() == 2
+    runtime.set_mesh(sizes, 2)
+    assert isinstance(runtime._mesh, xs.HybridMesh)
+    assert runtime._mesh.shape() == sizes
+    hybrid = np.array(runtime._mesh.device_ids).reshape(tuple(sizes.values()))
+    halves = np.split(hybrid, 2, axis=0)
+    assert [set(half.flatten().tolist()) for half in halves] == [set(range(4)), set(range(4, 8))]
+    assert hybrid.flatten().tolist() == list(range(8))
+
+
+def test_data_goes_over_the_slices_however_devices_are_numbered(runtime: XlaRuntime, devices_in: Report) -> None:
+    devices_in([0, 1] * 4)
+    runtime.set_mesh({"data": 2, "fsdp": 4, "tensor": 1}, 2)
+    assert np.array(runtime._mesh.device_ids).reshape(2, 4).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize(("reported", "asked"), [([0] * 8, 2), ([0] * 4 + [1] * 4, 1), ([0] * 4 + [1] * 4, 4)])
+def test_another_number_of_slices_than_the_devices_are_in_is_refused(
+    runtime: XlaRuntime, devices_in: Report, reported: list[int], asked: int
+) -> None:
+    devices_in(reported)
+    actual = len(set(reported))
+    with pytest.raises(ValueError, match=rf"for {asked} slice\(s\), but the devices are in {actual}: slices={actual}"):
+        runtime.set_mesh({"data": 4, "fsdp": 2, "tensor": 1}, asked)
+
+
+def test_devices_that_do_not_say_stand_for_slices_and_the_log_says_so(
+    runtime: XlaRuntime, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="trl_tpu.runtime.slices"):
+        runtime.set_mesh({"data": 2, "fsdp": 4, "tensor": 1}, 2)
+    assert "slices=2: the devices do not say in which slices they are, so runs of 4" in caplog.text

@@ -1,0 +1,87 @@
+"""Compiles in a process of its own: ``python -m trl_tpu.preflight.compile_child TOPOLOGY TRACED COMPILED [HLO]``."""
+
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
+from jax.experimental import topologies
+from jaxlib import _jax
+
+from .collectives import collectives_of, largest_buffers
+from .program import CompiledProgram
+from .trace import TracedProgram
+
+
+def compile_here(traced: TracedProgram, topology: str) -> tuple[CompiledProgram, str]:
+    """See `compile.compile_for`; and the compiled HLO as text."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    if traced.chips > len(devices):
+        raise ValueError(f"The program is for {traced.chips} chips, but {topology} has {len(devices)}.")
+    begin = time.perf_counter()
+    executable = devices[0].client.compile(
+        _module(traced), _jax.DeviceList(tuple(devices[: traced.chips])), _options(traced.chips)
+    )
+    seconds = time.perf_counter() - begin
+    memory = executable.get_compiled_memory_stats()
+    costs: dict[str, float] = executable.cost_analysis()
+    hlo = executable.hlo_modules()[0].to_string()
+    program = CompiledProgram(
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporary=memory.temp_size_in_bytes,
+        generated_code=memory.generated_code_size_in_bytes,
+        flops=costs.get("flops", 0.0),
+        bytes_accessed=costs.get("bytes accessed", 0.0),
+        collectives=collectives_of(hlo),
+        compile_seconds=seconds,
+        largest_buffers=largest_buffers(hlo),
+    )
+    return program, hlo
+
+
+def _module(traced: TracedProgram) -> bytes:
+    """The program in the form that the client takes, its arguments marked: their layouts, and which are donated."""
+    text = _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(traced.hlo))
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        main = next(each for each in module.body.operations if each.attributes["sym_name"].value == "main")
+        marked = []
+        for argument in traced.arguments:
+            marks = {"jax.buffer_donor": ir.BoolAttr.get(True)} if argument.donated else {}
+            if traced.chips > 1:
+                marks["mhlo.sharding"] = ir.StringAttr.get(argument.sharding)
+            marked.append(ir.DictAttr.get(marks))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(marked)
+        return mlir.module_to_bytecode(module)
+
+
+def _options(chips: int) -> Any:
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    for each in (options, build):
+        each.num_replicas, each.num_partitions = 1, chips
+    build.use_spmd_partitioning = chips > 1
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(chips).reshape(1, chips))
+    if chips > 1:
+        # as torch_xla does: else every new weight would come out whole on every chip
+        build.allow_spmd_sharding_propagation_to_output = [True]
+    return options
+
+
+def main() -> None:
+    topology, asked, answer, *keep = sys.argv[1:]
+    program, hlo = compile_here(pickle.loads(Path(asked).read_bytes()), topology)
+    Path(answer).write_bytes(pickle.dumps(program))
+    for file in keep:
+        Path(file).write_text(hlo)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What the TPU's compiler says of one program. All bytes and FLOPs are per chip."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Collective:
+    kind: str  # "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
+    bytes: int  # of its result (for reduce-scatter: of its operand), on one chip
+    dtype: str  # "bf16", "f32", ...
+    shape: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]  # device numbers that take part together; empty: all
+    count: int = 1  # executions a step (inside a loop: its trip count)
+    op_name: str = ""  # the metadata's op_name, for explaining
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    generated_code: int
+    flops: float
+    bytes_accessed: float
+    collectives: tuple[Collective, ...]
+    compile_seconds: float
+    largest_buffers: tuple[tuple[str, int], ...] = ()  # ("f32[16,2048,2048] all-gather ...", bytes), for explaining

@@ -1,0 +1,143 @@
+"""The edges of transformers' Trainer at which state is read: which checkpoint, and back into its shards."""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, Trainer
+
+from ..parallel.hosts import Host
+from ..runtime import Runtime
+from .checkpoint import (
+    STATE_FOLDER,
+    read_optimizer,
+    read_progress,
+    read_scheduler,
+    read_torch_optimizer,
+    read_weights,
+)
+from .manifest import check_given, checkpoints_in, faults, newest_good
+from .metrics import RewardMetrics
+from .remote import RemoteRun, is_url, staging_folder
+
+logger = logging.getLogger(__name__)
+
+
+class ResumingTrainer(Trainer):
+    """A Trainer that resumes only from checkpoints whose files are whole, and never starts anew in silence."""
+
+    runtime: Runtime
+    host: Host
+    reward_metrics: RewardMetrics
+    model: PreTrainedModel  # or one of peft, which hands its attributes on
+    optimizer: Optimizer
+    lr_scheduler: LambdaLR  # as transformers types it; any scheduler
+    remote: RemoteRun | None = None  # where the run's files are kept, if that is a URL
+    _progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
+
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether checkpoints hold state of ours; accelerate's FSDP and DeepSpeed have their own."""
+        return not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    @property
+    def _shares_disk(self) -> bool:
+        """Whether all hosts write to one folder, rather than each to a disk of its own."""
+        return self.remote is None and not self.args.save_on_each_node
+
+    @property
+    def _torch_optimizer(self) -> Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def _batch_layout(self) -> str:
+        """In a word, how batches are laid out: what a resumed run must not change."""
+        return "padded"
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The folder of the checkpoint that ``resume_from_checkpoint`` means, whose files are whole.
+
+        Raises:
+            ValueError: None is whole, or the one given by name is damaged or of other batches.
+        """
+        if not asked:
+            return None
+        if asked is True and self.remote is not None:
+            folder = newest_good(self._fetched(self.remote.checkpoints()), self._examine)
+        elif asked is True:
+            folder = newest_good(checkpoints_in(str(self.args.output_dir)), self._examine)
+        else:
+            check_given(folder := self._local(os.fspath(asked)), self._examine)
+        self._progress = read_progress(folder)
+        if self._progress is not None and self._progress["batches"] != self._batch_layout:
+            raise ValueError(
+                f"The checkpoint {folder} was trained on {self._progress['batches']} batches, and these are "
+                f"{self._batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or "
+                "start from its weights: give its folder as the model."
+            )
+        return folder
+
+    def _fetched(self, names: Iterable[str]) -> Iterator[Path]:
+        """Checkpoints at the URL, each downloaded when its turn comes."""
+        for name in names:
+            yield Path(self._local(f"{self.remote.url}/{name}"))  # type: ignore[union-attr]
+
+    def _local(self, checkpoint: str) -> str:
+        """A folder of this host with the files of a checkpoint, which may be at a URL."""
+        if not is_url(checkpoint):
+            return checkpoint
+        url, _, name = checkpoint.rstrip("/").rpartition("/")
+        folder = Path(staging_folder(url))
+        shutil.rmtree(folder / name, ignore_errors=True)
+        return str(RemoteRun(url).get(name, folder))
+
+    def _examine(self, folder: Path) -> list[str]:
+        own = faults(folder, (self.host.index, self.host.count) if self._shares_disk else (0, 1))
+        return [fault for said in self.runtime.from_everyone(own) for fault in said]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if Path(resume_from_checkpoint, STATE_FOLDER).is_dir():
+            read_weights(self.model, resume_from_checkpoint, self.runtime)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = str(self.state.best_model_checkpoint)
+        if self.remote is not None:
+            best = self._local(f"{self.remote.url}/{Path(best).name}")
+        if Path(best, STATE_FOLDER).is_dir():
+            logger.info("Loading the best model, from %s (score: %s).", best, self.state.best_metric)
+            read_weights(self.model, best, self.runtime)
+        else:
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return None
+        if self._progress is not None and self._keeps_state:
+            numbers = self._progress["optimizer"]
+            read_optimizer(self._torch_optimizer, self.model, checkpoint, numbers, self.runtime)
+            read_scheduler(self.lr_scheduler, checkpoint)
+            self.reward_metrics.load_state_dict(self._progress["metrics"])
+        elif self.runtime.name == "native":
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            read_torch_optimizer(self._torch_optimizer, self.lr_scheduler, checkpoint, self.runtime)
+        return None
+
+    def _resume_loss(self) -> None:
+        """Go on adding up the loss where the checkpoint was between two logs."""
+        if self._progress is None:
+            return
+        open_loss = self._progress["open_loss"]
+        self._tr_loss = self.runtime.upload(torch.tensor([open_loss]), self.args.device)
+        self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume, as in transformers
+        self._globalstep_last_logged = self._progress["logged_step"]
+        self._progress = None
