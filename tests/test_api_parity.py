@@ -75,6 +75,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: sharding_rules": _INTERNAL,
         "ours alone: time_limit": _INTERNAL,
         "ours alone: save_interval": _INTERNAL,
+        "ours alone: unfinished": _INTERNAL,
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
     "DataCollatorForPreference's fields": {},

@@ -40,7 +40,6 @@ def main(
     from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
     from trl_tpu.scripts.datafiles import pick_split
     from trl_tpu.trainer.reward_trainer import RewardTrainer
-    from trl_tpu.training.stops import Unfinished
 
     if not model_args.model_name_or_path:
         raise ValueError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
@@ -69,7 +68,7 @@ def main(
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint))
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
-        raise Unfinished(trainer.stopped_by, trainer.stop_checkpoint)
+        raise trainer.unfinished(trainer.stopped_by)
     trainer.save_model(output_dir)
     if main_process:
         print(f"Model saved to {output_dir}")

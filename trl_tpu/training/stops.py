@@ -6,6 +6,7 @@ its handler could neither be taken back nor let a second signal through; hosts a
 """
 
 import contextlib
+import os
 import re
 import signal
 import threading
@@ -24,6 +25,8 @@ logger = logging.get_logger(__name__)
 
 #: The exit status of a run that stopped with a checkpoint and should be started again: EX_TEMPFAIL of sysexits.h.
 UNFINISHED = 75
+#: The same, but its last checkpoint could not be written: EX_IOERR. Older ones are as they were.
+NOT_SAVED = 74
 
 SIGTERM = "SIGTERM"
 TIME_LIMIT = "training_time_limit"
@@ -59,14 +62,18 @@ class Unfinished(SystemExit):
     Attributes:
         reason: What stopped it.
         checkpoint: The folder to resume from.
+        saved: Whether it could be written; else the status is 74.
     """
 
-    def __init__(self, reason: str, checkpoint: str) -> None:
-        super().__init__(UNFINISHED)
+    def __init__(self, reason: str, checkpoint: str, saved: bool = True) -> None:
+        super().__init__(UNFINISHED if saved else NOT_SAVED)
+        self.saved = saved
         self.reason = reason
         self.checkpoint = checkpoint
 
     def __str__(self) -> str:
+        if not self.saved:
+            return f"{self.reason} stopped training, and {self.checkpoint} could not be saved"
         return f"{self.reason} stopped training; {self.checkpoint} is to go on from"
 
 
@@ -108,7 +115,7 @@ class StoppingTrainer(TogetherTrainer):
         with self._hearing_sigterm():
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if self.stopped_by == SIGTERM or (self.stopped_by is not None and self._told_to_stop):
-            raise Unfinished(SIGTERM, self.stop_checkpoint)
+            raise self.unfinished(SIGTERM)
         if self._told_to_stop:  # after the last step, where we do not save
             signal.raise_signal(signal.SIGTERM)
         return output
@@ -118,6 +125,12 @@ class StoppingTrainer(TogetherTrainer):
         """What was saved at the last step's end, if that was a stop."""
         folder = self._get_output_dir(self._call[0]) if self.remote is None else self.remote.url
         return f"{folder}/checkpoint-{self.state.global_step}"
+
+    def unfinished(self, reason: str) -> Unfinished:
+        """What to end a process with that stopped training for this reason."""
+        checkpoint = self.stop_checkpoint
+        failed = [os.path.basename(name) for name in self.saves.failed]
+        return Unfinished(reason, checkpoint, saved=os.path.basename(checkpoint) not in failed)
 
     @contextlib.contextmanager
     def _hearing_sigterm(self) -> Iterator[None]:
@@ -217,11 +230,10 @@ class StoppingTrainer(TogetherTrainer):
         if self.stopped_by is None:
             self._make_up()  # where no step was left to train
             return super()._finalize_training(*args, **kwargs)
-        logger.warning(
-            f"{self.stopped_by} stopped at step {self.state.global_step} of {self.state.max_steps}: to go on, "
-            f"resume from {self.stop_checkpoint}."
-        )
         self.saves.wait()  # one that is written may delete older ones by the limit
+        logger.warning(
+            "At step %s of %s: %s.", self.state.global_step, self.state.max_steps, self.unfinished(self.stopped_by)
+        )
         with _keeping_two(self.args):
             return super()._finalize_training(*args, **kwargs)
 
