@@ -80,6 +80,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: sharding_rules": _INTERNAL,
         "ours alone: time_limit": _INTERNAL,
         "ours alone: save_interval": _INTERNAL,
+        "ours alone: unfinished": _INTERNAL,
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
     "DataCollatorForPreference's fields": {},
@@ -290,6 +291,8 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
         "row_length",
         "packed_attention",
         "max_shapes",
+        "training_time_limit",
+        "save_interval_minutes",
         "evaluation_strategy",
     }
     spellings = {f"--{name}" for name in alone} | {f"--{name.replace('_', '-')}" for name in alone}

@@ -63,17 +63,17 @@ class Unfinished(SystemExit):
     Attributes:
         reason: What stopped it.
         checkpoint: The folder, or URL, to resume from.
-        is_saved: Whether it could be saved.
+        saved: Whether it could be saved.
     """
 
-    def __init__(self, reason: str, checkpoint: str, is_saved: bool = True) -> None:
-        super().__init__(UNFINISHED if is_saved else NOT_SAVED)
+    def __init__(self, reason: str, checkpoint: str, saved: bool = True) -> None:
+        super().__init__(UNFINISHED if saved else NOT_SAVED)
         self.reason = reason
         self.checkpoint = checkpoint
-        self.is_saved = is_saved
+        self.saved = saved
 
     def __str__(self) -> str:
-        outcome = "is to go on from" if self.is_saved else "could NOT be saved"
+        outcome = "is to go on from" if self.saved else "could not be saved"
         return f"{self.reason} stopped training; {self.checkpoint} {outcome}"
 
 
@@ -228,9 +228,9 @@ class StoppingTrainer(TogetherTrainer):
         if self.stopped_by is None:
             self._make_up()  # where no step was left to train
             return super()._finalize_training(*args, **kwargs)
+        self.saves.wait()  # one that is written may delete older ones by the limit
         logger.warning(
-            f"{self.stopped_by} stopped at step {self.state.global_step} of {self.state.max_steps}: to go on, "
-            f"resume from {self.stop_checkpoint}."
+            "At step %s of %s: %s.", self.state.global_step, self.state.max_steps, self.unfinished(self.stopped_by)
         )
         with _keeping_two(self.args):
             return super()._finalize_training(*args, **kwargs)
@@ -270,7 +270,7 @@ class _Edges(TrainerCallback):
 def _keeping_two(args: TrainingArguments) -> Iterator[None]:
     """Keep the checkpoint to resume from: with a limit of 1 a Trainer that ends deletes all but the best."""
     limit = args.save_total_limit
-    args.save_total_limit = None if limit is None else max(limit, 2)
+    args.save_total_limit = 2 if limit == 1 else limit
     try:
         yield
     finally:
