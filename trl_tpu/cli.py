@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         if not _refuses(error):
             raise
         parser.exit(2, f"\ntrl-tpu {command}: error: {error}\n")  # a progress bar may be open in its line
+    except FloatingPointError as error:  # training has stopped itself, and says where and why
+        parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
 
 
 def _refuses(error: Exception) -> bool:
