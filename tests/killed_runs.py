@@ -83,7 +83,7 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
     chooser, kills, saves_hit, rounds = random.Random(0), 0, 0, 0
     while kills < wanted:
         run = folder / f"run{rounds}"
-        aside, status = run / ".unfinished", signal.SIGKILL
+        aside, status = run / "_unfinished", signal.SIGKILL
         while status == signal.SIGKILL:
             at = chooser.uniform(0.2, 1.0) * duration if kills < wanted else float("inf")
             status = wait_or_kill(start(model_folder, run, settings), at, aside, in_a_save=kills % 3 == 0)

@@ -35,7 +35,7 @@ def killed_runs(folder: Path, kills: int, environment: dict[str, str], **setting
 
 
 def made_checkpoint(output_dir: Path, step: int) -> Path:
-    aside = output_dir / ".unfinished" / f"checkpoint-{step}"
+    aside = output_dir / "_unfinished" / f"checkpoint-{step}"
     (aside / "inner").mkdir(parents=True)
     (aside / "weights").write_bytes(bytes(range(100)))
     (aside / "inner" / "state.json").write_text("{}")

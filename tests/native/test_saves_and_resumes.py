@@ -152,7 +152,7 @@ def test_full_disk_is_loud_and_training_goes_on(
     assert trainer.state.global_step == 6
     assert trainer.saves.failed == [str(tmp_path / "checkpoint-4")]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
-    assert not (tmp_path / ".unfinished").exists()  # what was half written takes no room
+    assert not (tmp_path / "_unfinished").exists()  # what was half written takes no room
     assert "checkpoint-4 was NOT saved" in caplog.text and "These checkpoints were NOT saved" in caplog.text
 
 
@@ -164,7 +164,7 @@ class _Slow(TrainerCallback):
 
 
 def test_folder_that_cannot_be_written_is_loud_and_training_goes_on(model_folder: str, tmp_path: Path) -> None:
-    (tmp_path / ".unfinished").write_text("a file where a folder has to be")
+    (tmp_path / "_unfinished").write_text("a file where a folder has to be")
     trainer = make_trainer(model_folder, tmp_path)
     trainer.train()
     assert trainer.state.global_step == 6
@@ -283,7 +283,7 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) 
     staged = Path(whole.args.output_dir)
     assert sorted(RemoteRun(url).checkpoints()) == ["checkpoint-4", "checkpoint-6"]
     assert files.exists("/bucket/run/model.safetensors") and files.exists("/bucket/run/config.json")
-    assert not list(staged.glob("checkpoint-*")) and not (staged / ".unfinished").exists()
+    assert not list(staged.glob("checkpoint-*")) and not (staged / "_unfinished").exists()
     files.rm("/bucket/run/checkpoint-6/manifest.json")  # as while it is uploaded
     resumed = make_trainer(model_folder, url)
     resumed.train(resume_from_checkpoint=True)
@@ -324,7 +324,7 @@ def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
 
 
 def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(tmp_path: Path) -> None:
-    (tmp_path / ".unfinished").write_text("a file where a folder has to be")
+    (tmp_path / "_unfinished").write_text("a file where a folder has to be")
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers"]
     words += ["--output_dir", str(tmp_path), "--max_steps", "4", "--save_steps", "2", "--report_to", "none"]
     with pytest.raises(SystemExit) as end:

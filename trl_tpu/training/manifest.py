@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST_FILE = "manifest.json"
-ASIDE_FOLDER = ".unfinished"  # beside the checkpoints: a rename within one file system is atomic
+# beside the checkpoints, since a rename within one file system is atomic; and uploads leave out what begins so
+ASIDE_FOLDER = "_unfinished"
 _FORMAT = 1
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
