@@ -152,11 +152,11 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds_without_torc
     checkpoint, out = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
     killed = python(KILLED, checkpoint, out, "15")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not out.exists() and (tmp_path / ".out_unfinished").is_dir()
+    assert not out.exists() and (tmp_path / ".out.unfinished").is_dir()
     done = python(WITHOUT_TORCH_XLA, "export", checkpoint, out)
     assert done.returncode == 0, done.stderr
     assert exports.same_weights(loaded(out), model.state_dict())
-    assert not (tmp_path / ".out_unfinished").exists()
+    assert not (tmp_path / ".out.unfinished").exists()
 
 
 def test_a_save_that_fails_leaves_the_earlier_files(tmp_path: Path) -> None:
@@ -258,4 +258,4 @@ def test_what_cannot_be_exported_is_refused(
     assert re.search(message, capsys.readouterr().err)
     assert (sorted(out.iterdir()) if out.exists() else None) == before
     assert not (tmp_path / "hostile").exists()
-    assert not (tmp_path / ".out_unfinished").exists()
+    assert not (tmp_path / ".out.unfinished").exists()

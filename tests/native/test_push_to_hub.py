@@ -161,7 +161,7 @@ def test_an_upload_beside_training_that_fails_is_told_and_the_last_one_brings_ev
     assert process.stderr.count("An upload to user/tiny-rm FAILED") == 1
     pushed = hub.files["user/tiny-rm"]
     assert pushed["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert not [path for path in pushed if path.startswith(("_unfinished", "_"))]
+    assert not [path for path in pushed if path.startswith("_")]
 
 
 def test_a_checkpoint_of_training_is_not_pushed_as_it_is(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def main(
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint))
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
-        raise trainer_unfinished(trainer.stopped_by)
+        raise trainer.unfinished(trainer.stopped_by)
     trainer.save_model(output_dir)
     if main_process:
         print(f"Model saved to {training_args.output_url or output_dir}")

@@ -57,7 +57,7 @@ def export_checkpoint(
     checkpoint, out = Path(checkpoint), Path(out)
     adapters = (checkpoint / ADAPTER_CONFIG).is_file()
     _check(checkpoint, out, merge, base, adapters)
-    aside = out.with_name(f".{out.name}_unfinished")
+    aside = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:

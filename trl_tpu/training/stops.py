@@ -115,7 +115,7 @@ class StoppingTrainer(TogetherTrainer):
         with self._hearing_sigterm():
             output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if self.stopped_by == SIGTERM or (self.stopped_by is not None and self._told_to_stop):
-            raise self_unfinished(SIGTERM)
+            raise self.unfinished(SIGTERM)
         if self._told_to_stop:  # after the last step, where we do not save
             signal.raise_signal(signal.SIGTERM)
         return output
@@ -230,7 +230,7 @@ class StoppingTrainer(TogetherTrainer):
             return super()._finalize_training(*args, **kwargs)
         self.saves.wait()  # one that is written may delete older ones by the limit
         logger.warning(
-            "At step %s of %s: %s.", self.state.global_step, self.state.max_steps, self_unfinished(self.stopped_by)
+            "At step %s of %s: %s.", self.state.global_step, self.state.max_steps, self.unfinished(self.stopped_by)
         )
         with _keeping_two(self.args):
             return super()._finalize_training(*args, **kwargs)
