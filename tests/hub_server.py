@@ -1,7 +1,8 @@
 """A model hub on the loopback address: the part of the Hugging Face Hub's HTTP API that pushing and loading use.
 
 It keeps every file in memory, takes all uploads as "regular" files inside the commit (no LFS, no Xet), and answers
-writes without the right token with 401. Requests that it does not know get 404 and are kept in `unknown`.
+writes without the right token with 401. Requests that it does not know get 404 and are kept in `unknown`. A commit
+comes into force at once or not at all, as on the Hub.
 """
 
 import base64
@@ -22,13 +23,19 @@ _REPO = "(?P<repo>[^/]+/[^/]+)"
 
 @dataclass
 class Hub:
-    """What the server holds: of each repository its files, and the summaries of its commits."""
+    """What the server holds: of each repository its files, and the summaries of its commits.
+
+    Args:
+        failures: Parts of paths and statuses. A request to the first one's path gets its status and strikes it out.
+            The client repeats what got a 500, five times, and gives up at a 403.
+    """
 
     token: str
     endpoint: str = ""
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     commits: list[tuple[str, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    failures: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def head(self) -> str:
@@ -52,14 +59,20 @@ class Hub:
         return {"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]}
 
     def commit(self, body: bytes, repo: str) -> dict[str, Any]:
+        files = dict(self.files[repo])
+        summary = ""
         for line in body.splitlines():
             item = json.loads(line)
             if item["key"] == "header":
-                self.commits.append((repo, item["value"]["summary"]))
+                summary = item["value"]["summary"]
             elif item["key"] == "file":
-                self.files[repo][item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+                files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+            elif item["key"] == "deletedFile":
+                del files[item["value"]["path"]]
             else:
                 raise ValueError(f"a commit line of an unexpected kind: {item['key']}")
+        self.files[repo] = files
+        self.commits.append((repo, summary))
         return {"success": True, "commitUrl": f"{self.endpoint}/{repo}/commit/{self.head}", "commitOid": self.head}
 
     def whoami(self, body: bytes) -> dict[str, Any]:
@@ -110,6 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if self.command == "POST" and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             return self._send(401, b'{"error": "Invalid token"}')
+        if self.hub.failures and self.hub.failures[0][0] in path:
+            _, status = self.hub.failures.pop(0)
+            return self._send(status, b'{"error": "the hub is having a bad day"}')
         if (file := _FILE.fullmatch(path)) is not None:
             return self._send_file(**file.groupdict())
         for (method, pattern), answer in _ROUTES.items():

@@ -37,7 +37,7 @@ from transformers import (  # noqa: E402
 )
 
 from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
-from trl_tpu.training.loop import passes_of  # noqa: E402
+from trl_tpu.training.step import passes_of  # noqa: E402
 
 STEPS = 20
 PAIRS = 16  # in a step

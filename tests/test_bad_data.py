@@ -4,11 +4,13 @@ import logging
 import math
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset, IterableDataset
 from preference_forms import assistant, stream, tiny_tokenizer, user
 
-from trl_tpu.data.checks import check_margins
+from trl_tpu.data.checks import check_margins, check_raw_row
 from trl_tpu.data.tokenize import prepare_preference_dataset
 
 GOOD = {"chosen": "good", "rejected": "bad"}
@@ -130,6 +132,30 @@ def test_row_numbers_are_right_beyond_the_first_batch_and_with_workers() -> None
         prepare(Dataset.from_dict(ids))
     with pytest.raises(ValueError, match="Row 12000 of"):
         check_margins(Dataset.from_dict({"margin": [1.0] * 12_000 + [math.nan]}), "train")
+
+
+def test_one_huge_row_among_many_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    """A million rows, so the check must read columns, not rows; 100,000 tokens, where the others have two."""
+    rows, huge = 1_000_000, 712_345
+    ends = np.arange(rows + 1) * 2
+    ends[huge + 1 :] += 100_000
+    chosen = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.ones(ends[-1]), pa.int32()))
+    table = pa.table({"chosen_ids": chosen, "rejected_ids": pa.array([[7]] * rows, pa.list_(pa.int32()))})
+    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+        prepared, report = prepare_preference_dataset(
+            Dataset(table), tiny_tokenizer(), max_length=1024, num_proc=None, name="train"
+        )
+    assert len(prepared) == rows - 1 and report is not None and report.dropped_too_long == 1
+    assert f"1 of {rows} pairs dropped" in caplog.text
+    assert f"(the longest, of row {huge}, has 100002)" in caplog.text
+
+
+def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_prompt() -> None:
+    asked = {"chosen": [assistant("a"), user("b")], "rejected": [assistant("c"), user("d")]}
+    silent = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": []}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    for row in (asked, silent, {"chosen": [calls], "rejected": [calls]}):
+        check_raw_row(row, 0, "train")
 
 
 def test_old_margins_may_be_lists_of_one() -> None:

@@ -167,6 +167,11 @@ def test_yaml_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path:
         TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, text))
 
 
+def test_numbers_of_yaml_are_what_the_words_of_a_command_line_would_be(tmp_path: Path) -> None:
+    (got,) = TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, "steps: 8.0\nname: 2024"))
+    assert (got.steps, got.name) == (8, "2024") and isinstance(got.steps, int)
+
+
 def test_config_needs_a_file_and_is_nobodys_field(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs the path"):
         TrlParser(Arguments).parse_args_and_config(["--config"])

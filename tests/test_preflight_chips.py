@@ -29,6 +29,11 @@ def test_what_no_slice_is_called_is_refused_with_what_works(text: str, message: 
         parse_topology(text)
 
 
+def test_one_chip_is_compiled_as_one_of_the_smallest_slice_that_libtpu_knows() -> None:
+    assert parse_topology("v5e:1x1").compiled_as == "v5e:2x2"
+    assert parse_topology("v5p:2x2x1").compiled_as == "v5p:2x2x1"
+
+
 def test_the_next_larger_slice_has_more_chips_until_there_is_none() -> None:
     topology = parse_topology("v6e:1x1")
     sizes = []

@@ -242,4 +242,4 @@ def test_a_mesh_is_checked_against_the_slices_chips(model: str) -> None:
 def test_mistakes_end_the_command_with_one_line(model: str) -> None:
     done = command(sys.executable, "-m", "trl_tpu.cli", "plan", "--model_name_or_path", model, "--topology", "v6e:5x5")
     assert done.returncode == 2
-    assert done.stderr.startswith("trl-tpu plan: error: topology 'v6e:5x5': slices of v6e have the shapes 1x1")
+    assert done.stderr.strip().startswith("trl-tpu plan: error: topology 'v6e:5x5': slices of v6e have the shapes 1x1")

@@ -1,8 +1,8 @@
-"""Train where accelerate and transformers believe in a TPU: python tests/tpu_branches.py FOLDER {full,lora,stock}
+"""Train where accelerate and transformers believe in a TPU: python tests/tpu_branches.py FOLDER {stock,KIND}
 
 They take other branches there than on XLA's CPU; only their question whether there is a TPU is answered otherwise
-here. "full" and "lora" train, save, resume, evaluate and predict, then print as JSON what type everything has. "stock"
-prints what accelerate itself does when it is asked for bfloat16: the danger that the others must be clear of.
+here. A KIND of training trains, saves, resumes, evaluates and predicts, then prints as JSON what type everything has.
+"stock" prints what accelerate itself does when it is asked for bfloat16: the danger that the others must be clear of.
 """
 
 import json
@@ -44,6 +44,14 @@ from tiny import made_up_pairs, save_tiny  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer  # noqa: E402
 
+KINDS: dict[str, dict[str, Any]] = {  # packed rows and bfloat16 compute unless they say otherwise
+    "full": {},
+    "lora": {},
+    "padded": {"packing": False},
+    "float32": {"bf16": False},
+    "padded_float32": {"bf16": False, "packing": False},
+    "adafactor": {"optim": "adafactor"},
+}
 FINE = 1 + 2**-20  # bfloat16 would make it 1
 
 
@@ -63,6 +71,31 @@ def keeps_float32(tensor: torch.Tensor) -> bool:
     return bool((tensor.detach().cpu() == FINE).all())
 
 
+def types_inside(trainer: RewardTrainer) -> dict[str, str]:
+    """What type things have while a step computes: filled in by the last step that ran."""
+    found: dict[str, str] = {}
+
+    def note(name: str) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            found[name] = str(output.dtype)
+
+        return hook
+
+    for name, module in trainer.model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in ("q_proj", "score") and isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(note(leaf))
+    compute_loss = trainer.compute_loss
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = compute_loss(*args, **kwargs)
+        found["loss"] = str((result[0] if isinstance(result, tuple) else result).dtype)
+        return result
+
+    trainer.compute_loss = watched  # type: ignore[method-assign]
+    return found
+
+
 def train(folder: Path, kind: str) -> dict[str, Any]:
     pairs = made_up_pairs(24)
     model = save_tiny(folder / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
@@ -78,12 +111,14 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
             report_to="none",
             disable_tqdm=True,
             max_length=32,
+            **KINDS[kind],
         )
         adapters = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]) if kind == "lora" else None
         return RewardTrainer(model, args, train_dataset=pairs, eval_dataset=pairs, peft_config=adapters)
 
     trainer(2).train()
     resumed = trainer(4)
+    inside = types_inside(resumed)
     resumed.train(resume_from_checkpoint=True)
     resumed.evaluate()
     rewards = resumed.predict(pairs).predictions
@@ -91,9 +126,15 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     (weights,) = checkpoint.glob("*.safetensors")
     optimizer: Any = getattr(resumed.optimizer, "optimizer", resumed.optimizer)
     saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"].values()
+    layer: Any = next(module for module in resumed.model.modules() if hasattr(module, "input_layernorm"))
+    rotary: Any = next(module for module in resumed.model.modules() if hasattr(module, "inv_freq"))
     losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     return {
         "computes in bfloat16": resumed.args.bf16,
+        "in packed rows": resumed.padded_because is None,
+        "inside": inside,
+        "norms": kinds([("", each) for each in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)]),
+        "buffers": kinds(resumed.model.named_buffers()),
         "weights": kinds(resumed.model.named_parameters()),
         "optimizer": kinds(item for state in optimizer.state.values() for item in state.items()),
         "saved weights": kinds(load_file(weights).items()),
@@ -105,7 +146,9 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
             keeps_float32(tensor)
             for tensor in (
                 next(iter(resumed.model.parameters())),
-                next(iter(optimizer.state.values()))["exp_avg"],
+                layer.input_layernorm.weight,
+                rotary.inv_freq,
+                *(item for item in next(iter(optimizer.state.values())).values() if isinstance(item, torch.Tensor)),
             )
         ],
     }

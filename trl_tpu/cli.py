@@ -15,6 +15,7 @@ COMMANDS = {
     "reward": "train a reward model on preference pairs",
     "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
+    "export": "write a checkpoint's model as safetensors, and push it to the Hub",
     "env": "print the versions and the runtime, for a bug report",
 }
 PACKAGES = ("torch", "torch_xla", "transformers", "accelerate", "datasets", "peft", "safetensors", "trl_tpu")

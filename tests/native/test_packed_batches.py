@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.row_plan import RowPlan
 from trl_tpu.data.row_shapes import RowShape
-from trl_tpu.training.loop import passes_of
+from trl_tpu.training.step import passes_of
 
 PLAN = RowPlan((RowShape(1, 48),), (RowShape(1, 64),))  # so short that most batches take several passes
 LAYOUTS = {"tight": "sdpa", "planned": "eager", "passes": "eager"}  # a model's own eager attention takes no tight rows

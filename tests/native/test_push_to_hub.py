@@ -11,6 +11,8 @@ import tiny
 from huggingface_hub import ModelCard
 from safetensors.torch import load, load_file
 
+from trl_tpu.training.manifest import faults
+
 TESTS = Path(__file__).parents[1]
 EXAMPLE = TESTS.parent / "examples" / "reward_modeling.py"
 LOAD_AND_SCORE = """
@@ -64,6 +66,13 @@ def train_and_push(folder: Path, hub: hub_server.Hub, token: str) -> subprocess.
     return run(folder, hub, str(EXAMPLE), *flags, "--push_to_hub")
 
 
+def push(folder: Path, hub: hub_server.Hub, *words: str) -> subprocess.CompletedProcess:
+    """Run the command `trl-tpu`, logged in."""
+    (folder / "hf_home").mkdir(exist_ok=True)
+    (folder / "hf_home" / "token").write_text("x")
+    return run(folder, hub, "-m", "trl_tpu.cli", *words)
+
+
 def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(tmp_path: Path) -> None:
     with hub_server.serve(token="x") as hub:
         process = train_and_push(tmp_path, hub, token="x")
@@ -103,3 +112,61 @@ def test_a_wrong_token_fails_before_training(tmp_path: Path) -> None:
     assert "401" in process.stderr
     assert hub.files == {}
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_path: Path) -> None:
+    out, repo = tmp_path / "out", "user/tiny-rm"
+    with hub_server.serve(token="x") as hub:
+        hub.failures = [("/commit/", 403)] * 2  # the upload beside training, and the last one
+        process = train_and_push(tmp_path, hub, token="x")
+        assert process.returncode != 0 and hub.failures == []
+        assert f"An upload to {repo} FAILED, the repository is as before: 403 Forbidden" in process.stderr
+        assert "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden" in process.stderr
+        assert hub.files == {repo: {}} and hub.commits == []
+        assert faults(out / "checkpoint-2") == []
+
+        hub.failures = [("/commit/", 500)] * 6  # the client's own five retries too
+        words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
+        process = push(tmp_path, hub, *words)
+        assert process.returncode == 2 and hub.failures == []
+        assert f"Pushing to {repo} FAILED: Server error '500" in process.stderr
+        again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
+        assert hub.files == {repo: {}} and hub.commits == []
+
+        # the repository has weights of another kind by now, that loading would prefer
+        hub.failures, hub.files[repo] = (
+            ["/preupload/"],
+            {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"},
+        )
+        assert push(tmp_path, hub, *again).returncode == 2
+        assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
+        process = push(tmp_path, hub, *again)
+        assert process.returncode == 0, process.stderr
+        assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
+        assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
+        pushed = hub.files[repo]
+        loaded = run(tmp_path, hub, "-c", LOAD_AND_SCORE, repo)
+        assert loaded.returncode == 0, loaded.stderr[-4000:]
+    assert pushed["notes.md"] == b"mine" and "model-00001-of-00002.safetensors" not in pushed
+    assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)
+    assert not {"trainer_state.json", "manifest.json", "training_args.bin", "optimizer.pt"} & pushed.keys()
+
+
+def test_an_upload_beside_training_that_fails_is_told_and_the_last_one_brings_everything(tmp_path: Path) -> None:
+    with hub_server.serve(token="x") as hub:
+        hub.failures = [("/commit/", 403)]
+        process = train_and_push(tmp_path, hub, token="x")
+        assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stderr.count("An upload to user/tiny-rm FAILED") == 1
+    pushed = hub.files["user/tiny-rm"]
+    assert pushed["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert not [path for path in pushed if path.startswith((".unfinished", "_"))]
+
+
+def test_a_checkpoint_of_training_is_not_pushed_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with hub_server.serve(token="x") as hub:
+        process = push(tmp_path, hub, "export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
+    assert process.returncode == 2 and "is a checkpoint of training (it has trainer_state.json)" in process.stderr
+    assert hub.files == {}

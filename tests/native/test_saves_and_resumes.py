@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.scripts import reward
 from trl_tpu.training.manifest import MANIFEST_FILE, digests, faults, files_in, publish
 from trl_tpu.training.remote import RemoteRun
+from trl_tpu.training.stops import Unfinished
 
 
 @pytest.fixture(scope="module")
@@ -320,3 +323,29 @@ def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
     (saved,) = fsspec.filesystem("memory").glob("/bucket/best/checkpoint-2/model.safetensors")
     weights = load(fsspec.filesystem("memory").cat_file(saved))
     assert torch.equal(weights["score.weight"], trainer.model.score.weight)
+
+
+def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished").write_text("a file where a folder has to be")
+    words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers"]
+    words += ["--output_dir", str(tmp_path), "--max_steps", "4", "--save_steps", "2", "--report_to", "none"]
+    with pytest.raises(SystemExit) as end:
+        reward.run(words)
+    assert end.value.code == 74
+    assert "checkpoint-2" in str(end.value) and "checkpoint-4" in str(end.value)
+    assert (tmp_path / "model.safetensors").is_file()  # trained to the end all the same
+
+
+def test_a_stop_whose_checkpoint_was_not_saved_says_so(model_folder: str, tmp_path: Path) -> None:
+    class Told(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                trainer.saves.wait()  # for step 2
+                (tmp_path / ".unfinished").write_text("a file where a folder has to be")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(model_folder, tmp_path, callbacks=[Told()])
+    with pytest.raises(Unfinished, match="checkpoint-3 could NOT be saved") as stop:
+        trainer.train()
+    assert stop.value.code == 74
+    assert faults(tmp_path / "checkpoint-2") == []  # to go on from

@@ -42,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"gradient_accumulation_steps": 2, "remat": "none"},
         "peft": lora,
     },
+    "layers as a loop": {
+        "batch": Rows(pairs=8, length=128, rows=4),
+        "arguments": {"scan_layers": True, "mesh": "fsdp=2,tensor=2"} | {"per_device_train_batch_size": 4},
+    },
 }
 
 

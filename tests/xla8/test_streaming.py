@@ -1,5 +1,6 @@
 """Weights go from the checkpoint to their shards one at a time, and arrive as they were."""
 
+import copy
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ import torch
 import torch_xla.distributed.spmd as xs
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -24,6 +27,8 @@ from transformers import (
 )
 
 from trl_tpu import RewardTrainer
+from trl_tpu.modeling.chat_template import clone_chat_template
+from trl_tpu.parallel.shard import WeightPlacer
 from trl_tpu.training.export import export_model
 
 TESTS = Path(__file__).parents[1]
@@ -32,22 +37,49 @@ TESTS = Path(__file__).parents[1]
 # ---- what the host holds
 
 
-@pytest.fixture(scope="module")
-def large_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """100 million weights in bfloat16, which are read as float32."""
+LARGE: dict[str, dict[str, Any]] = {  # some 100 million weights each
+    "llama": {
+        "vocab_size": 4096,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "gemma3_text": {  # two thirds in the table of embeddings, which is the head's too
+        "vocab_size": 65536,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+    "qwen3_moe": {  # experts are separate in the file, and one tensor of a layer in the model
+        "vocab_size": 4096,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 512,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=LARGE)
+def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A language model in bfloat16, which is read as float32."""
     folder = tmp_path_factory.mktemp("large")
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        pad_token_id=0,
-    )
+    config = AutoConfig.for_model(request.param, pad_token_id=0, **LARGE[request.param])
     with torch.device("meta"):
-        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    model.to_empty(device="cpu").save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -66,10 +98,16 @@ def measure(model: str, out: Path, way: str) -> dict[str, int]:
 
 
 def test_the_host_holds_one_tensor_at_a_time(large_model: str, tmp_path: Path) -> None:
-    """Beside the tensor at hand only its unconverted copy, of half its bytes, and what Python itself allocates."""
+    """Beside the tensor at hand only its unconverted copy, of half its bytes, and what Python itself allocates.
+
+    Experts' merged tensor has its parts beside it: 1.97 times the largest tensor was measured, 1.49 for Gemma 3.
+    """
     streamed = measure(large_model, tmp_path / "streamed.json", "streamed")
-    assert streamed["largest"] == 4096 * 1024 * 4 < streamed["model"] / 20
-    assert streamed["held"] < 2 * streamed["largest"]
+    assert streamed["largest"] < streamed["model"]
+    assert (
+        streamed["held"]
+        < (2.5 if "experts" in Path(large_model, "config.json").read_text() else 2) * streamed["largest"]
+    )
     whole = measure(large_model, tmp_path / "whole.json", "whole")
     assert whole["held"] > 0.95 * whole["model"]  # the measure does see a model on the host
 
@@ -124,6 +162,35 @@ def test_streamed_weights_are_those_that_transformers_reads(checkpoint: str, con
         parts = trainer.shard_report.placements[name].parts(args.mesh_shape)
         shards = xs.wrap_if_sharded(parameter.detach()).local_shards
         assert [shard.data.numel() for shard in shards] == [parameter.numel() // parts] * 8, name
+
+
+def test_embeddings_that_a_chat_template_enlarges_wait_on_the_host(
+    checkpoint: str, tokenizer: PreTrainedTokenizerFast, config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """All else is placed as it is read; the enlarged table is the one that transformers makes of the whole model."""
+    source = copy.deepcopy(tokenizer)
+    source.add_tokens(["<|turn|>", "<|over|>"], special_tokens=True)
+    source.save_pretrained(tmp_path / "source")
+    before_finish: list[set[str]] = []
+    finish = WeightPlacer.finish
+
+    def watched(self: WeightPlacer, model: Any) -> None:
+        before_finish.append({name for name, weight in model.named_parameters() if weight.device.type == "cpu"})
+        finish(self, model)
+
+    args = config(mesh="fsdp=4,tensor=2", chat_template_path=str(tmp_path / "source"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightPlacer, "finish", watched)
+        trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
+    assert before_finish == [{"model.embed_tokens.weight", "score.weight"}]
+    streamed = export_model(trainer.model, trainer.runtime)
+    set_seed(args.seed)
+    read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    rows = read.get_input_embeddings().weight.shape[0]
+    clone_chat_template(read, copy.deepcopy(tokenizer), str(tmp_path / "source"))
+    assert read.get_input_embeddings().weight.shape[0] > rows
+    for name, weight in read.state_dict().items():
+        assert torch.equal(streamed[name], weight), name
 
 
 def test_a_model_that_is_given_whole_is_placed_as_well(checkpoint: str, config: Callable[..., Any]) -> None:

@@ -33,7 +33,7 @@ def test_accelerate_itself_would_store_all_in_bfloat16(tmp_path: Path) -> None:
     assert "accelerate.state" in stock["asked for a TPU"]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", ["full", "lora", "padded", "float32", "padded_float32", "adafactor"])
 def test_state_stays_float32(tmp_path: Path, kind: str) -> None:
     found = run(tmp_path, kind)
     assert "accelerate.state" in found["asked for a TPU"]
@@ -41,9 +41,15 @@ def test_state_stays_float32(tmp_path: Path, kind: str) -> None:
         {"XLA_USE_BF16": None, "XLA_DOWNCAST_BF16": None},
         {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0"},
     )
-    assert found["computes in bfloat16"]
-    for name in ("weights", "optimizer", "saved weights", "saved optimizer"):
+    assert found["computes in bfloat16"] == ("float32" not in kind)
+    assert found["in packed rows"] == ("padded" not in kind)
+    for name in ("weights", "norms", "buffers", "optimizer", "saved weights", "saved optimizer"):
         assert found[name] == ["torch.float32"], name
+    assert found["inside"]["loss"] == "torch.float32"
+    if kind != "lora":  # whose layers are wrapped
+        assert found["inside"]["q_proj"] == ("torch.float32" if "float32" in kind else "torch.bfloat16")
+        assert found["inside"]["score"] == "torch.float32"
     assert found["rewards"] == "float32"
     assert found["fine losses"] and found["fine rewards"]
-    assert found["device keeps float32"] == [True, True]
+    # an embedding, a norm, the rotary frequencies, and Adam's step and moments or Adafactor's two means
+    assert found["device keeps float32"] == [True] * (5 if kind == "adafactor" else 6)

@@ -224,8 +224,24 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
     """The names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
+    return set(saved_adapter_names(model, state))
+
+
+def saved_adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Of each name in a state dict of `model` that its ``save_pretrained`` keeps, the name in the file."""
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in state.items()}
     kept: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=dict(state))
-    return {names[id(tensor)] for tensor in kept.values() if id(tensor) in names}
+    return {names[id(tensor)]: saved for saved, tensor in kept.items() if id(tensor) in names}
+
+
+def with_adapters_of(model: PreTrainedModel, folder: str) -> "PeftModel":
+    """A model on the meta device, with the adapters that the ``adapter_config.json`` in `folder` describes."""
+    from peft import PeftConfig, get_peft_model
+
+    peft_config = PeftConfig.from_pretrained(folder)
+    peft_config.inference_mode = True
+    peft_config.base_model_name_or_path = model.name_or_path
+    adapted: Any = get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+    return adapted

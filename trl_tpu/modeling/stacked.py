@@ -62,6 +62,11 @@ def _name_layers(module: StackedLayers, state: dict[str, Any], prefix: str, _met
     state.update(_by_layer(own, prefix, len(module), torch.Tensor.__getitem__))
 
 
+def is_stacked(model: nn.Module) -> bool:
+    """Whether a model's layers are held as one now."""
+    return any(isinstance(module, StackedLayers) for module in model.modules())
+
+
 def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int], Any]) -> dict[str, Any]:
     """What is named after stacked weights, named after those of the layers one by one; all else as it is.
 
@@ -134,6 +139,11 @@ class LayerStack:
         self._stacked = StackedLayers(self._layers, partial(runtime.scan, self._layers[0], of_layer, policy))
         self._optimizer: Optimizer | None = None  # whose state is stacked too
         self._groups: list[list[nn.Parameter]] = []  # its parameters, one by one
+
+    @property
+    def axes(self) -> dict[nn.Parameter, Axes]:
+        """The mesh axes that the dimensions of the stacked parameters go over: the first over none."""
+        return {kind.whole: (None, *kind.axes) for kind in self._kinds}
 
     @property
     def is_stacked(self) -> bool:

@@ -81,21 +81,34 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
 
 
 class WeightPlacer:
-    """Places the weights of a model that transformers is just reading: see `trl_tpu.modeling.streaming`."""
+    """Places the weights of a model that transformers is just reading: see `trl_tpu.modeling.streaming`.
 
-    def __init__(self, mesh: MeshShape, rules: Rules | None, runtime: Runtime, device: torch.device) -> None:
+    With ``keeps_embeddings`` the table of input embeddings waits on the host for `finish`, so that it may still grow.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        rules: Rules | None,
+        runtime: Runtime,
+        device: torch.device,
+        keeps_embeddings: bool = False,
+    ) -> None:
         self._mesh, self._rules, self._runtime, self._device = mesh, rules, runtime, device
+        self._keeps_embeddings = keeps_embeddings
         self._plan: Plan | None = None
 
     def __call__(self, model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
         """``weight`` in its shards. The plan is made, and may be refused, at the first one."""
         if self._plan is None:
             self._plan = plan_model(model, self._mesh, self._rules)
+        if self._keeps_embeddings and model.get_submodule(name.rpartition(".")[0]) is model.get_input_embeddings():
+            return weight
         placement = self._plan.place(name, tuple(weight.shape))
         return self._runtime.place(weight, placement.axes, self._device)
 
     def finish(self, model: Any) -> None:
-        """Place what the checkpoint did not have."""
+        """Place what is on the host still: what the checkpoint did not have, and the embeddings that were kept."""
         place_model(model, self._plan or plan_model(model, self._mesh, self._rules), self._runtime, self._device)
 
 

@@ -65,6 +65,11 @@ class Topology:
     def __str__(self) -> str:
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
+    @property
+    def compiled_as(self) -> str:
+        """The slice to name to libtpu, which knows none of one chip: the smallest one, and one chip of it."""
+        return f"{self.chip.name}:2x2" if self.chips == 1 else str(self)
+
     def larger(self) -> "Topology | None":
         """The next larger slice of these chips."""
         slices = [parse_topology(f"{self.chip.name}:{shape}") for shape in self.chip.shapes]

@@ -112,7 +112,8 @@ class TracedProgram:
 
 
 def trace_programs(request: StepRequest) -> tuple[TracedProgram, ...]:
-    """The programs of a step, in order: one, or with `gradient_accumulation_steps` a micro-batch's and the update's.
+    """The programs of a step, each once, in order: one, or with `gradient_accumulation_steps` a micro-batch's and then
+    the update's. State that one of them does not read is on the chips all the same.
 
     Raises:
         RuntimeError: If the trainer refuses the request; with what it says.

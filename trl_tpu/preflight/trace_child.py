@@ -45,10 +45,11 @@ def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
             trainer.evaluate()
     except _Traced:
         pass
-    return tuple(
+    traced = [
         TracedProgram(program.hlo, tuple(_argument(each, mesh) for each in program.inputs), request.chips, mesh)
         for program in tracer.programs
-    )
+    ]
+    return tuple({program.hlo: program for program in traced}.values())
 
 
 class _Tracer:
@@ -67,11 +68,11 @@ class _Tracer:
     def begin(self) -> None:
         """What is recorded from now on is the step's."""
         trainer, know = self._trainer, self.runtime.know
-        placements = trainer.shard_report.placements
+        axes_of = trainer._parameter_axes()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         buffers = trainer._gradients._buffers if trainer._gradients is not None else {}
         for name, parameter in trainer.model.named_parameters():
-            axes = placements[name].axes
+            axes = axes_of[parameter]
             know(parameter, name, "weight", axes)
             for key, state in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
                 if isinstance(state, torch.Tensor) and state.device.type == "xla":
@@ -89,6 +90,7 @@ class _Tracer:
             return
         self.programs.append(program)
         if self._ended:
+            self._begun = False  # a trainer that stops computes too
             raise _Traced
 
 
@@ -152,6 +154,8 @@ def _arguments(request: StepRequest, folder: str) -> dict[str, Any]:
         "load_best_model_at_end": False,
         "push_to_hub": False,
         "max_length": None,
+        # all micro-batches are the same program
+        "gradient_accumulation_steps": min(2, request.arguments.get("gradient_accumulation_steps", 1)),
         "max_shapes": 1,
         "row_length": None,
     }

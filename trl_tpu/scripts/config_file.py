@@ -37,10 +37,10 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         )
     words = {str(name): str(value) for name, value in env.items()}
     for name, text in words.items():
-        if not name or "=" in name or "\0" in name + text:
+        if not name or "=" in name or "\0" in name + text or not _has_bytes(name + text):
             raise ValueError(
-                f"Config file {path}: `env` has {name!r}: {text!r}, which no environment can hold. A name must not be "
-                "empty or hold `=`, and neither name nor value a NUL character."
+                f"Config file {path}: `env` has {name!a}: {text!a}, which no environment can hold. A name must not be "
+                "empty or hold `=`, and neither name nor value a NUL character or half of a surrogate pair."
             )
     os.environ.update(words)
     return values, rest
@@ -92,6 +92,14 @@ class _UniqueKeys(yaml.SafeLoader):
                     problem = f"the key {key.value!r} is there twice, first in line {first}"
                     raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
+
+
+def _has_bytes(text: str) -> bool:
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _fault(error: Exception) -> str:

@@ -226,11 +226,11 @@ def _chips(argv: list[str]) -> int:
 
 def run(argv: list[str]) -> int:
     """The command ``trl-tpu plan``; returns the exit status."""
+    pretend_devices(_chips(argv))
+    asked = parse(make_parser(), argv)
     try:
-        pretend_devices(_chips(argv))
-        parser = make_parser()
-        return main(parse(parser, argv))
-    except (OSError, RuntimeError, ValueError) as error:
+        return main(asked)
+    except RuntimeError as error:  # of the processes that trace and compile, which say what failed
         print(f"trl-tpu plan: error: {error}", file=sys.stderr)
         return 2
 

@@ -183,7 +183,7 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
         def compile_layers(layers: int) -> CompiledProgram:
             model = with_layers(config, layers)
             request = StepRequest(model, case.topology.chips, rows, kept | changed, peft_config)
-            return compile_for(trace_step(request), str(case.topology))
+            return compile_for(trace_step(request), case.topology.compiled_as)
 
         if depths is None:
             return compile_layers(config.num_hidden_layers)

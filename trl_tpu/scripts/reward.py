@@ -36,10 +36,12 @@ def main(
     Raises:
         ValueError: No model, no dataset, no such split, or contradicting arguments for the model.
         Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
+        SavesFailed: The model was trained and saved, but not every checkpoint on the way.
     """
     from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
     from trl_tpu.scripts.datafiles import pick_split
     from trl_tpu.trainer.reward_trainer import RewardTrainer
+    from trl_tpu.training.background import SavesFailed
 
     if not model_args.model_name_or_path:
         raise ValueError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
@@ -71,7 +73,7 @@ def main(
         raise trainer.unfinished(trainer.stopped_by)
     trainer.save_model(output_dir)
     if main_process:
-        print(f"Model saved to {output_dir}")
+        print(f"Model saved to {training_args.output_url or output_dir}")
     if eval_dataset is not None:
         metrics = trainer.evaluate()  # by all processes
         if main_process:
@@ -83,6 +85,8 @@ def main(
     if not dataset_args.datasets and what.startswith(SYNTHETIC) and main_process:
         print_examples(output_dir)
     trainer.end()  # closes the trackers
+    if trainer.saves.failed:
+        raise SavesFailed(trainer.saves.failed)
 
 
 def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") -> dict[str, Any]:

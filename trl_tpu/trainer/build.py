@@ -98,7 +98,7 @@ def build_reward_model(
     Raises:
         TypeError, ValueError, ImportError: From the parts, which say what to do.
     """
-    revision = None
+    revision = placer = None
     if isinstance(model, str):
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
         revision = (model_init_kwargs or {}).get("revision")
@@ -110,8 +110,6 @@ def build_reward_model(
             quantization_config=quantization_config,
             place=placer,
         )
-        if placer is not None:
-            placer.finish(model)
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name, value in ignored.items():
@@ -123,6 +121,8 @@ def build_reward_model(
     )
     tokenizer = set_eos_token(model, tokenizer, args.eos_token)
     model, tokenizer, added_tokens = set_chat_template(model, tokenizer, args.chat_template_path)
+    if placer is not None:
+        placer.finish(model)
     checkpointing = bool(args.activation_checkpointing)
     if peft_config is not None:
         model = add_adapters(model, peft_config, added_tokens=added_tokens, gradient_checkpointing=checkpointing)
@@ -137,11 +137,11 @@ def build_reward_model(
 
 
 def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
-    """On XLA, weights go to their devices as they are read, unless something still has to read them on the host."""
-    resizes = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
-    if not runtime.is_xla() or resizes or (peft_config is not None and reads_base_weights(peft_config)):
+    """On XLA, weights go to their devices as they are read, unless adapters still have to read them on the host."""
+    if not runtime.is_xla() or (peft_config is not None and reads_base_weights(peft_config)):
         return None
-    return WeightPlacer(args.mesh_shape, args.sharding_rules, runtime.current(), args.device)
+    grows = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
+    return WeightPlacer(args.mesh_shape, args.sharding_rules, runtime.current(), args.device, keeps_embeddings=grows)
 
 
 def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:

@@ -4,7 +4,10 @@ import json
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast, get_args
+
+from .. import runtime
+from ..runtime import Remat
 
 
 class Limit(NamedTuple):
@@ -59,6 +62,9 @@ HOSTS_LIMITS = (
 )
 
 
+_YEAR = 365 * 24 * 60  # minutes
+
+
 class Range(NamedTuple):
     """Settings of one kind, what their values must be, and the way out."""
 
@@ -81,6 +87,24 @@ RANGES = (
         lambda value: value >= 1,
         "at least 1",
         "To leave out evaluation set eval_strategy='no'",
+    ),
+    Range(
+        ("row_length", "max_shapes"),
+        lambda value: value >= 1,
+        "at least 1",
+        "Leave it out for a value that fits the data",
+    ),
+    Range(
+        ("nonfinite_limit",),
+        lambda value: value >= 0,
+        "at least 0",
+        "0 turns it off, 1 stops after the first step that is not finite",
+    ),
+    Range(
+        ("save_interval_minutes",),
+        lambda value: 0 < value <= _YEAR,
+        f"above 0 and at most {_YEAR}, a year",
+        "Leave it out to save only when save_strategy says so",
     ),
     Range(("max_length",), lambda value: value >= 1, "at least 1", "Set it to None to keep pairs of every length"),
     Range(
@@ -127,6 +151,10 @@ def check_ranges(args: Any) -> None:
             value = getattr(args, setting)
             if value is not None and not allowed.is_within(value):
                 raise ValueError(f"{setting} must be {allowed.rule}, got {value}. {allowed.instead}.")
+    try:
+        _ = args.time_limit
+    except ValueError as error:
+        raise ValueError(f"training_time_limit: {error}") from None
     if args.output_dir is not None and os.path.exists(args.output_dir) and not os.path.isdir(args.output_dir):
         raise ValueError(f"output_dir {args.output_dir} is a file. Name a folder; it need not exist.")
 
@@ -160,4 +188,35 @@ def check_xla_limits(args: Any, hosts: int = 1) -> None:
             raise ValueError(f"{limit.setting}={value!r} is impossible on {where}: {limit.instead}.")
 
 
-__all__ = ["HOSTS_LIMITS", "RANGES", "XLA_LIMITS", "Limit", "Range", "check_ranges", "check_xla_limits"]
+def check_remat(args: Any) -> None:
+    """Refuse choices of what to compute again that contradict one another. transformers has read the others by now.
+
+    Raises:
+        ValueError: Names both, and what to do instead.
+    """
+    if args.remat not in (None, *get_args(Remat)):
+        raise ValueError(f"remat must be 'full', 'dots' or 'none', got {args.remat!r}.")
+    if args.remat is not None and (args.remat != "none") != bool(args.activation_checkpointing):
+        raise ValueError(
+            f"remat={args.remat!r} contradicts gradient_checkpointing={args.activation_checkpointing}: leave "
+            "gradient_checkpointing out, or choose remat='none' to keep all activations."
+        )
+    if args.scan_layers and not runtime.is_xla():
+        raise ValueError(
+            "scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out."
+        )
+    if args.scan_layers and args.remat_policy == "none":
+        raise ValueError(
+            "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
+            "products, remat='dots', and leave gradient_checkpointing out."
+        )
+    options = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
+    taken = [name for name in ("use_reentrant", "context_fn") if options.get(name)]
+    if args.remat == "dots" and taken:
+        raise ValueError(
+            f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
+            "or choose remat='full'."
+        )
+
+
+__all__ = ["HOSTS_LIMITS", "RANGES", "XLA_LIMITS", "Limit", "Range", "check_ranges", "check_remat", "check_xla_limits"]

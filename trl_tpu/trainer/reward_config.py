@@ -4,7 +4,7 @@ import logging
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -16,11 +16,9 @@ from ..parallel.rules import Rules
 from ..runtime import Remat
 from ..training.remote import is_url, staging_folder
 from ..training.stops import parse_duration
-from .limits import check_ranges, check_xla_limits
+from .limits import check_ranges, check_remat, check_xla_limits
 
 logger = logging.getLogger(__name__)
-
-_YEAR = 365 * 24 * 60  # minutes
 
 
 @dataclass
@@ -94,6 +92,11 @@ class RewardConfig(TrainingArguments):
             one save. An evaluation is not waited for, but made up for when training resumes. A second SIGTERM kills.
         save_interval_minutes (`float`, *optional*):
             Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
+        nonfinite_limit (`int`, *optional*, defaults to `3`):
+            How many steps in a row may have a NaN or infinite loss or gradient before the run stops, at the next log,
+            with the first of them named and its batch saved in `output_dir`. Such a step takes no update, is counted
+            as `nonfinite` in the logs, and is no part of the logged loss. 0 trains on as TRL does. Not with `fp16`,
+            whose loss scale skips steps by itself.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Not supported: activations are recomputed instead (`gradient_checkpointing`).
         pad_token (`str`, *optional*):
@@ -175,6 +178,13 @@ class RewardConfig(TrainingArguments):
     save_interval_minutes: float | None = field(
         default=None, metadata={"help": "Save also when this many minutes have passed since the last time."}
     )
+    nonfinite_limit: int = field(
+        default=3,
+        metadata={
+            "help": "Stop at the log after this many steps in a row with a NaN or infinite loss or gradient, whose "
+            "updates are skipped; 0 neither skips nor stops."
+        },
+    )
     activation_offloading: bool = field(
         default=False, metadata={"help": "Not supported; activations are recomputed instead."}
     )
@@ -245,12 +255,6 @@ class RewardConfig(TrainingArguments):
         check_ranges(self)
         if self.packed_attention not in ("auto", "masks", "expanded"):
             raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
-        for name in ("row_length", "max_shapes"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {value}. Leave it out for a value that fits the data."
-                )
-        self._check_times()
         if self.remat == "none" and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
         with warnings.catch_warnings():
@@ -259,7 +263,7 @@ class RewardConfig(TrainingArguments):
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
-        self._check_remat()
+        check_remat(self)
         self.mesh_shape = parse_mesh(self.mesh, chosen.device_count(), chosen.slice_count())
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
         if self.activation_offloading:
@@ -282,42 +286,6 @@ class RewardConfig(TrainingArguments):
     def save_interval(self) -> timedelta | None:
         """After which to save again."""
         return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
-
-    def _check_times(self) -> None:
-        try:
-            _ = self.time_limit
-        except ValueError as error:
-            raise ValueError(f"training_time_limit: {error}") from None
-        if (minutes := self.save_interval_minutes) is not None and not 0 < minutes <= _YEAR:
-            raise ValueError(
-                f"save_interval_minutes must be above 0 and at most {_YEAR}, a year, got {minutes}. Leave it out to "
-                "save only when save_strategy says so."
-            )
-
-    def _check_remat(self) -> None:
-        if self.remat not in (None, *get_args(Remat)):
-            raise ValueError(f"remat must be 'full', 'dots' or 'none', got {self.remat!r}.")
-        if self.remat is not None and (self.remat != "none") != bool(self.activation_checkpointing):
-            raise ValueError(
-                f"remat={self.remat!r} contradicts gradient_checkpointing={self.activation_checkpointing}: leave "
-                "gradient_checkpointing out, or choose remat='none' to keep all activations."
-            )
-        if self.scan_layers and not runtime.is_xla():
-            raise ValueError(
-                "scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out."
-            )
-        if self.scan_layers and self.remat_policy == "none":
-            raise ValueError(
-                "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
-                "products, remat='dots', and leave gradient_checkpointing out."
-            )
-        options = cast("dict[str, Any]", self.activation_checkpointing_kwargs or {})
-        taken = [name for name in ("use_reentrant", "context_fn") if options.get(name)]
-        if self.remat == "dots" and taken:
-            raise ValueError(
-                f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
-                "or choose remat='full'."
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""

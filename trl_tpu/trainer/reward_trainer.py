@@ -122,6 +122,7 @@ class RewardTrainer(PairEvaluation):
         self.remat = args.remat_policy
         self.scan_layers = args.scan_layers
         self.time_limit, self.save_interval = args.time_limit, args.save_interval
+        self.nonfinite_limit = args.nonfinite_limit
         self.compute_dtype = torch.bfloat16 if args.bf16 else None
 
         set_seed(args.seed)  # before the model, whose score head may be random

@@ -6,6 +6,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 logger = logging.getLogger(__name__)
 
+#: The exit status of a run of which a checkpoint could not be saved: EX_IOERR of sysexits.h.
+NOT_SAVED = 74
+
+
+class SavesFailed(SystemExit):
+    """A run has ended, and checkpoints of it could not be saved; uncaught, the exit status is 74."""
+
+    def __init__(self, checkpoints: list[str]) -> None:
+        super().__init__(NOT_SAVED)
+        self.checkpoints = checkpoints
+
+    def __str__(self) -> str:
+        return f"these checkpoints were not saved: {', '.join(self.checkpoints)}"
+
 
 class BackgroundSaves:
     """Writes one save at a time on a thread of its own. What fails is loud and counted, and training goes on."""

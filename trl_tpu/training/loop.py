@@ -23,14 +23,15 @@ from ..modeling.stacked import LayerStack
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import keep_activations_split, place_model, plan_model
-from ..runtime import Remat
+from ..runtime import Axes, Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
-from .step import GradientBuffers, prepare_optimizer
-from .stops import StoppingTrainer
+from .nonfinite import DeviceSkip
+from .skipping import SkippingTrainer
+from .step import GradientBuffers, passes_of, prepare_optimizer
 
 
-class DeviceTrainer(StoppingTrainer):
+class DeviceTrainer(SkippingTrainer):
     """A Trainer whose every step is one program on the device.
 
     Subclasses set `runtime`, `mesh` and `compute_dtype` before calling ``super().__init__``.
@@ -46,7 +47,7 @@ class DeviceTrainer(StoppingTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.reward_metrics = RewardMetrics(self.runtime, self.args.device)
+        self.reward_metrics = RewardMetrics(self.runtime, self.args.device, self.nonfinite_limit)
         self._gradients: GradientBuffers | None = None
         self._prepared_optimizer: torch.optim.Optimizer | None = None
         self._guard = RecompileGuard(self.runtime, None)  # training begins with one that knows its plan
@@ -140,11 +141,11 @@ class DeviceTrainer(StoppingTrainer):
         if self.scan_layers:
             self._layer_stack().stack(torch_optimizer)
         if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
-            placements = self.shard_report.placements if self.shard_report is not None else {}
-            axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
-            prepare_optimizer(torch_optimizer, self.runtime, axes)
+            prepare_optimizer(torch_optimizer, self.runtime, self._parameter_axes())
             accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
+            if self.skips_nonfinite:
+                DeviceSkip(torch_optimizer, self.reward_metrics.steps, self.runtime)
             self._prepared_optimizer = torch_optimizer
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -157,6 +158,12 @@ class DeviceTrainer(StoppingTrainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self.runtime.use_checkpointing(self.model, self.remat)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _parameter_axes(self) -> dict[nn.Parameter, Axes]:
+        """The mesh axes that the dimensions of the model's parameters, as they are now, go over."""
+        placements = self.shard_report.placements if self.shard_report is not None else {}
+        axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
+        return axes | (self._stack.axes if self._stack is not None else {})
 
     def _layer_stack(self) -> LayerStack:
         if self._stack is None or self._stack.model is not self.model:
@@ -253,19 +260,24 @@ class DeviceTrainer(StoppingTrainer):
     ) -> None:
         self.runtime.step_boundary()
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
-        loss, norm, *sums = self.runtime.fetch([tr_loss, norm, *self.reward_metrics.device_sums])
+        counts = self.reward_metrics.steps.device_counts
+        loss, norm, counts, *sums = self.runtime.fetch([tr_loss, norm, counts, *self.reward_metrics.device_sums])
         open_sums, loss_sum = self._over_processes(on_host(sums), loss.item())
         self.reset_loss()
-        steps = self.state.global_step - self._globalstep_last_logged
-        logs = {"loss": loss_sum / steps}
-        if grad_norm is not None:
+        counted = self.count_steps(counts)
+        steps = self.state.global_step - self._globalstep_last_logged - counted.nonfinite
+        logs = {"loss": loss_sum / steps} if steps else {}
+        if grad_norm is not None and not counted.in_a_row:
             logs["grad_norm"] = norm.item()
         logs["learning_rate"] = self._get_learning_rate() if rate is None else rate
         logs |= self.reward_metrics.close(open_sums)
+        if self.skips_nonfinite:
+            logs["nonfinite"] = counted.nonfinite
         self._total_loss_scalar += loss_sum
         self._globalstep_last_logged = self.state.global_step
         self.store_flos()
         self.log(logs, start_time)
+        self.stop_if_nonfinite(counted)
 
     def _over_processes(self, sums: RewardSums, loss: float) -> tuple[RewardSums, float]:
         """Sum the metrics and average the loss over accelerate's processes (on XLA there is one, for all devices)."""
@@ -273,11 +285,6 @@ class DeviceTrainer(StoppingTrainer):
             return sums, loss
         everyone = gather_object([(sums, loss)])
         return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
-
-
-def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The passes of a batch, the final one last; a batch without `passes` is one."""
-    return inputs.get("passes") or [inputs]
 
 
 class _StepEdges(TrainerCallback):
@@ -294,6 +301,9 @@ class _StepEdges(TrainerCallback):
         if trainer.runtime.name == "xla":
             planned = trainer.planned_shapes
             trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(trainer._accumulates))
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.begin_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._guard.check()

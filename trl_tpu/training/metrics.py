@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..runtime import Runtime
+from .nonfinite import StepCounts
 
 _COUNTS = ("pairs", "correct", "ties", "tokens")
 _SUMS = ("reward", "margin")
@@ -66,11 +67,15 @@ class RewardMetrics:
 
     `update` only records operations; `read` fetches. The sums are vectors, since XLA would bake a scalar 0 into the
     program and compile the step anew after every log.
+
+    Args:
+        nonfinite_limit: With 1 and more, rewards that are not finite are left out, and `steps` counts.
     """
 
-    def __init__(self, runtime: Runtime, device: torch.device) -> None:
+    def __init__(self, runtime: Runtime, device: torch.device, nonfinite_limit: int = 0) -> None:
         self._runtime = runtime
         self._device = device
+        self.steps = StepCounts(runtime, device, nonfinite_limit)
         self.num_tokens = 0  # in all batches up to the last read, over resumes
         self._load(RewardSums())
 
@@ -88,6 +93,8 @@ class RewardMetrics:
         """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count."""
         rewards_P2 = rewards_P2.detach().float()
         mask_P = torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P
+        if self.steps.limit:
+            mask_P = mask_P & torch.isfinite(rewards_P2).all(-1)
         chosen_P, rejected_P = rewards_P2.unbind(-1)
 
         def count(of_P: torch.Tensor) -> torch.Tensor:
@@ -118,11 +125,14 @@ class RewardMetrics:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to log the same numbers: the open sums and the tokens so far."""
-        return {"num_tokens": self.num_tokens, "open": vars(on_host(self._runtime.fetch(self.device_sums)))}
+        *sums, counts = self._runtime.fetch([*self.device_sums, self.steps.device_counts])
+        return {"num_tokens": self.num_tokens, "open": vars(on_host(sums)), "steps": self.steps.state_dict(counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_tokens = state["num_tokens"]
         self._load(RewardSums(**state["open"]))
+        if "steps" in state:
+            self.steps.load_state_dict(state["steps"])
 
 
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:

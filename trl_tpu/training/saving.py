@@ -19,10 +19,11 @@ import torch
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
-from ..modeling.stacked import by_layer
+from ..modeling.adapters import is_peft_model
+from ..modeling.stacked import by_layer, is_stacked
 from ..runtime import Runtime
 from .background import BackgroundSaves
 from .checkpoint import (
@@ -33,7 +34,7 @@ from .checkpoint import (
     trained_tensors,
     write_progress,
 )
-from .export import export_model, exported_tensors
+from .export import export_model, exported_tensors, stream_model
 from .manifest import (
     ASIDE_FOLDER,
     MANIFEST_FILE,
@@ -93,13 +94,16 @@ class SavingTrainer(ResumingTrainer):
             save.weights = exported_tensors(self.model)
             return None
         if save is not None and not self.args.save_only_model:
-            return None  # of several hosts each writes its part of the state
+            return self._save_description(str(output_dir))  # of several hosts each writes its part of the state
         folder = str(output_dir or self.args.output_dir)
         remote = self.remote if folder == str(self.args.output_dir) else None
         if is_url(folder):
             folder, remote = staging_folder(folder), RemoteRun(folder)
         if self.runtime.name == "native":
             super().save_model(folder, _internal_call=True)
+        elif isinstance(self.model, PreTrainedModel) and not is_stacked(self.model):
+            self._save(folder, state_dict={})  # all but the weights
+            stream_model(self.model, self.runtime, folder, writes=self.args.should_save)
         else:
             self._save(folder, export_model(self.model, self.runtime))
         if remote is not None and self.args.should_save:
@@ -108,6 +112,16 @@ class SavingTrainer(ResumingTrainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         return None
+
+    def _save_description(self, folder: str) -> None:
+        """Write what the model in a state is: config and tokenizer, or the adapters' configuration."""
+        if isinstance(self.model, PreTrainedModel):
+            self._save(folder, state_dict={})
+        elif is_peft_model(self.model) and self.args.should_save:
+            for config in self.model.peft_config.values():
+                config.save_pretrained(folder)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._save_under_way is None or not self._keeps_state:
@@ -146,6 +160,7 @@ class SavingTrainer(ResumingTrainer):
         if self.args.push_to_hub or any(map(_watches_saves, self.callback_handler.callbacks)):
             self.saves.wait()  # they look for the folder
         if self.args.push_to_hub and save.final.is_dir():
+            self._report_pushes()
             super()._push_from_checkpoint(str(save.final))
 
     def _make_room(self, save: _Save) -> None:
@@ -240,6 +255,18 @@ class SavingTrainer(ResumingTrainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not while it is written: the upload runs beside training, and the folder is about to be renamed."""
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        self._report_pushes()
+
+    def _report_pushes(self) -> None:
+        """Say which uploads beside training failed, whose errors transformers drops."""
+        jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in [job for job in jobs if job.done()]:
+            jobs.remove(job)
+            if not job.cancelled() and (error := job.exception()) is not None:
+                logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
 
     @property
     def _takes_part(self) -> bool:

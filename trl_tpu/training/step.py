@@ -168,6 +168,11 @@ def _keep_rates_from_0_and_1(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(restore)
 
 
+def _zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
+    # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
+    return (parameter.detach() * 0).nan_to_num(0.0)  # some weight may be infinite
+
+
 def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
     """For the duration of each step, the groups' learning rates are device data; around it they are plain floats.
 
@@ -200,7 +205,7 @@ class GradientBuffers:
 
     def __init__(self, optimizer: Optimizer, runtime: Runtime) -> None:
         parameters: Iterable[torch.nn.Parameter] = (p for group in optimizer.param_groups for p in group["params"])
-        self._buffers = {parameter: parameter.detach() * 0 for parameter in parameters}
+        self._buffers = {parameter: _zeros_laid_out_like(parameter) for parameter in parameters}
         runtime.step_boundary()
         optimizer.register_step_post_hook(self._zero)
 
@@ -212,3 +217,8 @@ class GradientBuffers:
     def _zero(self, *_: object) -> None:
         for buffer in self._buffers.values():
             buffer.zero_()
+
+
+def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The passes of a batch, the final one last; a batch without `passes` is one."""
+    return inputs.get("passes") or [inputs]

@@ -19,14 +19,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.utils import logging
 
+from .background import NOT_SAVED
 from .together import TogetherTrainer
 
 logger = logging.get_logger(__name__)
 
 #: The exit status of a run that stopped with a checkpoint and should be started again: EX_TEMPFAIL of sysexits.h.
 UNFINISHED = 75
-#: The same, but its last checkpoint could not be written: EX_IOERR. Older ones are as they were.
-NOT_SAVED = 74
 
 SIGTERM = "SIGTERM"
 TIME_LIMIT = "training_time_limit"
@@ -56,25 +55,26 @@ def parse_duration(text: object) -> timedelta:
 class Unfinished(SystemExit):
     """Training was stopped before its end and has saved a checkpoint to go on from; uncaught, the exit status is 75.
 
+    Where that checkpoint could not be saved, the status is 74, and an earlier one is to go on from.
+
     `train()` raises it after a SIGTERM: what a script does after training is for a trained model, and takes time that
     a process told to end does not have.
 
     Attributes:
         reason: What stopped it.
-        checkpoint: The folder to resume from.
-        saved: Whether it could be written; else the status is 74.
+        checkpoint: The folder, or URL, to resume from.
+        is_saved: Whether it could be saved.
     """
 
-    def __init__(self, reason: str, checkpoint: str, saved: bool = True) -> None:
-        super().__init__(UNFINISHED if saved else NOT_SAVED)
-        self.saved = saved
+    def __init__(self, reason: str, checkpoint: str, is_saved: bool = True) -> None:
+        super().__init__(UNFINISHED if is_saved else NOT_SAVED)
         self.reason = reason
         self.checkpoint = checkpoint
+        self.is_saved = is_saved
 
     def __str__(self) -> str:
-        if not self.saved:
-            return f"{self.reason} stopped training, and {self.checkpoint} could not be saved"
-        return f"{self.reason} stopped training; {self.checkpoint} is to go on from"
+        outcome = "is to go on from" if self.is_saved else "could NOT be saved"
+        return f"{self.reason} stopped training; {self.checkpoint} {outcome}"
 
 
 class StoppingTrainer(TogetherTrainer):
@@ -122,15 +122,13 @@ class StoppingTrainer(TogetherTrainer):
 
     @property
     def stop_checkpoint(self) -> str:
-        """What was saved at the last step's end, if that was a stop."""
-        folder = self._get_output_dir(self._call[0]) if self.remote is None else self.remote.url
-        return f"{folder}/checkpoint-{self.state.global_step}"
+        """The folder, or URL, that was saved at the last step's end, if that was a stop."""
+        run = self._get_output_dir(self._call[0]) if self.remote is None else self.remote.url
+        return os.path.join(run, f"checkpoint-{self.state.global_step}")
 
     def unfinished(self, reason: str) -> Unfinished:
-        """What to end a process with that stopped training for this reason."""
-        checkpoint = self.stop_checkpoint
-        failed = [os.path.basename(name) for name in self.saves.failed]
-        return Unfinished(reason, checkpoint, saved=os.path.basename(checkpoint) not in failed)
+        """What to raise after a stop."""
+        return Unfinished(reason, self.stop_checkpoint, self.stop_checkpoint not in self.saves.failed)
 
     @contextlib.contextmanager
     def _hearing_sigterm(self) -> Iterator[None]:

@@ -1,0 +1,106 @@
+"""Runs on data of which some pairs hold a token whose embedding is NaN: only their steps are not finite."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from datasets import Dataset
+
+BATCH = 8
+POISON = "~"
+
+
+def save_model(folder: Path) -> str:
+    """A tiny model and its tokenizer, in which the poison's embedding is NaN."""
+    tokenizer = tiny.tiny_tokenizer([*tiny.made_up_pairs(200)["chosen"]])
+    model = tiny.tiny_model(tokenizer)
+    (token,) = tokenizer.encode(POISON)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = float("nan")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def pairs_of(steps: int, poisoned: Sequence[int] = (), left_out: Sequence[int] = (), accumulation: int = 1) -> Dataset:
+    """The pairs of ``steps`` steps, in order; of a poisoned one the fourth holds the poison."""
+    rows: list[dict[str, Any]] = list(tiny.made_up_pairs(steps * accumulation * BATCH))  # type: ignore[arg-type]
+    batch = accumulation * BATCH
+    for step in poisoned:
+        rows[step * batch + 3]["chosen"] += POISON
+    kept = [rows[row] for row in range(len(rows)) if row // batch not in left_out]
+    return Dataset.from_list(kept)
+
+
+def train(
+    model: str,
+    out: Path,
+    poisoned: Sequence[int],
+    steps: int,
+    left_out: Sequence[int] = (),
+    callbacks: Sequence[Any] = (),
+    dataset: Any = None,
+    **settings: Any,
+) -> Any:
+    """Train on `pairs_of` these steps, in order, at a constant rate; returns the trainer."""
+    trainer = make(model, out, poisoned, steps, left_out, callbacks, dataset, **settings)
+    trainer.train()
+    return trainer
+
+
+def make(
+    model: str,
+    out: Path,
+    poisoned: Sequence[int],
+    steps: int,
+    left_out: Sequence[int] = (),
+    callbacks: Sequence[Any] = (),
+    dataset: Any = None,
+    **settings: Any,
+) -> Any:
+    from trl_tpu import RewardConfig, RewardTrainer
+    from trl_tpu.runtime import current
+
+    current().start()
+    taken = steps - len(left_out)
+    defaults = {
+        "max_steps": taken,
+        "per_device_train_batch_size": BATCH // current().device_count(),
+        "logging_steps": taken,
+        "bf16": False,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_shapes": 1,
+    }
+    args = RewardConfig(str(out), **(defaults | settings))
+    accumulation = args.gradient_accumulation_steps
+    data = pairs_of(steps, poisoned, left_out, accumulation) if dataset is None else dataset
+    return RewardTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
+
+
+def state_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's tensors on the host."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    tensors = dict(trainer.model.state_dict())
+    for parameter, values in optimizer.state.items():
+        for kind, value in values.items():
+            tensors[f"{names[parameter]} {kind}"] = torch.as_tensor(value if value is not None else -1.0)
+    return trainer.runtime.to_host(tensors)
+
+
+def differing(first: Any, second: Any) -> list[str]:
+    """Names of weights and optimizer state that are not equal to the bit, in two trainers."""
+    these, those = state_of(first), state_of(second)
+    assert these.keys() == those.keys()
+    return [name for name in these if not torch.equal(these[name].nan_to_num(7.0), those[name].nan_to_num(7.0))]
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [logs[name] for logs in trainer.state.log_history if name in logs]

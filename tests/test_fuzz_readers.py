@@ -1,0 +1,157 @@
+"""Any bytes for a config file or a data file: they are read as they are meant, or refused by one clear error."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from trl_tpu.scripts import datafiles
+from trl_tpu.scripts.config_file import read_config, take_config
+
+# `tmp_path` is one folder for all examples of a test: each writes its file anew
+FAST = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SLOW = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])  # writes more
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+YAML_PIECES = st.sampled_from(
+    [*"[]{}:,-?&*!|>'\"%@`#\t\n ", "a", "env", ": ", "- ", "<<", "---", "...", "!!", "1e3", "é"]
+)
+ROWS = st.fixed_dictionaries(
+    {"chosen": st.text(max_size=6), "rejected": st.text(max_size=6)}, optional={"margin": st.floats(-1, 1)}
+)
+
+
+@pytest.fixture
+def environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+# ---- YAML
+
+
+@FAST
+@given(content=st.text() | st.lists(YAML_PIECES).map("".join) | st.binary())
+@example(content="a: 2001-13-45")
+@example(content="a: .\n<<: 3")
+@example(content="? {a: 1}\n: 2")
+@example(content="a: 1_000:99")
+@example(content="a: =\nb: 0b")
+@example(content="a: !!binary é")
+@example(content="a: !!int x")
+def test_any_yaml_is_a_mapping_of_names_or_one_error(content: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    path.write_bytes(data)
+    try:
+        values = read_config(str(path))
+    except ValueError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    else:
+        assert all(isinstance(name, str) for name in values)
+        assert repr(values) == repr(yaml.safe_load(data.decode("utf-8-sig")))
+
+
+@FAST
+@given(values=st.dictionaries(st.text(), VALUES))
+def test_what_is_written_as_yaml_is_read_as_it_was(values: dict[str, Any], tmp_path: Path) -> None:
+    text = yaml.safe_dump(values, allow_unicode=True)
+    (tmp_path / "c.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
+    assert read_config(str(tmp_path / "c.yaml")) == yaml.safe_load(text)
+
+
+@FAST
+@given(env=VALUES | st.dictionaries(st.text(max_size=4), SCALARS, max_size=4))
+def test_any_env_is_exported_whole_or_refused_whole(env: Any, tmp_path: Path, environment: None) -> None:
+    text = json.dumps({"env": env, "seed": 1})  # JSON is YAML, but for some numbers and characters
+    (tmp_path / "c.yaml").write_text(text)
+    before = dict(os.environ)
+    try:
+        values, words = take_config(["--config", str(tmp_path / "c.yaml"), "--x"])
+    except ValueError as error:
+        assert str(tmp_path / "c.yaml") in str(error)
+        assert dict(os.environ) == before
+    else:
+        assert (values, words) == ({"seed": 1}, ["--x"])
+        expected = {str(name): str(value) for name, value in yaml.safe_load(text)["env"].items()}
+        assert dict(os.environ) == before | expected
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# ---- JSON lines
+
+
+def one_byte_changed(data: st.DataObject, content: bytes) -> bytes:
+    place = data.draw(st.integers(0, len(content) - 1))
+    how = data.draw(st.sampled_from(["cut", "drop", "change", "insert"]))
+    byte = data.draw(st.binary(min_size=1, max_size=2))
+    rest = {
+        "cut": b"",
+        "drop": content[place + 1 :],
+        "change": byte + content[place + 1 :],
+        "insert": byte + content[place:],
+    }
+    return content[:place] + rest[how]
+
+
+@FAST
+@given(content=st.binary() | st.lists(VALUES.map(json.dumps)).map("\n".join).map(str.encode))
+def test_the_first_bad_line_of_any_bytes_is_told_in_a_line(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(content)
+    fault = datafiles.first_fault(tmp_path / "d.jsonl")
+    if fault is None:
+        rows = [line for line in content.decode("utf-8-sig").split("\n") if line.strip()]
+        assert rows and all(json.loads(row) is not Ellipsis for row in rows) or content.lstrip().startswith(b"[")
+    else:
+        assert "d.jsonl" in fault and "\n" not in fault
+
+
+@FAST
+@given(rows=st.lists(ROWS, min_size=1), data=st.data())
+def test_the_line_that_is_named_is_the_one_that_was_broken(
+    rows: list[dict], data: st.DataObject, tmp_path: Path
+) -> None:
+    """A valid file has no fault; one with a torn line has its first fault there."""
+    whole = [json.dumps(row) for row in rows]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(whole))
+    assert datafiles.first_fault(path) is None
+    torn = data.draw(st.integers(0, len(rows) - 1))
+    keep = data.draw(st.integers(1, len(whole[torn]) - 1))
+    path.write_text("\n".join([*whole[:torn], whole[torn][:keep], *whole[torn + 1 :]]))
+    fault = datafiles.first_fault(path)
+    assert fault is not None and f"{path} is broken: line {torn + 1}: " in fault
+
+
+@SLOW
+@given(rows=st.lists(ROWS, min_size=1, max_size=5), data=st.data(), streaming=st.booleans())
+def test_a_changed_file_is_rows_or_one_error_that_names_it(
+    rows: list[dict], data: st.DataObject, streaming: bool, tmp_path: Path
+) -> None:
+    datasets.disable_progress_bars()
+    path = tmp_path / "d.jsonl"
+    content = "\n".join(json.dumps(row) for row in rows).encode()
+    path.write_bytes(one_byte_changed(data, content) if data.draw(st.booleans()) else content)
+    try:
+        with datafiles.naming_broken_files(str(path)):
+            read = list(datafiles.load(str(path), split="train", streaming=streaming))
+    except ValueError as error:
+        assert str(path) in str(error) and "\n" not in str(error), error
+        assert path.read_bytes() != content  # good rows are read
+    else:
+        assert all(isinstance(row, dict) for row in read)
+        if path.read_bytes() == content:
+            assert [row["chosen"] for row in read] == [row["chosen"] for row in rows]

@@ -1,0 +1,64 @@
+"""A step that is not finite is the same program as one that is, leaves no trace, and is found at a log."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import nonfinite_runs as runs
+import pytest
+from counters import CountAtSteps, Counts
+
+from trl_tpu.training.replay import replay
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return runs.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(("packing", "accumulation"), [(True, 1), (True, 2), (False, 1)])
+def test_skipped_steps_leave_weights_and_moments_as_they_were(
+    folder: str, tmp_path: Path, packing: bool, accumulation: int
+) -> None:
+    """Steps 2, 6 and 7 of 10 hold a NaN. They are the program of the others, and nothing is read for them."""
+    settings: dict[str, Any] = {"packing": packing, "gradient_accumulation_steps": accumulation}
+    counter = CountAtSteps()
+    skipped = runs.train(folder, tmp_path, [1, 5, 6], 10, callbacks=[counter], **settings)
+    without = runs.train(folder, tmp_path, [], 10, left_out=[1, 5, 6], **settings)
+    executions_a_step = 1 if accumulation == 1 else accumulation + 1
+    assert counter.between(1, 9) == Counts(0, 8 * executions_a_step, 0)
+    assert runs.differing(skipped, without) == []
+    assert runs.logged(skipped, "nonfinite") == [3]
+    assert runs.logged(skipped, "loss") == runs.logged(without, "loss")
+    assert runs.logged(skipped, "train_loss") == runs.logged(without, "train_loss")
+    assert math.isfinite(runs.logged(skipped, "mean_reward")[0])
+
+
+def test_an_optimizer_that_makes_its_state_in_its_first_step(folder: str, tmp_path: Path) -> None:
+    """The first two steps are read, and skipped; later ones need no read."""
+    counter = CountAtSteps()
+    skipped = runs.train(folder, tmp_path, [0, 1, 5], 9, callbacks=[counter], optim="sgd")
+    without = runs.train(folder, tmp_path, [], 9, left_out=[0, 1, 5], optim="sgd")
+    assert runs.differing(skipped, without) == []
+    assert counter.between(4, 8) == Counts(0, 4, 0)
+
+
+def test_three_in_a_row_stop_the_run_with_the_batch(folder: str, tmp_path: Path) -> None:
+    """Steps 4 to 6 of 8, with logs at 5 and 8."""
+    trainer = runs.make(folder, tmp_path, [1, 3, 4, 5], 10, logging_steps=5)
+    with pytest.raises(FloatingPointError, match="3 steps in a row, 4 to 6,.*step 4 are the rows 24, 25, 26,"):
+        trainer.train()
+    assert trainer.state.global_step == 10
+    assert runs.logged(trainer, "nonfinite") == [3, 1]
+    saved = tmp_path / "nonfinite-step-4"
+    assert json.loads((saved / "replay.json").read_text())["rows"] == list(range(24, 32))
+    losses, norm = replay(trainer, saved)
+    assert math.isnan(losses[0]) and math.isnan(norm)
+
+
+def test_finite_runs_are_the_same_to_the_bit(folder: str, tmp_path: Path) -> None:
+    on, off = (runs.train(folder, tmp_path, [], 5, nonfinite_limit=limit) for limit in (3, 0))
+    assert runs.differing(on, off) == []
+    for name in ("loss", "grad_norm", "mean_reward", "train_loss"):
+        assert runs.logged(on, name) == runs.logged(off, name)

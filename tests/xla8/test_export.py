@@ -1,0 +1,63 @@
+"""A model on a mesh is exported from its devices, and from its sharded state without torch_xla."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from trl_tpu import RewardTrainer
+from trl_tpu.training import export
+from trl_tpu.training.checkpoint import trained_tensors
+
+TESTS = Path(__file__).parents[1]
+OFFLINE = """
+import sys
+sys.modules["torch_xla"] = None  # as if it were not installed
+from trl_tpu.cli import main
+sys.exit(main(["export", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=8"])
+def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
+    mesh: str, model_folder: str, config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = RewardTrainer(model_folder, config(mesh=mesh), train_dataset=tiny.made_up_pairs(8))
+    runtime, taken = trainer.runtime, []
+    to_host = type(runtime).to_host
+
+    def counted(self: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        taken.append(len(state))
+        return to_host(self, state)
+
+    monkeypatch.setattr(type(runtime), "to_host", counted)
+    before = runtime.compile_count()
+    trainer.save_model(str(tmp_path / "live"))
+    assert runtime.compile_count() == before
+    assert taken == [1] * len(trainer.model.state_dict()), "the host holds one tensor at a time"
+    monkeypatch.undo()
+
+    expected = export.export_model(trainer.model, runtime)
+    live = load_file(tmp_path / "live" / "model.safetensors")
+    assert live.keys() == expected.keys() and all(live[name].equal(expected[name]) for name in live)
+    scored = AutoModelForSequenceClassification.from_pretrained(tmp_path / "live", num_labels=1)
+    assert all(expected[name].equal(tensor) for name, tensor in scored.state_dict().items())
+
+    checkpoint = tmp_path / "checkpoint-1"
+    trainer.model.save_pretrained(checkpoint, state_dict={})
+    runtime.write(runtime.snapshot(trained_tensors(trainer.model)), checkpoint / "state")
+    assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    command = [sys.executable, "-c", OFFLINE, str(checkpoint), str(tmp_path / "offline")]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-4000:]
+    live_file, offline_file = (tmp_path / way / "model.safetensors" for way in ("live", "offline"))
+    assert live_file.read_bytes() == offline_file.read_bytes()

@@ -1,0 +1,137 @@
+"""Export a checkpoint as safetensors, and push it to a hub: ``trl-tpu export``."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# nothing heavy at the top: asking for help imports no torch
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_STATE_OF_TRAINING = ("state", "trainer_state.json", "optimizer.pt", "manifest.json")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command's words."""
+    parser = argparse.ArgumentParser(
+        prog="trl-tpu export",
+        description="Write the model in a checkpoint to a new folder, as from_pretrained reads it.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", help="Folder of a checkpoint, of a saved model or of saved adapters.")
+    parser.add_argument(
+        "out", nargs="?", help="New folder; left out, the folder CHECKPOINT, an earlier export, is pushed as it is."
+    )
+    parser.add_argument("--merge", action="store_true", help="Merge the adapters into their base model.")
+    parser.add_argument("--base", help="Folder or Hub id of the base model, if not the one that the adapters name.")
+    parser.add_argument("--dtype", choices=_DTYPES, help="Of the weights; as they were trained by default.")
+    parser.add_argument("--max_shard_size", default="5GB", help="Of one file of weights (default: 5GB).")
+    parser.add_argument("--trust_remote_code", action="store_true", help="Let the model bring its own code.")
+    parser.add_argument("--push_to_hub", metavar="REPO", help="Upload the folder to this repository of the Hub.")
+    parser.add_argument("--private", action="store_true", help="Make the repository private, if it is new.")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """The command ``trl-tpu export``; returns the exit status."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.out is None and args.push_to_hub is None:
+        parser.error("give OUT, the new folder, or --push_to_hub REPO to push an earlier export")
+    main(args)
+    return 0
+
+
+def main(args: argparse.Namespace) -> None:
+    """Export, and push if asked to.
+
+    Raises:
+        OSError: A file could not be read or written, or the push failed; the export is whole then.
+        ValueError: See `export_checkpoint`.
+    """
+    if args.out is not None:
+        import torch
+
+        from trl_tpu.training.offline import export_checkpoint
+
+        export_checkpoint(
+            args.checkpoint,
+            args.out,
+            merge=args.merge,
+            base=args.base,
+            dtype=None if args.dtype is None else getattr(torch, args.dtype),
+            max_shard_size=args.max_shard_size,
+            trust_remote_code=args.trust_remote_code,
+        )
+        print(f"Model exported to {args.out}")
+    if args.push_to_hub is not None:
+        url = push(Path(args.out or args.checkpoint), args.push_to_hub, private=args.private)
+        print(f"Pushed to {url}")
+
+
+def push(folder: Path, repo: str, private: bool = False) -> str:
+    """Upload an export in one commit, with a model card; weights of an earlier one go in the same commit.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ValueError: The folder is a checkpoint of training, or no model.
+        OSError: The hub refused; nothing of the folder is visible there.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # of the library it makes requests with: no connection, say
+
+    if found := [name for name in _STATE_OF_TRAINING if (folder / name).exists()]:
+        raise ValueError(
+            f"{folder} is a checkpoint of training (it has {', '.join(found)}). Export it first: give OUT."
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} has no weights in safetensors, so there is nothing to push.")
+    write_card(folder, repo)
+    api = HfApi()
+    try:
+        name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+        commit = api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Upload reward model",
+            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+        )
+    except (HTTPError, OSError) as error:
+        raise OSError(
+            f"Pushing to {repo} FAILED: {error}\nIt is one commit, so no part of the model is visible there. The "
+            f"export in {folder} is whole. Push it again: trl-tpu export {folder} --push_to_hub {repo}"
+        ) from error
+    return commit.commit_url
+
+
+def write_card(folder: Path, repo: str) -> None:
+    """Write the model card, README.md, where there is none."""
+    from importlib.metadata import version
+
+    from trl_tpu.trainer.model_card import make_model_card
+
+    if (folder / "README.md").exists():
+        return
+    base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+    card = make_model_card(
+        repo.rpartition("/")[2],
+        location=repo,
+        base_model=base if base and not Path(base).exists() else None,
+        dataset_name=None,
+        tags=["reward-trainer", "trl"],
+        versions={library: version(library) for library in ("torch", "transformers")},
+    )
+    card.save(folder / "README.md")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+if __name__ == "__main__":
+    from trl_tpu.cli import main as command
+
+    raise SystemExit(command(["export", *sys.argv[1:]]))
