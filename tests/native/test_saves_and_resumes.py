@@ -5,7 +5,6 @@ import os
 import pickle
 import resource
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.scripts import reward
 from trl_tpu.training.manifest import MANIFEST_FILE, digests, faults, files_in, publish
 from trl_tpu.training.remote import RemoteRun
-from trl_tpu.training.stops import Unfinished
 
 
 @pytest.fixture(scope="module")
@@ -334,18 +332,3 @@ def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(tmp_path: Pa
     assert end.value.code == 74
     assert "checkpoint-2" in str(end.value) and "checkpoint-4" in str(end.value)
     assert (tmp_path / "model.safetensors").is_file()  # trained to the end all the same
-
-
-def test_a_stop_whose_checkpoint_was_not_saved_says_so(model_folder: str, tmp_path: Path) -> None:
-    class Told(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
-                trainer.saves.wait()  # for step 2
-                (tmp_path / ".unfinished").write_text("a file where a folder has to be")
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = make_trainer(model_folder, tmp_path, callbacks=[Told()])
-    with pytest.raises(Unfinished, match="checkpoint-3 could NOT be saved") as stop:
-        trainer.train()
-    assert stop.value.code == 74
-    assert faults(tmp_path / "checkpoint-2") == []  # to go on from

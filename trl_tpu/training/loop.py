@@ -232,10 +232,6 @@ class DeviceTrainer(SkippingTrainer):
 
     # ---- logging: one stop of the device per log
 
-    def reset_loss(self) -> None:
-        """Start the loss sum anew, as a vector: XLA would bake a scalar 0 into the next step's program."""
-        self._tr_loss = self.runtime.upload(torch.zeros(1), self.args.device)
-
     def _log_save_evaluate(
         self,
         tr_loss: torch.Tensor,
@@ -264,7 +260,7 @@ class DeviceTrainer(SkippingTrainer):
         loss, norm, counts, *sums = self.runtime.fetch([tr_loss, norm, counts, *self.reward_metrics.device_sums])
         open_sums, loss_sum = self._over_processes(on_host(sums), loss.item())
         self.reset_loss()
-        counted = self.count_steps(counts)
+        counted = self.reward_metrics.steps.close(counts)
         steps = self.state.global_step - self._globalstep_last_logged - counted.nonfinite
         logs = {"loss": loss_sum / steps} if steps else {}
         if grad_norm is not None and not counted.in_a_row:

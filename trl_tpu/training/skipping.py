@@ -24,8 +24,8 @@ class SkippingTrainer(StoppingTrainer):
     """
 
     nonfinite_limit: int = 0
+    _known_loss: torch.Tensor | None = None
     device_collator: Callable[[Any, int], Callable[[list[Any]], Any]]
-    reset_loss: Callable[[], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,10 +53,18 @@ class SkippingTrainer(StoppingTrainer):
         self.reward_metrics.steps.see(loss)
         return loss
 
+    def reset_loss(self) -> None:
+        """Start the loss sum anew, as a vector: XLA would bake a scalar 0 into the next step's program."""
+        self._tr_loss, self._loss_before = (self.runtime.upload(torch.zeros(1), self.args.device) for _ in range(2))
+        self._known_loss = self._tr_loss
+
     def begin_step(self) -> None:
-        """Keep the sum of the losses up to here, which is that after the step if it is not finite."""
-        if self.skips_nonfinite:
-            self._loss_before = self._tr_loss.clone()
+        """Have the sum of the losses up to here, which is that after the step too if it is not finite.
+
+        `reset_loss` and the step before provide it; whatever else sets the sum, as resuming may, costs an execution.
+        """
+        if self._tr_loss is not self._known_loss:
+            self._loss_before, self._known_loss = self._tr_loss.clone(), self._tr_loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient's norm, which says whether the gradient is finite; the update comes next."""
@@ -68,16 +76,13 @@ class SkippingTrainer(StoppingTrainer):
         if self.accelerator.num_processes > 1:  # each has a loss of its own
             finite_1 = self.accelerator.reduce((~finite_1).int()) == 0
         counts.end_step(finite_1)
-        self._tr_loss = torch.where(finite_1, self._tr_loss, self._loss_before)
+        self._loss_before = torch.where(finite_1, self._tr_loss, self._loss_before)
+        self._tr_loss = self._known_loss = self._loss_before.clone()  # what is added to it is added in place
         if self.runtime.name == "native" and not finite_1:
             drop_gradients(getattr(self.optimizer, "optimizer", self.optimizer))
         return norm
 
     # ---- on the host
-
-    def count_steps(self, fetched: torch.Tensor) -> Counted:
-        """Read the fetched counts of steps since the last log."""
-        return self.reward_metrics.steps.close(fetched)
 
     def stop_if_nonfinite(self, counted: Counted) -> None:
         """End the run if too many steps in a row were not finite, with the first of them named and saved.
@@ -153,7 +158,7 @@ class SkippingTrainer(StoppingTrainer):
         """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""
         if self.skips_nonfinite:
             fetched, open_loss = self.runtime.fetch([self.reward_metrics.steps.device_counts, self._tr_loss])
-            counted = self.count_steps(fetched)
+            counted = self.reward_metrics.steps.close(fetched)
             self.stop_if_nonfinite(counted)
             nonfinite = self.reward_metrics.steps.nonfinite
             if nonfinite:

@@ -63,17 +63,17 @@ class Unfinished(SystemExit):
     Attributes:
         reason: What stopped it.
         checkpoint: The folder, or URL, to resume from.
-        is_saved: Whether it could be saved.
+        saved: Whether it could be saved.
     """
 
-    def __init__(self, reason: str, checkpoint: str, is_saved: bool = True) -> None:
-        super().__init__(UNFINISHED if is_saved else NOT_SAVED)
+    def __init__(self, reason: str, checkpoint: str, saved: bool = True) -> None:
+        super().__init__(UNFINISHED if saved else NOT_SAVED)
         self.reason = reason
         self.checkpoint = checkpoint
-        self.is_saved = is_saved
+        self.saved = saved
 
     def __str__(self) -> str:
-        outcome = "is to go on from" if self.is_saved else "could NOT be saved"
+        outcome = "is to go on from" if self.saved else "could not be saved"
         return f"{self.reason} stopped training; {self.checkpoint} {outcome}"
 
 
