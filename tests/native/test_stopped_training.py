@@ -159,9 +159,9 @@ def test_a_stop_that_could_not_save_has_a_status_of_its_own(model: str, tmp_path
         (tmp_path / "out" / ASIDE_FOLDER).write_text("where checkpoints are written first is no folder")
 
     spoiled = At("on_step_end", 1, spoil)
-    with pytest.raises(Unfinished, match="checkpoint-2 could NOT be saved") as stop:
+    with pytest.raises(Unfinished, match="checkpoint-2 could not be saved") as stop:
         make_trainer(model, tmp_path / "out", At("on_step_begin", 1, sigterm), spoiled).train()
-    assert (stop.value.code, stop.value.is_saved) == (NOT_SAVED, False)
+    assert (stop.value.code, stop.value.saved) == (NOT_SAVED, False)
 
 
 def test_the_handler_is_there_in_training_only(model: str, tmp_path: Path) -> None:
