@@ -44,6 +44,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: max_shapes = 4": "each shape of batch is compiled on XLA",
         "ours alone: training_time_limit = None": "saves and stops in time, for machines that are lent for a while",
         "ours alone: save_interval_minutes = None": "what may be lost, as time instead of steps",
+        "ours alone: output_url = None": "checkpoints on any file system of fsspec, such as a bucket",
         "ours alone: evaluation_strategy = None": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
     },
     "RewardConfig's values once made": {
@@ -81,6 +82,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: time_limit": _INTERNAL,
         "ours alone: save_interval": _INTERNAL,
         "ours alone: unfinished": _INTERNAL,
+        "ours alone: remote": _INTERNAL,
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
     "DataCollatorForPreference's fields": {},
@@ -120,6 +122,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "RewardConfig ours alone: max_shapes": "see RewardConfig's fields",
         "RewardConfig ours alone: training_time_limit": "see RewardConfig's fields",
         "RewardConfig ours alone: save_interval_minutes": "see RewardConfig's fields",
+        "RewardConfig ours alone: output_url": "see RewardConfig's fields",
         "RewardConfig ours alone: evaluation_strategy": "see RewardConfig's fields",
         "default of RewardConfig optim: 'adamw_torch_fused', ours 'adamw_torch'": "see RewardConfig's fields",
         "default of RewardTrainer model: <class 'inspect._empty'>, ours None": "see RewardTrainer's parameters",
@@ -294,6 +297,7 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
         "training_time_limit",
         "save_interval_minutes",
         "evaluation_strategy",
+        "output_url",
     }
     spellings = {f"--{name}" for name in alone} | {f"--{name.replace('_', '-')}" for name in alone}
     assert ours - theirs == spellings

@@ -165,6 +165,7 @@ class _Slow(TrainerCallback):
 
 def test_folder_that_cannot_be_written_is_loud_and_training_goes_on(model_folder: str, tmp_path: Path) -> None:
     (tmp_path / "_unfinished").write_text("a file where a folder has to be")
+    (tmp_path / "README.md").mkdir()  # nor can the model card
     trainer = make_trainer(model_folder, tmp_path)
     trainer.train()
     assert trainer.state.global_step == 6

@@ -1,6 +1,7 @@
 """RewardTrainer: `trl.RewardTrainer`'s constructor and methods, on PyTorch/XLA or plain torch."""
 
 import inspect
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -43,6 +44,8 @@ from .legacy import today_args, today_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .packing import packing_obstacle, report_obstacle, try_to_pack
 from .reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
 
 # Here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
 runtime.current().start()
@@ -257,7 +260,10 @@ class RewardTrainer(PairEvaluation):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         hub_id = self.args.hub_model_id
-        self.create_model_card(model_name=hub_id.split("/")[-1] if hub_id else None)
+        try:
+            self.create_model_card(model_name=hub_id.split("/")[-1] if hub_id else None)
+        except OSError as error:  # the save itself says more
+            logger.error("The model card could not be written: %s", error)
         super()._save_checkpoint(model, trial)
 
 
