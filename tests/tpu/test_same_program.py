@@ -108,7 +108,9 @@ def listing(module: bytes) -> list[str]:
 
 
 def layouts_of(module: bytes) -> dict[int, str]:
-    found = re.findall(r" parameter\((\d+)\), sharding=(\{.*?\})$", text_of(module), re.MULTILINE)
+    # those of a loop's computations, which are printed where they are called, are indented more
+    entry = text_of(module).partition("\nENTRY ")[2]
+    found = re.findall(r"^  \w.* parameter\((\d+)\), sharding=(\{.*?\})$", entry, re.MULTILINE)
     return {int(number): sharding for number, sharding in found}
 
 
