@@ -215,9 +215,9 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
 
 
 def collectives(mesh: dict[str, int]) -> list[dict[str, Any]]:
-    """Those of the largest program that was compiled since the last call."""
-    files = sorted(DUMPS.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
-    found = list(read_collectives(files[-1].read_text(), mesh)) if files else []
+    """Those of the program, of all compiled since the last call, that has most: the one that computes gradients."""
+    programs = DUMPS.glob("*after_optimizations.txt")
+    found = max((list(read_collectives(path.read_text(), mesh)) for path in programs), key=len, default=[])
     for path in DUMPS.iterdir():
         path.unlink()
     return [{"kind": each.kind, "shapes": each.shapes, "axes": sorted(each.axes)} for each in found]

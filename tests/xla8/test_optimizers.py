@@ -88,9 +88,12 @@ def test_state_is_split_like_the_weights_before_the_first_step(result: dict[str,
 
 @every_optimizer
 def test_steps_compile_nothing_and_read_nothing_after_the_first(result: dict[str, Any], name: str) -> None:
-    """A rate of 0 is the first step's; what makes its state there needs another program for the second."""
+    """A rate of 0 is the first step's; what makes its state there needs another program for the second.
+
+    Such a first step is read, whether it is finite, before its update, which is then a program of its own.
+    """
     compiles, reads = zip(*result["counts"], strict=True)
-    assert compiles[1] - compiles[0] == 1
+    assert compiles[1] - compiles[0] in ({1, 2} if name in OWN_WAY else {1})
     assert compiles[2] - compiles[1] == (name in OWN_WAY)
     assert compiles[-1] == compiles[2]
     assert reads[-1] == reads[3]  # what the test itself reads of the state, it reads before

@@ -91,9 +91,8 @@ class DeviceSkip:
     """Lets an optimizer's step on an XLA device come to nothing where it is not finite, without reading whether it is.
 
     Old values of weights and state live only within the recorded step, so that the compiled one still updates in
-    place. This needs all of the state on the device beforehand, as Adam's is here. Of an optimizer which makes it in
-    its first step, or counts steps on the host, the step is read instead, until that is over; like any such change of
-    state it costs a program more.
+    place. This needs the state beforehand: of an optimizer which makes it in its first step, that step is read
+    instead. What an optimizer counts on the host, as Adagrad and Adafactor do their steps, goes on counting.
     """
 
     def __init__(self, optimizer: Optimizer, counts: StepCounts, runtime: Runtime) -> None:
@@ -105,7 +104,7 @@ class DeviceSkip:
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if self._has_stepped and _is_on_device(optimizer):
+        if self._has_stepped:
             self._old = [(tensor, tensor.detach().clone()) for tensor in _tensors(optimizer)]
         elif self._runtime.fetch([self._counts.finite_1])[0].all():
             self._has_stepped = True
@@ -128,15 +127,10 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Weights, and of the state what is on their device."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
-            yield from (value for value in optimizer.state.get(parameter, {}).values() if value is not None)
-
-
-def _is_on_device(optimizer: Optimizer) -> bool:
-    return all(
-        value is None or (isinstance(value, torch.Tensor) and value.device == parameter.device)
-        for parameter, values in optimizer.state.items()
-        for value in values.values()
-    )
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, torch.Tensor) and value.device == parameter.device:
+                    yield value

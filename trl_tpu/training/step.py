@@ -122,14 +122,18 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAx
         "Adam, AdamW, SGD (without dampening), RMSprop, Adagrad and transformers' Adafactor compile once."
     )
 
+    is_new = [True]  # a hook cannot remove itself while hooks are called
+
     def lay_out(*_: object) -> None:
-        handle.remove()
+        if not is_new:
+            return
+        is_new.clear()
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter in axes:
                     state[name] = runtime.constrain(value, axes[parameter])
 
-    handle = optimizer.register_step_post_hook(lay_out)
+    optimizer.register_step_post_hook(lay_out)
 
 
 def _check_adafactor(optimizer: Adafactor) -> None:
