@@ -117,7 +117,7 @@ def test_both_hosts_resume_from_the_same_checkpoint(hosts: list[dict[str, Any]],
     assert [process.returncode for process in processes] == [0, 0], "".join(p.stderr[-2000:] for p in processes)
     resumed = [json.loads(process.stdout.splitlines()[-1]) for process in processes]
     assert [host["steps"] for host in resumed] == [8, 8]
-    assert [host["logged"] for host in resumed] == [[6, 8, 8], []]  # from step 4 on; the last is of the whole training
+    assert [host["logged"] for host in resumed] == [[6, 8, 8, 8], []]  # from step 4 on; then training, then evaluation
     assert resumed[0]["rewards"] == pytest.approx(resumed[1]["rewards"], abs=1e-6)
 
 
