@@ -294,6 +294,7 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) 
     by_name = make_trainer(model_folder, "memory://elsewhere")
     by_name.train(resume_from_checkpoint=f"{url}/checkpoint-4")
     assert torch.equal(by_name.model.score.weight, whole.model.score.weight)
+    assert not list(staged.glob("downloaded/checkpoint-*"))
 
 
 def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,7 @@ class ResumingTrainer(Trainer):
     optimizer: Optimizer
     lr_scheduler: LambdaLR  # as transformers types it; any scheduler
     remote: RemoteRun | None = None  # where the run's files are kept, if that is a URL
+    _download: Path | None = None  # the copy of a checkpoint from a URL
     _progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
 
     @property
@@ -94,9 +95,15 @@ class ResumingTrainer(Trainer):
         if not is_url(checkpoint):
             return checkpoint
         url, _, name = checkpoint.rstrip("/").rpartition("/")
-        folder = Path(staging_folder(url))
-        shutil.rmtree(folder / name, ignore_errors=True)
-        return str(RemoteRun(url).get(name, folder))
+        self._drop_download()
+        self._download = Path(staging_folder(url), "downloaded", name)
+        self._drop_download()  # of an earlier run
+        return str(RemoteRun(url).get(name, self._download.parent))
+
+    def _drop_download(self) -> None:
+        """Remove the copy of a checkpoint that has been read."""
+        if self._download is not None:
+            shutil.rmtree(self._download, ignore_errors=True)
 
     def _examine(self, folder: Path) -> list[str]:
         own = faults(folder, (self.host.index, self.host.count) if self._shares_disk else (0, 1))

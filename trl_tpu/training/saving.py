@@ -281,6 +281,7 @@ class SavingTrainer(ResumingTrainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.saves.wait()
         result = super()._finalize_training(*args, **kwargs)
+        self._drop_download()
         if self.saves.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(self.saves.failed))
         return result
