@@ -125,7 +125,7 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     checkpoint = folder / "out" / "checkpoint-4"
     (weights,) = checkpoint.glob("*.safetensors")
     optimizer: Any = getattr(resumed.optimizer, "optimizer", resumed.optimizer)
-    saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"].values()
+    saved = [part for file in (checkpoint / "state").iterdir() for part in load_file(file).items()]
     layer: Any = next(module for module in resumed.model.modules() if hasattr(module, "input_layernorm"))
     rotary: Any = next(module for module in resumed.model.modules() if hasattr(module, "inv_freq"))
     losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
@@ -138,7 +138,7 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
         "weights": kinds(resumed.model.named_parameters()),
         "optimizer": kinds(item for state in optimizer.state.values() for item in state.items()),
         "saved weights": kinds(load_file(weights).items()),
-        "saved optimizer": kinds(item for state in saved for item in state.items()),
+        "saved optimizer": kinds((name, part) for name, part in saved if name.startswith("optimizer.")),
         "rewards": str(rewards.dtype),
         "fine losses": any(float(torch.tensor(loss).bfloat16()) != loss for loss in losses),
         "fine rewards": bool((torch.tensor(rewards).bfloat16().float() != torch.tensor(rewards)).any()),
