@@ -1,8 +1,11 @@
 """Collectives are read from compiled HLO: how many bytes, between which chips, how often a step."""
 # ruff: noqa: E501  # lines of HLO are long
 
+import pytest
+
 from trl_tpu.preflight.collectives import collectives_of, largest_buffers
-from trl_tpu.preflight.hlo import arrays_of, bytes_of, read_computations, turns_of
+from trl_tpu.preflight.hlo import arrays_of, bytes_of, read_computations
+from trl_tpu.preflight.loops import turns_of
 from trl_tpu.preflight.program import Collective
 
 ADD = """
@@ -146,11 +149,65 @@ def test_a_loop_counts_its_turns_written_down_or_counted() -> None:
 
 
 def test_a_loop_that_cannot_be_read_counts_once() -> None:
-    text = looped("").replace("%end = u32[] constant(7)", "%end = u32[] get-tuple-element(%s), index=0")
+    text = looped("").replace("%zero = u32[] constant(1)", "%zero = u32[] parameter(1)")
     computations = read_computations(text)
     loop = computations["main"].instructions["w"]
     assert turns_of(loop, computations["main"], computations) is None
     assert [each.count for each in collectives_of(text)] == [1]
+
+
+WIDE_LOOP = """
+%condition (s: (u32[], u32[], f32[8,128])) -> pred[] {
+  %s = (u32[], u32[], f32[8,128]) parameter(0)
+  %low = u32[] get-tuple-element(%s), index=0
+  %high = u32[] get-tuple-element(%s), index=1
+  %none = u32[] constant(0)
+  %end = u32[] constant(24)
+  %same = pred[] compare(%high, %none), direction=EQ
+  %below = pred[] compare(%low, %end), direction=LT
+  %both = pred[] and(%same, %below)
+  %signed = s32[] bitcast-convert(%high)
+  %least = s32[] constant(0)
+  %negative = pred[] compare(%signed, %least), direction=LT
+  ROOT %goes.on = pred[] or(%negative, %both)
+}
+
+%carry (l: u32[], h: u32[]) -> u32[] {
+  %l = u32[] parameter(0)
+  %h = u32[] parameter(1)
+  %top = u32[] constant(4294967295)
+  %full = pred[] compare(%l, %top), direction=EQ
+  %one.2 = u32[] constant(1)
+  %more = u32[] add(%h, %one.2)
+  ROOT %new = u32[] select(%full, %more, %h)
+}
+
+%body (t: (u32[], u32[], f32[8,128])) -> (u32[], u32[], f32[8,128]) {
+  %t = (u32[], u32[], f32[8,128]) parameter(0)
+  %low.1 = u32[] get-tuple-element(%t), index=0
+  %high.1 = u32[] get-tuple-element(%t), index=1
+  %x = f32[8,128]{1,0} get-tuple-element(%t), index=2
+  %one = u32[] constant(1)
+  %low.2 = u32[] add(%low.1, %one)
+  %high.2 = u32[] fusion(%low.1, %high.1), kind=kLoop, calls=%carry
+  %y = f32[8,128]{1,0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+  ROOT %out = (u32[], u32[], f32[8,128]) tuple(%low.2, %high.2, %y)
+}
+"""
+
+
+@pytest.mark.parametrize(("low", "high", "turns"), [(0, 0, 24), (20, 0, 4), (4294967294, 4294967295, 26), (0, 1, 0)])
+def test_a_counter_of_64_bits_in_two_numbers_is_counted(low: int, high: int, turns: int) -> None:
+    """As a TPU has it; -2 is the third."""
+    lines = f"""
+        %p = f32[8,128]{{1,0}} parameter(0)
+        %low.0 = u32[] constant({low})
+        %high.0 = u32[] constant({high})
+        %in = (u32[], u32[], f32[8,128]) tuple(%low.0, %high.0, %p)
+        %w = (u32[], u32[], f32[8,128]) while(%in), condition=%condition, body=%body
+        ROOT %x.1 = f32[8,128]{{1,0}} get-tuple-element(%w), index=2
+    """
+    assert sum(each.count for each in collectives_of(entry(lines, WIDE_LOOP))) == turns
 
 
 def test_sizes_of_types() -> None:

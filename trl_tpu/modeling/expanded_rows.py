@@ -65,18 +65,23 @@ class _Gather(torch.autograd.Function):
             return _take(gradient_RM, inverse_RN), None, None
         # sums of many copies need more than bfloat16's 8 bits
         wide = _blank(gradient_RM, index_RM).to(torch.promote_types(gradient_RM.dtype, torch.float32))
-        total = wide.new_zeros((len(wide), ctx.columns, *wide.shape[2:]))
-        total = total.index_put(_places(index_RM), wide, accumulate=True)
-        return total.to(gradient_RM.dtype), None, None
+        total = wide.new_zeros((len(wide) * ctx.columns, *wide.shape[2:]))
+        total = total.index_add(0, _places(index_RM, ctx.columns), wide.flatten(0, 1))
+        return total.unflatten(0, (len(wide), ctx.columns)).to(gradient_RM.dtype), None, None
 
 
 def _take(x_RN: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
-    return _blank(x_RN[_places(index_RM)], index_RM)
+    taken = x_RN.flatten(0, 1).index_select(0, _places(index_RM, x_RN.shape[1]))
+    return _blank(taken.unflatten(0, index_RM.shape), index_RM)
 
 
-def _places(index_RM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.arange(len(index_RM), dtype=index_RM.dtype, device=index_RM.device)  # XLA wants one type
-    return rows[:, None], index_RM.clamp(min=0)
+def _places(index_RM: torch.Tensor, columns: int) -> torch.Tensor:
+    """The places of ``index_RM``, of which -1 is as good as 0, in rows of ``columns`` put end to end.
+
+    Numbers other than 0 and 1 would reach XLA as arguments, which no loop takes where each device computes for itself.
+    """
+    begin_R = torch.arange(0, len(index_RM) * columns, columns, dtype=index_RM.dtype, device=index_RM.device)
+    return (torch.relu(index_RM) + begin_R[:, None]).flatten()
 
 
 def _blank(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:

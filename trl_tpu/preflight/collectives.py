@@ -7,7 +7,8 @@ from math import prod
 
 import numpy as np
 
-from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses, read_computations, runs_of
+from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses, read_computations
+from .loops import runs_of
 from .program import Collective
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")

@@ -44,25 +44,24 @@ def splash_attention(
     columns = -length % _LANES
     # zeros add nothing to products; columns without tokens see each other only
     q, k, v = (
-        pad(tensor, (0, -tensor.shape[-1] % _LANES, 0, columns)).contiguous()
-        for tensor in (q_BHLD * scale, k_BGLD, v_BGLD)
+        pad(tensor, (0, -tensor.shape[-1] % _LANES, 0, columns)).contiguous() for tensor in (q_BHLD, k_BGLD, v_BGLD)
     )
     segment = pad(segment_BL, (0, columns), value=-1).int()
-    return _Splash.apply(q, k, v, segment, window, softcap)[:, :, :length, :size]
+    return _Splash.apply(q, k, v, segment, scale, window, softcap)[:, :, :length, :size]
 
 
 class _Splash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        *tensors, window, softcap = args
-        forward, ctx.gradients = _programs(window, softcap, tuple(map(to_jax_shape_dtype_struct, tensors)))
+        *tensors, scale, window, softcap = args
+        forward, ctx.gradients = _programs(scale, window, softcap, tuple(map(to_jax_shape_dtype_struct, tensors)))
         output, *residuals = forward(tensors)
         ctx.save_for_backward(*residuals)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (*ctx.gradients([gradient.contiguous(), *ctx.saved_tensors]), None, None, None)
+        return (*ctx.gradients([gradient.contiguous(), *ctx.saved_tensors]), None, None, None, None)
 
 
 Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -70,14 +69,16 @@ Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 @functools.cache
 @requires_jax
-def _programs(window: int | None, softcap: float | None, inputs: tuple[Any, ...]) -> tuple[Program, Program]:
+def _programs(
+    scale: float, window: int | None, softcap: float | None, inputs: tuple[Any, ...]
+) -> tuple[Program, Program]:
     """The forward, which returns the output and what the backward needs, and the backward, for one set of shapes."""
     import jax
 
     pullback: list[Any] = []
 
     def forward(q: Any, k: Any, v: Any, segment: Any) -> tuple[Any, ...]:
-        output, pull = jax.vjp(lambda q, k, v: _attend(q, k, v, segment, window, softcap), q, k, v)
+        output, pull = jax.vjp(lambda q, k, v: _attend(q * scale, k, v, segment, window, softcap), q, k, v)
         residuals, structure = jax.tree.flatten(pull)
         pullback[:] = [structure]
         return output, *residuals
