@@ -7,10 +7,12 @@ https://docs.jax.dev/en/latest/aot.html
 """
 
 import importlib.util
+import os
 import pickle
 import tempfile
 from pathlib import Path
 
+from ..runtime import libtpu
 from .program import CompiledProgram
 from .trace import TracedProgram, run_apart
 
@@ -41,10 +43,17 @@ def compile_for(traced: TracedProgram, topology: str, *, keep: Path | None = Non
         asked.write_bytes(pickle.dumps(traced))
         # jax would otherwise look for a TPU; and several processes may use libtpu at once, since none has one
         environment = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        environment[libtpu.VARIABLE] = flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
         arguments = [topology, str(asked), str(answer), *([str(keep)] if keep is not None else [])]
         run_apart("trl_tpu.preflight.compile_child", arguments, environment)
         compiled: CompiledProgram = pickle.loads(answer.read_bytes())
     return compiled
 
 
-__all__ = ["compile_for", "missing"]
+def flags_for(topology: str, given: str = "") -> str:
+    """What libtpu is told in a training on ``topology``, where the user says ``given``."""
+    version = int(topology.removeprefix("v")[0])
+    return libtpu.with_flags(given, {**libtpu.torch_xla_flags(version), **libtpu.FLAGS})
+
+
+__all__ = ["compile_for", "flags_for", "missing"]

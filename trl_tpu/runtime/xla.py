@@ -22,7 +22,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes, Remat, Value, hosts, shards
+from . import Axes, Remat, Value, hosts, libtpu, shards
 from .kernels import MATMULS, contract, segment_attention
 from .manual import by_device
 from .remat import recompute
@@ -153,6 +153,7 @@ class XlaRuntime:
                 "running process. Import trl_tpu's RewardTrainer (or make its RewardConfig) before the first tensor, "
                 "Accelerator or TrainingArguments touches the device, or call torch_xla.runtime.use_spmd() first."
             )
+        libtpu.set_flags()
         xr.use_spmd()
 
     def device_count(self) -> int:

@@ -1,0 +1,47 @@
+"""What libtpu, the TPU's runtime and compiler, is told when it starts: the variable ``LIBTPU_INIT_ARGS``.
+
+What a user has put there stays, and what torch_xla adds on a TPU is kept.
+"""
+
+import os
+from collections.abc import Mapping
+
+VARIABLE = "LIBTPU_INIT_ARGS"
+
+FLAGS: Mapping[str, str] = {
+    # A product with a weight that is split over n chips would be computed in pieces, while the weight goes around in a
+    # ring, which sends n + 1 pieces where n - 1 are needed. Instead, weights are gathered while other work goes on.
+    # MaxText and AXLearn set this too: https://github.com/AI-Hypercomputer/maxtext, DISABLE_COLLECTIVE_MATMUL
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+}
+"""What the trainer adds."""
+
+_TORCH_XLA: Mapping[str, str] = {
+    "xla_tpu_use_enhanced_launch_barrier": "false",
+    "xla_latency_hiding_scheduler_rerun": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_flash_attention": "false",
+}
+_TORCH_XLA_V5: Mapping[str, str] = {
+    "xla_enable_async_all_gather": "true",
+    "xla_enable_async_collective_permute": "true",
+}
+
+
+def set_flags() -> None:
+    """Add `FLAGS` to this process's environment; libtpu reads it when the first device is used."""
+    os.environ[VARIABLE] = with_flags(os.environ.get(VARIABLE, ""), FLAGS)
+
+
+def torch_xla_flags(version: int) -> dict[str, str]:
+    """What torch_xla 2.9 adds when it is imported on a TPU of generation ``version``."""
+    return {**_TORCH_XLA, **(_TORCH_XLA_V5 if version == 5 else {})}
+
+
+def with_flags(given: str, flags: Mapping[str, str]) -> str:
+    """``given`` and those of ``flags`` that it does not set."""
+    said = {word.lstrip("-").partition("=")[0] for word in given.split()}
+    return " ".join([*given.split(), *(f"--{name}={value}" for name, value in flags.items() if name not in said)])
+
+
+__all__ = ["FLAGS", "VARIABLE", "set_flags", "torch_xla_flags", "with_flags"]
