@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from transformers import modeling_utils
 
 #: Given the model, a parameter's name and its value on the host: the value on the device.
 Place = Callable[[Any, str, torch.Tensor], torch.Tensor]
@@ -51,12 +53,22 @@ def placing(place: Place) -> Iterator[None]:
     # transformers would otherwise read ahead in threads, as fast as it can
     before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    modeling_utils.safe_open = _open_unmapped
     try:
         yield
     finally:
+        modeling_utils.safe_open = safe_open
         for hook in hooks:
             hook.remove()
         if before is None:
             del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
         else:
             os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+
+def _open_unmapped(file: Any, **options: Any) -> Any:
+    """Open a file so that each tensor is read when asked for, which transformers does on Windows alone.
+
+    Elsewhere it maps all files until the end, and what was read of them stays in the process's resident memory.
+    """
+    return safe_open(file, **options | {"backend": "pread"})
