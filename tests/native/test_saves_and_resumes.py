@@ -96,11 +96,17 @@ def test_best_model_is_loaded_from_its_state(model_folder: str, tmp_path: Path) 
     assert all(torch.equal(loaded[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
-def test_save_only_model_leaves_state_out(model_folder: str, tmp_path: Path) -> None:
+def test_save_only_model_leaves_state_out_and_a_resume_says_so(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_trainer(model_folder, tmp_path, save_only_model=True).train()
     assert (tmp_path / "checkpoint-6" / "model.safetensors").is_file()
     assert not (tmp_path / "checkpoint-6" / "state").exists()
     assert faults(tmp_path / "checkpoint-6") == []
+    resumed = make_trainer(model_folder, tmp_path, max_steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert "checkpoint-6 has no state of the optimizer" in caplog.text
 
 
 def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_path: Path) -> None:
@@ -263,6 +269,23 @@ def test_another_optimizer_is_refused(checkpoint: Path, model_folder: str, tmp_p
     trainer = make_trainer(model_folder, tmp_path / "out", optim="sgd")
     with pytest.raises(ValueError, match="another optimizer"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("left", [{"progress.json"}, {"state"}, {"progress.json", "state", "trainer_state.json"}])
+def test_a_copy_that_was_broken_off_is_refused(
+    left: set[str], checkpoint: Path, model_folder: str, tmp_path: Path
+) -> None:
+    """The manifest is not there yet."""
+    for path in checkpoint.iterdir():
+        if path.name not in {*left, "model.safetensors", "config.json"}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(ValueError, match="is damaged: it has no manifest.json"):
+        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_model_is_no_checkpoint_to_go_on_from(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no trainer_state.json.*give it as the model"):
+        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=model_folder)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(model_folder: str, tmp_path: Path) -> None:

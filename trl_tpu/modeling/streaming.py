@@ -53,11 +53,11 @@ def placing(place: Place) -> Iterator[None]:
     # transformers would otherwise read ahead in threads, as fast as it can
     before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    modeling_utils.safe_open = _open_unmapped
+    setattr(modeling_utils, "safe_open", _open_unmapped)  # noqa: B010  # typed as a class
     try:
         yield
     finally:
-        modeling_utils.safe_open = safe_open
+        setattr(modeling_utils, "safe_open", safe_open)  # noqa: B010
         for hook in hooks:
             hook.remove()
         if before is None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME
 
 from ..parallel.hosts import Host
 from ..runtime import Runtime
@@ -128,6 +129,12 @@ class ResumingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return None
+        if self._progress is None and self._keeps_state and not Path(checkpoint, OPTIMIZER_NAME).is_file():
+            logger.warning(
+                "The checkpoint %s has no state of the optimizer (was it saved with `save_only_model`?), so its "
+                "moments and the learning rate's schedule begin anew.",
+                checkpoint,
+            )
         if self._progress is not None and self._keeps_state:
             numbers = self._progress["optimizer"]
             read_optimizer(self._torch_optimizer, self.model, checkpoint, numbers, self.runtime)

@@ -64,6 +64,9 @@ class StoredState:
             for name, saved in contents.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata) and name.startswith(_PREFIX)
         }
+        for name, saved in self._saved.items():
+            if sum(part.sizes.numel() for part in saved.chunks) != saved.size.numel():
+                raise ValueError(f"{folder} lacks parts of the weight {name}. A file of it is missing: copy it anew.")
         self.tensors = {
             name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
             for name, saved in self._saved.items()
