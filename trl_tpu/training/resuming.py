@@ -78,6 +78,11 @@ class ResumingTrainer(Trainer):
         """In a word, how batches are laid out: what a resumed run must not change."""
         return "padded"
 
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What the pairs of each step depend on."""
+        return {}
+
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         """The folder of the checkpoint that ``resume_from_checkpoint`` means, whose files are whole.
 
@@ -99,6 +104,8 @@ class ResumingTrainer(Trainer):
                 f"{self._batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or "
                 "start from its weights: give its folder as the model."
             )
+        if self._progress is not None and (changed := _changed(self._progress["order"], self._order)):
+            logger.warning("Resuming from %s, but the run will not be the one that it is of: %s.", folder, changed)
         newest = folder if self.remote is None else f"{self.remote.url}/{Path(folder).name}"
         self.resumed_from = newest if asked is True else os.fspath(asked)
         return folder
@@ -182,3 +189,8 @@ class ResumingTrainer(Trainer):
         self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume, as in transformers
         self._globalstep_last_logged = self._progress["logged_step"]
         self._progress = None
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    changed = [name for name in now if before.get(name) != now[name]]
+    return ", ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in changed)

@@ -134,6 +134,7 @@ class SavingTrainer(ResumingTrainer):
             "logged_step": self._globalstep_last_logged,
             "optimizer": optimizer_numbers(self._torch_optimizer, self.model),
             "batches": self._batch_layout,
+            "order": self._order,
         }
         if self.args.should_save:
             write_progress(output_dir, progress)
@@ -203,6 +204,8 @@ class SavingTrainer(ResumingTrainer):
                 self._save(str(save.aside), self.runtime.assemble(save.weights))
             if save.state:
                 self.runtime.write(save.state, save.aside / STATE_FOLDER)
+            if self.remote is not None and self.args.should_save:
+                self.remote.delete(save.name)  # what a run on another mesh left there would be read with these files
             files = self._digests(save.aside)
             if self.remote is not None:
                 self.remote.put(save.aside, files_in(save.aside), save.name)

@@ -58,16 +58,20 @@ class TogetherTrainer(SavingTrainer):
         finally:
             self._drop_download()
 
+    @property
+    def _order(self) -> dict[str, Any]:
+        order: dict[str, Any] = {
+            name: getattr(self.args, name) for name in ("seed", "data_seed", "gradient_accumulation_steps")
+        }
+        order["the batch"] = self.args.train_batch_size * self.accelerator.num_processes
+        return order | {"train data": _digest(self.train_dataset)}
+
     def _run(self, resume: str | bool | None) -> dict[str, Any]:
         """What has to be the same on every host."""
         folder = get_last_checkpoint(str(self.args.output_dir)) if resume is True else resume
         state = Path(folder or "", "trainer_state.json")
-        run: dict[str, Any] = {
-            name: getattr(self.args, name)
-            for name in ("seed", "data_seed", "max_steps", "num_train_epochs", "gradient_accumulation_steps")
-        }
-        run |= {"mesh": str(self.mesh), "the batch": self.args.train_batch_size}
-        run |= {f"{name} data": _digest(getattr(self, f"{name}_dataset")) for name in ("train", "eval")}
+        run = self._order | {name: getattr(self.args, name) for name in ("max_steps", "num_train_epochs")}
+        run |= {"mesh": str(self.mesh), "eval data": _digest(self.eval_dataset)}
         run["the step to resume from"] = json.loads(state.read_text())["global_step"] if state.is_file() else None
         run["the checkpoints"] = sorted(path.name for path in Path(str(self.args.output_dir)).glob("checkpoint-*"))
         return run
