@@ -42,7 +42,7 @@ class ResumingTrainer(Trainer):
     optimizer: Optimizer
     lr_scheduler: LambdaLR  # as transformers types it; any scheduler
     remote: RemoteRun | None = None  # where the run's files are kept, if that is a URL
-    resumed_from: str | None = None  # the checkpoint, where it is kept
+    _resumed_from: str | None = None  # the checkpoint, where it is kept
     _download: Path | None = None  # the copy of a checkpoint from a URL
     _progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
 
@@ -107,7 +107,7 @@ class ResumingTrainer(Trainer):
         if self._progress is not None and (changed := _changed(self._progress["order"], self._order)):
             logger.warning("Resuming from %s, but the run will not be the one that it is of: %s.", folder, changed)
         newest = folder if self.remote is None else f"{self.remote.url}/{Path(folder).name}"
-        self.resumed_from = newest if asked is True else os.fspath(asked)
+        self._resumed_from = newest if asked is True else os.fspath(asked)
         return folder
 
     def _fetched(self, names: Iterable[str]) -> Iterator[Path]:

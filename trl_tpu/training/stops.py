@@ -240,7 +240,7 @@ class StoppingTrainer(TogetherTrainer):
                 self._tr_loss, None, self.model, trial, self.state.epoch, ignore_keys, start_time=time.time()
             )
         except _BrokenOff:
-            raise Unfinished(SIGTERM, str(self.resumed_from)) from None
+            raise Unfinished(SIGTERM, str(self._resumed_from)) from None
         finally:
             self._makes_up = False
 
