@@ -3,10 +3,9 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import killed_runs
 import pytest
 
 from trl_tpu.training.manifest import (
@@ -19,19 +18,6 @@ from trl_tpu.training.manifest import (
     newest_good,
     publish,
 )
-
-
-def killed_runs(folder: Path, kills: int, environment: dict[str, str], **settings: object) -> dict[str, int]:
-    """What `tests/killed_runs.py` reports, which compares every resumed run with one that nobody killed."""
-    script = Path(__file__).parents[1] / "killed_runs.py"
-    process = subprocess.run(
-        [sys.executable, str(script), str(folder), str(kills), json.dumps(settings)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def made_checkpoint(output_dir: Path, step: int) -> Path:
@@ -103,5 +89,5 @@ def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) 
 
 def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
     """Weights, moments and logs, after 25 kills at random moments and in saves."""
-    report = killed_runs(tmp_path, kills=25, environment={"USE_TORCH_XLA": "0"})
+    report = killed_runs.report(tmp_path, 25, {"USE_TORCH_XLA": "0"})
     assert report["kills"] >= 25 and report["saves_hit"] >= 5, report

@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
+
+from .checkpoint import PROGRESS_FILE, STATE_FOLDER
+
 MANIFEST_FILE = "manifest.json"
 # beside the checkpoints, since a rename within one file system is atomic; and uploads leave out what begins so
 ASIDE_FOLDER = "_unfinished"
@@ -108,14 +112,20 @@ def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = fault
     """Refuse a damaged checkpoint that was asked for by name; one of another trainer has no manifest and may pass.
 
     Raises:
-        ValueError: There is none, or its files are not those of its manifest.
+        ValueError: There is none, or its files are not those of its manifest; one of ours has to have one.
     """
     if not Path(folder).is_dir():
         raise ValueError(
             f"resume_from_checkpoint={str(folder)!r} is no folder. Give the folder of a checkpoint, or True for the "
             "newest good one of output_dir."
         )
-    if not (Path(folder) / MANIFEST_FILE).exists():
+    ours = any(Path(folder, name).exists() for name in (MANIFEST_FILE, PROGRESS_FILE, STATE_FOLDER))
+    if not ours and not Path(folder, TRAINER_STATE_NAME).is_file():
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} has no {TRAINER_STATE_NAME}, so it is no checkpoint to go on "
+            "from. To start from its weights, give it as the model."
+        )
+    if not ours:
         logger.warning("The checkpoint %s has no %s, so its files cannot be checked.", folder, MANIFEST_FILE)
     elif wrong := examine(Path(folder)):
         raise ValueError(
