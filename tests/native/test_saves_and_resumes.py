@@ -86,6 +86,20 @@ def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_fold
         assert torch.equal(weight, other), name
 
 
+@pytest.mark.parametrize("saves", ["steps", "epoch"])
+def test_a_run_that_is_resumed_at_its_end_trains_no_more(
+    saves: str, run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    """transformers would take a seventh step of six, and save that."""
+    shutil.copytree(f"{run.args.output_dir}/checkpoint-6", tmp_path / "checkpoint-6")
+    resumed = make_trainer(model_folder, tmp_path, save_strategy=saves)
+    result = resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == result.global_step == 6
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
+    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
 def test_best_model_is_loaded_from_its_state(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(
         model_folder, tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_total_limit=1

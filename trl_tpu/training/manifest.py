@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
 
 from .checkpoint import PROGRESS_FILE, STATE_FOLDER
 
@@ -53,6 +54,24 @@ def publish(aside: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) ->
     aside.rename(final)
     _flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def surplus_checkpoints(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
+    """The checkpoints to delete so that ``limit`` are left, the oldest first; never the newest, nor the best one.
+
+    By age, as in transformers: a folder may have checkpoints of an earlier run, with larger numbers.
+    """
+    found = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
+    kept = {found[-1], Path(best)} if found and best is not None else set(found[-1:])
+    deletable = [path for path in found if path not in kept]
+    return deletable[: max(len(found) - max(limit, len(kept)), 0)] if limit is not None and limit > 0 else []
+
+
+def retire(folder: Path, aside: Path) -> None:
+    """Delete a checkpoint, invisible first: a kill leaves no folder with some of its files, and with a new date."""
+    retired = aside / f"{folder.name}.retired"
+    folder.rename(retired)
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:

@@ -20,7 +20,6 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from ..modeling.adapters import is_peft_model
 from ..modeling.stacked import by_layer, is_stacked
@@ -41,7 +40,9 @@ from .manifest import (
     digests,
     files_in,
     publish,
+    retire,
     seal,
+    surplus_checkpoints,
 )
 from .remote import RemoteRun, is_url, staging_folder
 from .resuming import ResumingTrainer
@@ -230,8 +231,8 @@ class SavingTrainer(ResumingTrainer):
             self.remote.rotate(limit, save.best and Path(save.best).name)
             return
         publish(save.aside, save.final, files)
-        folder = str(save.run_folder)
-        rotate_checkpoints(output_dir=folder, save_total_limit=limit, best_model_checkpoint=save.best, use_mtime=True)
+        for surplus in surplus_checkpoints(save.run_folder, limit, save.best):
+            retire(surplus, save.aside.parent)
 
     def _place_of(self, save: _Save) -> str:
         return str(save.final) if self.remote is None else f"{self.remote.url}/{save.name}"
