@@ -147,6 +147,9 @@ class Report:
             "flops_compiled": self.program.flops * chips,
             "flops_needed": self.flops.useful,
             "flops_with_remat": self.flops.with_remat,
+            "flops_compiled_per_pair": self.program.flops * chips / case.pairs,
+            "flops_needed_per_pair": self.flops.useful / case.pairs,
+            "flops_with_remat_per_pair": self.flops.with_remat / case.pairs,
             "traffic": {
                 axes: {"compiled": compiled, "needed": needed} for axes, (compiled, needed) in self.traffic.items()
             },

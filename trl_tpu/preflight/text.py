@@ -73,24 +73,24 @@ def _memory(report: Report) -> str:
 def _work(report: Report) -> str:
     case, flops = report.case, report.flops
     compiled = report.program.flops * case.topology.chips
+    counted = {"needed": flops.useful, "with remat": flops.with_remat, "compiled": compiled}
+    why = {
+        "needed": "by formula",
+        "with remat": f"{flops.with_remat / flops.useful:.2f} times what is needed: layers computed again",
+        "compiled": f"{compiled / flops.useful:.2f} times what is needed",
+    }
+    if case.remat != "full":
+        del counted["with remat"]
     rows = [
-        ("needed", scaled(flops.useful) + "FLOP", f"{scaled(flops.useful / case.pairs)}FLOP a pair, by formula"),
-        ("compiled", scaled(compiled) + "FLOP", f"{compiled / flops.useful:.2f} times what is needed"),
+        (name, f"{scaled(each)}FLOP", f"{scaled(each / case.pairs)}FLOP a pair, {why[name]}")
+        for name, each in counted.items()
     ]
     lines = [_table("Operations of a step, of all chips", rows)]
-    if case.remat == "full":
-        times = flops.with_remat / flops.useful
-        lines.append(f"Computing layers again for the backward explains {times:.2f} times.")
     if case.lengths.tokens < 0.95 * case.rows * case.length:
         filled = case.lengths.tokens / (case.rows * case.length)
         lines.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
     if case.masks:
         lines.append("Attention with masks computes every query of a row with every key, whoever may see whom.")
-    if compiled < flops.useful:
-        lines.append(
-            "The compiler does not count what custom kernels (flash attention) compute; where it counts less than is "
-            "needed, the time below rests on what is needed."
-        )
     return "\n".join([lines[0], *(_indented(line) for line in lines[1:])])
 
 
