@@ -62,6 +62,34 @@ def test_kinds_add_up_too_where_the_compiler_does_better_than_the_formula(case: 
     assert report.memory_by_kind()["working space"] >= 0
 
 
+def test_state_is_what_was_traced_where_it_was(case: Case) -> None:
+    least = least_memory(case)
+    kept = 3 * least.weights  # an optimizer that the formulas do not know
+    extra = kept - least.optimizer
+    program = compiled(case, arguments=least.weights + kept + 1000, aliased=least.weights + kept - 10)
+    program = dataclasses.replace(program, weights=least.weights, optimizer=kept, outputs=program.arguments)
+    report = Report(case, program)
+    kinds = report.memory_by_kind()
+    assert (kinds["weights"], kinds["optimizer"], kinds["batch and other inputs"]) == (least.weights, kept, 1000)
+    assert sum(kinds.values()) == report.peak
+    assert report.least.bound == least.bound + extra
+    assert "there twice" not in text_of(report)
+
+
+def test_what_a_pass_does_not_take_is_on_the_chip_all_the_same(case: Case) -> None:
+    case = dataclasses.replace(case, accumulation=4)
+    least = least_memory(case)
+    state = {"weights": least.weights, "optimizer": least.optimizer, "gradients": least.gradients}
+    taken = {"arguments": least.weights + least.gradients + 1000, "aliased": least.gradients}
+    report = Report(case, compiled(case, **state, **taken, outputs=least.gradients, idle=least.optimizer))
+    kinds = report.memory_by_kind()
+    assert {name: kinds[name] for name in state} == state
+    assert kinds["batch and other inputs"] == 1000
+    assert sum(kinds.values()) == report.peak
+    assert report.updated == least.gradients
+    assert "there twice" not in text_of(report)
+
+
 def test_the_time_of_a_step_is_each_figure_over_its_published_speed(case: Case) -> None:
     times = Report(case, compiled(case, flops=9.18e14)).times
     assert times.compute == pytest.approx(1.0)

@@ -31,6 +31,7 @@ def compile_here(traced: TracedProgram, topology: str) -> tuple[CompiledProgram,
     seconds = time.perf_counter() - begin
     memory = executable.get_compiled_memory_stats()
     hlo = executable.hlo_modules()[0].to_string()
+    state = traced.state_per_chip()
     program = CompiledProgram(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -41,6 +42,10 @@ def compile_here(traced: TracedProgram, topology: str) -> tuple[CompiledProgram,
         bytes_accessed=memory_traffic(hlo),
         collectives=collectives_of(hlo),
         compile_seconds=seconds,
+        weights=state.get("weight", 0),
+        optimizer=state.get("optimizer", 0),
+        gradients=state.get("gradient", 0),
+        idle=sum(each.bytes_per_chip for each in traced.beside),
         largest_buffers=largest_buffers(hlo),
     )
     return program, hlo

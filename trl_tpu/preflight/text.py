@@ -59,11 +59,10 @@ def _memory(report: Report) -> str:
     times = report.peak / max(report.least.bound, 1)
     rows.append(("in all", sized(report.peak), f"{times:.2f} times the first four, which no program can do without"))
     lines = _table("Memory of a chip", rows)
-    state = report.least.weights + report.least.optimizer
-    if report.program.aliased < 0.99 * state:
+    if report.program.aliased < 0.99 * report.updated:
         lines += (
-            f"\n  Only {sized(report.program.aliased)} of the {sized(state)} of state are updated in place: the rest "
-            "is there twice."
+            f"\n  Only {sized(report.program.aliased)} of the {sized(report.updated)} of state that changes are "
+            "updated in place: the rest is there twice."
         )
     if not report.fits:
         lines += "".join(f"\n  {sized(size):>10}  {name}" for name, size in report.program.largest_buffers[:5])

@@ -10,8 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,9 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from ..parallel.mesh import Axes, names_of
+
+STATE = ("weight", "optimizer", "gradient")
+"""Kinds of arguments that stay on the chips from step to step."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class StepRequest:
         arguments: Of `RewardConfig`. Its batch size has to be that of ``batch``.
         peft: A `peft.LoraConfig`; None trains the whole model.
         what: A training step or an evaluation step.
+        dtype: The weights', as torch names it.
     """
 
     model: PretrainedConfig
@@ -56,6 +60,7 @@ class StepRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     peft: Any = None
     what: Literal["train", "evaluate"] = "train"
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -96,19 +101,29 @@ class TracedProgram:
         arguments: Its arguments, in order.
         chips: For how many it is.
         mesh: The sizes of the mesh's axes.
+        beside: State that is on the chips too, since other programs of the step take it.
     """
 
     hlo: bytes
     arguments: tuple[Argument, ...]
     chips: int
     mesh: Mapping[str, int]
+    beside: tuple[Argument, ...] = ()
 
     def bytes_per_chip(self) -> dict[str, int]:
         """Bytes of all arguments on one chip, by kind."""
-        sums: dict[str, int] = {}
-        for argument in self.arguments:
-            sums[argument.kind] = sums.get(argument.kind, 0) + argument.bytes_per_chip
-        return sums
+        return _bytes_by_kind(self.arguments)
+
+    def state_per_chip(self) -> dict[str, int]:
+        """Bytes on one chip of what stays there from step to step, by kind: "weight", "optimizer", "gradient"."""
+        return _bytes_by_kind(each for each in (*self.arguments, *self.beside) if each.kind in STATE)
+
+
+def _bytes_by_kind(arguments: Iterable[Argument]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for argument in arguments:
+        sums[argument.kind] = sums.get(argument.kind, 0) + argument.bytes_per_chip
+    return sums
 
 
 def trace_programs(request: StepRequest) -> tuple[TracedProgram, ...]:
@@ -136,7 +151,11 @@ def trace_programs(request: StepRequest) -> tuple[TracedProgram, ...]:
 
 def trace_step(request: StepRequest) -> TracedProgram:
     """The program of a step that takes the most work: of `trace_programs`, the largest."""
-    return max(trace_programs(request), key=lambda program: len(program.hlo))
+    programs = trace_programs(request)
+    largest = max(programs, key=lambda program: len(program.hlo))
+    state = {each.name: each for program in programs for each in program.arguments if each.kind in STATE}
+    taken = {each.name for each in largest.arguments}
+    return replace(largest, beside=tuple(each for name, each in state.items() if name not in taken))
 
 
 def run_apart(module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
