@@ -139,10 +139,12 @@ def _time(report: Report) -> str:
 def refusal_text(attempt: Attempt) -> str:
     """Of a program that the compiler did not make."""
     needed, there = sized(attempt.needed), sized(attempt.available)
-    return (
-        f"{attempt.case.topology}, {attempt.case}\n\nIT DOES NOT FIT: the compiler gave up at {needed} on each chip, "
-        f"which has {there}."
-    )
+    head = f"{attempt.case.topology}, {attempt.case}\n\n"
+    if attempt.crash and attempt.needed <= attempt.available:
+        least = f"By formula it needs at least {needed} of the {there} of each chip."
+        return f"{head}WHETHER IT FITS IS OPEN: the compiler crashed. {least}\n\n{attempt.crash}"
+    how = "it needs at least {} by formula" if attempt.crash else "the compiler gave up at {}"
+    return f"{head}IT DOES NOT FIT: {how.format(needed)} on each chip, which has {there}."
 
 
 def remedies_text(tried: list[Attempt]) -> str:
@@ -161,7 +163,9 @@ def _outcome(attempt: Attempt) -> str:
         return (
             f"FITS the {sized(attempt.available)}, at most {attempt.times.most_pairs_per_second:,.1f} pairs a second"
         )
-    if attempt.compiled:
+    if attempt.crash and attempt.needed <= attempt.available:
+        return "at least, by formula; the compiler crashed"
+    if attempt.compiled and not attempt.crash:
         return f"too much for {sized(attempt.available)}"
     return f"at least, by formula: cannot fit {sized(attempt.available)}"
 

@@ -7,6 +7,7 @@ torch_xla fixes the number of devices once per process, so each trace has a proc
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -158,10 +159,15 @@ def trace_step(request: StepRequest) -> TracedProgram:
     return replace(largest, beside=tuple(each for name, each in state.items() if name not in taken))
 
 
+class Crashed(RuntimeError):
+    """A process ended without a word of its own: a fault in a library, or killed for the machine's memory."""
+
+
 def run_apart(module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     """Run a module of this package as a process of its own.
 
     Raises:
+        Crashed: If a signal ended it.
         RuntimeError: If it fails; with what it said.
     """
     root = str(Path(__file__).parents[2])
@@ -172,6 +178,9 @@ def run_apart(module: str, arguments: list[str], environment: Mapping[str, str])
         capture_output=True,
         text=True,
     )
+    if process.returncode < 0:
+        printed = process.stderr.strip()[-4000:]
+        raise Crashed(f"{module} crashed: {signal.strsignal(-process.returncode)}. It printed last:\n{printed}")
     if process.returncode:
         raise RuntimeError(_what_it_said(process.stderr) or f"{module} ended with {process.returncode}.")
 
@@ -204,4 +213,4 @@ def hlo_sharding(mesh: Mapping[str, int], axes: Axes) -> str:
     return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{last}}}"
 
 
-__all__ = ["Argument", "Rows", "StepRequest", "TracedProgram", "run_apart", "trace_programs", "trace_step"]
+__all__ = ["Argument", "Crashed", "Rows", "StepRequest", "TracedProgram", "run_apart", "trace_programs", "trace_step"]
