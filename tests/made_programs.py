@@ -8,9 +8,24 @@ from trl_tpu.preflight.chips import GiB
 from trl_tpu.preflight.memory import least_memory
 from trl_tpu.preflight.program import Collective, CompiledProgram
 
-REFUSAL = (
-    "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 41.50G of "
-    "31.25G hbm. Exceeded hbm capacity by 10.25G."
+# what libtpu 0.0.21 said of a program for v6e, and of one for v5e with an array that is larger than the memory
+REFUSAL = """jaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in \
+memory space hbm. Used 49.22G of 31.25G hbm. Exceeded hbm capacity by 17.97G.
+
+Total hbm usage >= 49.47G:
+    reserved        260.00M
+    program          49.22G
+    arguments            0B
+
+Output size 0B; shares 0B with arguments.
+
+Program hbm requirement 49.22G:
+    HLO temp         49.22G (100.0% utilization: Unpadded (49.22G) Padded (49.22G), 0.0% fragmentation (0B))
+"""
+ONE_ARRAY_REFUSED = (
+    "jaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: Allocation (size=80025600000) would exceed memory "
+    "(size=17179869184) :: #allocation6 [shape = 'bf16[200000,200000]{1,0:T(8,128)(2,1)}', space=hbm, "
+    "size = 0xffffffffffffffff, tag = 'output of convolution_tanh_fusion@{}'] :: <no-hlo-instruction>"
 )
 
 

@@ -14,6 +14,7 @@ from jax.experimental import topologies
 from jaxlib import _jax
 
 from .collectives import collectives_of, largest_buffers
+from .counts import flops_of, memory_traffic
 from .program import CompiledProgram
 from .trace import TracedProgram
 
@@ -29,18 +30,22 @@ def compile_here(traced: TracedProgram, topology: str) -> tuple[CompiledProgram,
     )
     seconds = time.perf_counter() - begin
     memory = executable.get_compiled_memory_stats()
-    costs: dict[str, float] = executable.cost_analysis()
     hlo = executable.hlo_modules()[0].to_string()
+    state = traced.state_per_chip()
     program = CompiledProgram(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         generated_code=memory.generated_code_size_in_bytes,
-        flops=costs.get("flops", 0.0),
-        bytes_accessed=costs.get("bytes accessed", 0.0),
+        flops=flops_of(hlo),
+        bytes_accessed=memory_traffic(hlo),
         collectives=collectives_of(hlo),
         compile_seconds=seconds,
+        weights=state.get("weight", 0),
+        optimizer=state.get("optimizer", 0),
+        gradients=state.get("gradient", 0),
+        idle=sum(each.bytes_per_chip for each in traced.beside),
         largest_buffers=largest_buffers(hlo),
     )
     return program, hlo

@@ -62,6 +62,10 @@ def compile_deep(
         bytes_accessed=extended("bytes_accessed"),
         collectives=_extended(first.collectives, second.collectives, times),
         compile_seconds=extended("compile_seconds"),
+        weights=round(extended("weights")),
+        optimizer=round(extended("optimizer")),
+        gradients=round(extended("gradients")),
+        idle=round(extended("idle")),
         largest_buffers=second.largest_buffers,
     )
 

@@ -16,6 +16,19 @@ class Collective:
 
 @dataclass(frozen=True)
 class CompiledProgram:
+    """A program for one chip of those that run it together.
+
+    Args:
+        arguments: Bytes, as are ``outputs``, ``aliased`` (outputs in the place of donated arguments), ``temporary``
+            and ``generated_code``.
+        flops: Operations of matrix products, see `counts.flops_of`.
+        bytes_accessed: Read from the chip's memory and written to it, see `counts.memory_traffic`.
+        weights: Bytes, as are ``optimizer`` and ``gradients``, which are buffers to add up in: what stays on the chip
+            from step to step, as traced.
+        idle: Bytes of it that this program does not take.
+        largest_buffers: As "f32[16,2048,2048] all-gather ...", and their bytes, for explaining.
+    """
+
     arguments: int
     outputs: int
     aliased: int
@@ -25,4 +38,8 @@ class CompiledProgram:
     bytes_accessed: float
     collectives: tuple[Collective, ...]
     compile_seconds: float
-    largest_buffers: tuple[tuple[str, int], ...] = ()  # ("f32[16,2048,2048] all-gather ...", bytes), for explaining
+    weights: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    idle: int = 0
+    largest_buffers: tuple[tuple[str, int], ...] = ()

@@ -1,6 +1,6 @@
 """What a user reads before renting a TPU: does it fit, what limits it, how long it takes at best."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +51,17 @@ class Report:
 
     @cached_property
     def least(self) -> Memory:
-        return least_memory(self.case)
+        """What the case needs at least: of state what the trainer was seen to keep, the rest by formula."""
+        least, traced = least_memory(self.case), self.program
+        if not traced.weights:
+            return least
+        gradients = traced.gradients or least.gradients
+        return replace(least, weights=traced.weights, optimizer=traced.optimizer, gradients=gradients)
+
+    @property
+    def updated(self) -> int:
+        """Bytes of state that the program changes: with several passes a step only the gradients' buffers."""
+        return self.least.gradients + (0 if self.case.accumulation > 1 else self.least.optimizer)
 
     @cached_property
     def flops(self) -> Flops:
@@ -76,7 +86,7 @@ class Report:
         return self.free >= 0
 
     def memory_by_kind(self) -> dict[str, int]:
-        """Bytes on a chip, in all `peak`: state by the sharding plan, gradients and activations by formula."""
+        """Bytes on a chip, in all `peak`. Activations, and gradients without buffers, are by formula."""
         least, program = self.least, self.program
         state = least.weights + least.optimizer
         in_arguments = least.gradients if self.case.accumulation > 1 else 0
@@ -88,7 +98,7 @@ class Report:
             "optimizer": least.optimizer,
             "gradients": gradients,
             "activations": activations,
-            "batch and other inputs": program.arguments - state - in_arguments,
+            "batch and other inputs": program.arguments + program.idle - state - in_arguments,
             "working space": temporary - activations - (0 if in_arguments else gradients),
             "program": program.generated_code,
         }
@@ -143,10 +153,14 @@ class Report:
             "memory_bound": self.least.bound,
             "memory_by_kind": self.memory_by_kind(),
             "state_bytes": self.least.weights + self.least.optimizer,
+            "updated_bytes": self.updated,
             "aliased_bytes": self.program.aliased,
             "flops_compiled": self.program.flops * chips,
             "flops_needed": self.flops.useful,
             "flops_with_remat": self.flops.with_remat,
+            "flops_compiled_per_pair": self.program.flops * chips / case.pairs,
+            "flops_needed_per_pair": self.flops.useful / case.pairs,
+            "flops_with_remat_per_pair": self.flops.with_remat / case.pairs,
             "traffic": {
                 axes: {"compiled": compiled, "needed": needed} for axes, (compiled, needed) in self.traffic.items()
             },
@@ -176,7 +190,8 @@ class Report:
 
 def peak_memory(program: CompiledProgram) -> int:
     """Bytes of a chip's memory at the peak: results in the place of donated arguments take none of their own."""
-    return program.arguments + program.outputs - program.aliased + program.temporary + program.generated_code
+    results = program.outputs - program.aliased
+    return program.arguments + program.idle + results + program.temporary + program.generated_code
 
 
 __all__ = ["UNSEEN", "Report", "Training", "peak_memory"]

@@ -60,12 +60,11 @@ class Roofline:
 
 
 def compiled_roofline(case: Case, program: CompiledProgram) -> Roofline:
-    """Of a compiled pass. Where the compiler counts fewer operations than are needed, those needed count: it does not
-    look into kernels such as flash attention."""
+    """Of a compiled pass."""
     chip, chips = case.topology.chip, case.topology.chips
     useful = count_flops(case.model, case.lengths).useful / chips
     return Roofline(
-        compute=max(program.flops, useful) / chip.peak_flops,
+        compute=program.flops / chip.peak_flops,
         memory=program.bytes_accessed / chip.memory_bandwidth,
         links=sum(received(each, case.mesh) for each in program.collectives) / chip.link_bandwidth,
         useful=useful / chip.peak_flops,

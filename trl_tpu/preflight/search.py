@@ -18,6 +18,7 @@ from .memory import least_memory
 from .program import CompiledProgram
 from .report import peak_memory
 from .roofline import Roofline, compiled_roofline, estimated_roofline
+from .trace import Crashed
 
 #: Compiles one case. A program that the compiler refuses for its memory raises an error that says so.
 CompileStep = Callable[[Case], CompiledProgram]
@@ -27,7 +28,9 @@ PAIRS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_TENSOR = 8
 _NEARLY = 0.98
 
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", re.IGNORECASE)
+# what libtpu 0.0.21 says of a program, and of a single array that is larger than the memory
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
+_TOO_LARGE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -36,11 +39,12 @@ class Attempt:
     """A case and what the compiler said.
 
     Args:
-        program: None if the compiler refused it for its memory, or if it was not asked.
+        program: None if the compiler refused it for its memory, crashed, or was not asked.
         needed: Bytes of a chip's memory: of the program, by the compiler's refusal, or at least by formula.
         available: Bytes that there are.
         what: What was changed, in words.
         compiled: Whether the compiler was asked.
+        crash: What is known of a crash of the compiler; whether it would fit is then open.
     """
 
     case: Case
@@ -49,6 +53,7 @@ class Attempt:
     available: int
     what: str = ""
     compiled: bool = True
+    crash: str = ""
 
     @property
     def fits(self) -> bool:
@@ -70,6 +75,7 @@ class Attempt:
             "rows": self.case.rows,
             "row_length": self.case.length,
             "compiled": self.compiled,
+            "crash": self.crash,
             "fits": self.fits,
             "memory_needed": self.needed,
             "memory_available": self.available,
@@ -82,26 +88,31 @@ def attempt(case: Case, compile_step: CompileStep, what: str = "") -> Attempt:
     """Ask the compiler.
 
     Raises:
-        RuntimeError: If it fails for another reason than memory.
+        RuntimeError: If it fails for another reason than memory, unless it crashes.
     """
-    available = case.topology.chip.memory
+    available, least = case.topology.chip.memory, least_memory(case)
     try:
         program = compile_step(case)
+    except Crashed as error:
+        return Attempt(case, None, least.bound, available, what, crash=str(error))
     except RuntimeError as error:
-        needed = memory_refused(str(error))
-        if needed is None:
+        temporary = memory_refused(str(error))
+        if temporary is None:
             raise
-        return Attempt(case, None, max(needed, least_memory(case).bound), available, what)
+        return Attempt(case, None, max(temporary + least.weights + least.optimizer, least.bound), available, what)
     return Attempt(case, program, peak_memory(program), available, what)
 
 
 def memory_refused(message: str) -> int | None:
-    """Bytes that a program needs, from the error of a compiler that ran out of memory; None for other errors."""
-    found = _OUT_OF_MEMORY.search(message)
-    if found is None:
-        return None
-    used, unit = found[1], found[2].upper()
-    return int(float(used) * _UNITS[unit])
+    """Bytes that a program needs besides its arguments, from the error of a compiler that ran out of memory.
+
+    None for other errors.
+    """
+    if found := _OUT_OF_MEMORY.search(message):
+        used, unit = found[1], found[2].upper()
+        return int(float(used) * _UNITS[unit])
+    found = _TOO_LARGE.search(message)
+    return int(found[1]) if found else None
 
 
 def remedies(job: Job, case: Case) -> Iterator[tuple[str, Case]]:

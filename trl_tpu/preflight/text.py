@@ -59,11 +59,10 @@ def _memory(report: Report) -> str:
     times = report.peak / max(report.least.bound, 1)
     rows.append(("in all", sized(report.peak), f"{times:.2f} times the first four, which no program can do without"))
     lines = _table("Memory of a chip", rows)
-    state = report.least.weights + report.least.optimizer
-    if report.program.aliased < 0.99 * state:
+    if report.program.aliased < 0.99 * report.updated:
         lines += (
-            f"\n  Only {sized(report.program.aliased)} of the {sized(state)} of state are updated in place: the rest "
-            "is there twice."
+            f"\n  Only {sized(report.program.aliased)} of the {sized(report.updated)} of state that changes are "
+            "updated in place: the rest is there twice."
         )
     if not report.fits:
         lines += "".join(f"\n  {sized(size):>10}  {name}" for name, size in report.program.largest_buffers[:5])
@@ -73,24 +72,24 @@ def _memory(report: Report) -> str:
 def _work(report: Report) -> str:
     case, flops = report.case, report.flops
     compiled = report.program.flops * case.topology.chips
+    counted = {"needed": flops.useful, "with remat": flops.with_remat, "compiled": compiled}
+    why = {
+        "needed": "by formula",
+        "with remat": f"{flops.with_remat / flops.useful:.2f} times what is needed: layers computed again",
+        "compiled": f"{compiled / flops.useful:.2f} times what is needed",
+    }
+    if case.remat != "full":
+        del counted["with remat"]
     rows = [
-        ("needed", scaled(flops.useful) + "FLOP", f"{scaled(flops.useful / case.pairs)}FLOP a pair, by formula"),
-        ("compiled", scaled(compiled) + "FLOP", f"{compiled / flops.useful:.2f} times what is needed"),
+        (name, f"{scaled(each)}FLOP", f"{scaled(each / case.pairs)}FLOP a pair, {why[name]}")
+        for name, each in counted.items()
     ]
     lines = [_table("Operations of a step, of all chips", rows)]
-    if case.remat == "full":
-        times = flops.with_remat / flops.useful
-        lines.append(f"Computing layers again for the backward explains {times:.2f} times.")
     if case.lengths.tokens < 0.95 * case.rows * case.length:
         filled = case.lengths.tokens / (case.rows * case.length)
         lines.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
     if case.masks:
         lines.append("Attention with masks computes every query of a row with every key, whoever may see whom.")
-    if compiled < flops.useful:
-        lines.append(
-            "The compiler does not count what custom kernels (flash attention) compute; where it counts less than is "
-            "needed, the time below rests on what is needed."
-        )
     return "\n".join([lines[0], *(_indented(line) for line in lines[1:])])
 
 
@@ -140,10 +139,12 @@ def _time(report: Report) -> str:
 def refusal_text(attempt: Attempt) -> str:
     """Of a program that the compiler did not make."""
     needed, there = sized(attempt.needed), sized(attempt.available)
-    return (
-        f"{attempt.case.topology}, {attempt.case}\n\nIT DOES NOT FIT: the compiler gave up at {needed} on each chip, "
-        f"which has {there}."
-    )
+    head = f"{attempt.case.topology}, {attempt.case}\n\n"
+    if attempt.crash and attempt.needed <= attempt.available:
+        least = f"By formula it needs at least {needed} of the {there} of each chip."
+        return f"{head}WHETHER IT FITS IS OPEN: the compiler crashed. {least}\n\n{attempt.crash}"
+    how = "it needs at least {} by formula" if attempt.crash else "the compiler gave up at {}"
+    return f"{head}IT DOES NOT FIT: {how.format(needed)} on each chip, which has {there}."
 
 
 def remedies_text(tried: list[Attempt]) -> str:
@@ -162,7 +163,9 @@ def _outcome(attempt: Attempt) -> str:
         return (
             f"FITS the {sized(attempt.available)}, at most {attempt.times.most_pairs_per_second:,.1f} pairs a second"
         )
-    if attempt.compiled:
+    if attempt.crash and attempt.needed <= attempt.available:
+        return "at least, by formula; the compiler crashed"
+    if attempt.compiled and not attempt.crash:
         return f"too much for {sized(attempt.available)}"
     return f"at least, by formula: cannot fit {sized(attempt.available)}"
 

@@ -7,11 +7,12 @@ torch_xla fixes the number of devices once per process, so each trace has a proc
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,9 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from ..parallel.mesh import Axes, names_of
+
+STATE = ("weight", "optimizer", "gradient")
+"""Kinds of arguments that stay on the chips from step to step."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class StepRequest:
         arguments: Of `RewardConfig`. Its batch size has to be that of ``batch``.
         peft: A `peft.LoraConfig`; None trains the whole model.
         what: A training step or an evaluation step.
+        dtype: The weights', as torch names it.
     """
 
     model: PretrainedConfig
@@ -56,6 +61,7 @@ class StepRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     peft: Any = None
     what: Literal["train", "evaluate"] = "train"
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -96,19 +102,29 @@ class TracedProgram:
         arguments: Its arguments, in order.
         chips: For how many it is.
         mesh: The sizes of the mesh's axes.
+        beside: State that is on the chips too, since other programs of the step take it.
     """
 
     hlo: bytes
     arguments: tuple[Argument, ...]
     chips: int
     mesh: Mapping[str, int]
+    beside: tuple[Argument, ...] = ()
 
     def bytes_per_chip(self) -> dict[str, int]:
         """Bytes of all arguments on one chip, by kind."""
-        sums: dict[str, int] = {}
-        for argument in self.arguments:
-            sums[argument.kind] = sums.get(argument.kind, 0) + argument.bytes_per_chip
-        return sums
+        return _bytes_by_kind(self.arguments)
+
+    def state_per_chip(self) -> dict[str, int]:
+        """Bytes on one chip of what stays there from step to step, by kind: "weight", "optimizer", "gradient"."""
+        return _bytes_by_kind(each for each in (*self.arguments, *self.beside) if each.kind in STATE)
+
+
+def _bytes_by_kind(arguments: Iterable[Argument]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for argument in arguments:
+        sums[argument.kind] = sums.get(argument.kind, 0) + argument.bytes_per_chip
+    return sums
 
 
 def trace_programs(request: StepRequest) -> tuple[TracedProgram, ...]:
@@ -136,13 +152,22 @@ def trace_programs(request: StepRequest) -> tuple[TracedProgram, ...]:
 
 def trace_step(request: StepRequest) -> TracedProgram:
     """The program of a step that takes the most work: of `trace_programs`, the largest."""
-    return max(trace_programs(request), key=lambda program: len(program.hlo))
+    programs = trace_programs(request)
+    largest = max(programs, key=lambda program: len(program.hlo))
+    state = {each.name: each for program in programs for each in program.arguments if each.kind in STATE}
+    taken = {each.name for each in largest.arguments}
+    return replace(largest, beside=tuple(each for name, each in state.items() if name not in taken))
+
+
+class Crashed(RuntimeError):
+    """A process ended without a word of its own: a fault in a library, or killed for the machine's memory."""
 
 
 def run_apart(module: str, arguments: list[str], environment: Mapping[str, str]) -> None:
     """Run a module of this package as a process of its own.
 
     Raises:
+        Crashed: If a signal ended it.
         RuntimeError: If it fails; with what it said.
     """
     root = str(Path(__file__).parents[2])
@@ -153,6 +178,9 @@ def run_apart(module: str, arguments: list[str], environment: Mapping[str, str])
         capture_output=True,
         text=True,
     )
+    if process.returncode < 0:
+        printed = process.stderr.strip()[-4000:]
+        raise Crashed(f"{module} crashed: {signal.strsignal(-process.returncode)}. It printed last:\n{printed}")
     if process.returncode:
         raise RuntimeError(_what_it_said(process.stderr) or f"{module} ended with {process.returncode}.")
 
@@ -185,4 +213,4 @@ def hlo_sharding(mesh: Mapping[str, int], axes: Axes) -> str:
     return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{last}}}"
 
 
-__all__ = ["Argument", "Rows", "StepRequest", "TracedProgram", "run_apart", "trace_programs", "trace_step"]
+__all__ = ["Argument", "Crashed", "Rows", "StepRequest", "TracedProgram", "run_apart", "trace_programs", "trace_step"]

@@ -11,7 +11,6 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForSequenceClassification,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainerCallback,
@@ -34,7 +33,7 @@ def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
     """See `trace.trace_programs`; once in a process, which must not have used a device."""
     tracer = _Tracer()
     runtime.replace(tracer.runtime)
-    trainer = trainer_of(request, model_without_weights(request.model))
+    trainer = trainer_of(request, model_without_weights(request))
     mesh = dict(trainer.mesh.sizes)
     tracer.watch(trainer)
     try:
@@ -162,11 +161,11 @@ def _arguments(request: StepRequest, folder: str) -> dict[str, Any]:
     return {**request.arguments, **fixed}
 
 
-def model_without_weights(config: PretrainedConfig) -> PreTrainedModel:
-    """A reward model of ``config`` on torch's meta device, in float32, as the trainer loads checkpoints."""
-    config.num_labels = 1
+def model_without_weights(request: StepRequest) -> PreTrainedModel:
+    """The reward model of a request on torch's meta device."""
+    request.model.num_labels = 1
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        return AutoModelForSequenceClassification.from_config(request.model, dtype=getattr(torch, request.dtype))
 
 
 def full_pairs(batch: Rows, *, packed: bool, steps: int) -> Dataset:

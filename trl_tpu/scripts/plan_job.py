@@ -58,8 +58,6 @@ def job_of(asked: "Asked", folder: str) -> tuple[Job, int | None]:
     config = without_adapters(model).config
     depths = depths_of(asked, config)
     notes = [] if depths is None else [depth_note(depths, config.num_hidden_layers)]
-    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
-        notes.append("The program was traced with weights in float32, whatever --dtype says; the formulas follow it.")
     parts = args.mesh_shape.batch_shards
     _, length = batching.rows(args.per_device_train_batch_size * parts, parts)
     job = Job(
@@ -165,7 +163,7 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
 
     if (reason := missing()) is not None:
         raise ValueError(reason)
-    config = without_adapters(job.model).config
+    config, dtype = without_adapters(job.model).config, str(without_adapters(job.model).dtype).removeprefix("torch.")
     depths = depths_of(asked, config)
     peft_config = get_peft_config(asked.model)
 
@@ -182,7 +180,7 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
 
         def compile_layers(layers: int) -> CompiledProgram:
             model = with_layers(config, layers)
-            request = StepRequest(model, case.topology.chips, rows, kept | changed, peft_config)
+            request = StepRequest(model, case.topology.chips, rows, kept | changed, peft_config, dtype=dtype)
             return compile_for(trace_step(request), case.topology.compiled_as)
 
         if depths is None:

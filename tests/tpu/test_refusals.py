@@ -1,0 +1,53 @@
+"""What the real compiler says of programs that are too large is understood, for each kind of chip."""
+
+import pytest
+
+from trl_tpu.preflight.chips import GiB, parse_topology
+from trl_tpu.preflight.compile import compile_for
+from trl_tpu.preflight.search import memory_refused
+from trl_tpu.preflight.trace import Argument, TracedProgram
+
+SQUARES = """HloModule step
+ENTRY %main (x: bf16[{n},1024], y: bf16[1024,{n}]) -> bf16[{n},1024] {{
+  %x = bf16[{n},1024] parameter(0)
+  %y = bf16[1024,{n}] parameter(1)
+  %first = bf16[{n},{n}] dot(%x, %y), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %bent = bf16[{n},{n}] tanh(%first)
+  %second = bf16[{n},{n}] dot(%bent, %bent), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %less = bf16[{n},1024] dot(%second, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %out = bf16[{n},1024] dot(%bent, %less), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+"""
+
+
+def of_squares(size: int) -> TracedProgram:
+    """A program that needs two arrays of ``size`` x ``size`` numbers at a time."""
+    from jaxlib import _jax
+
+    hlo = _jax.hlo_module_from_text(SQUARES.format(n=size)).as_serialized_hlo_module_proto()
+    shapes = ((size, 1024), (1024, size))
+    given = [Argument("", "other", shape, "bfloat16", 2048 * size, 1, "{replicated}", False) for shape in shapes]
+    return TracedProgram(hlo, tuple(given), 1, {"data": 1})
+
+
+def refused(topology: str, size: int) -> str:
+    with pytest.raises(RuntimeError) as error:
+        compile_for(of_squares(size), topology)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_a_refusal_says_what_is_needed_and_how_much_memory_there_is(topology: str) -> None:
+    memory = parse_topology(topology).chip.memory
+    size = int((0.75 * memory / 2) ** 0.5) // 1024 * 1024  # each of the two has three quarters of it
+    said = refused(topology, size)
+    needed = memory_refused(said)
+    assert needed is not None
+    assert needed == pytest.approx(2 * 2 * size**2, rel=1e-3)
+    assert f"of {memory / GiB:.2f}G hbm" in said
+
+
+def test_one_array_that_is_too_large_is_refused_in_other_words() -> None:
+    size = 131072
+    needed = memory_refused(refused("v5e:2x2", size))
+    assert needed == 2 * size**2

@@ -1,0 +1,50 @@
+"""What the plan tells libtpu is what a training on a TPU would, torch_xla's own flags among it."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch_xla
+from torch_xla._internal import tpu
+
+from trl_tpu.preflight.compile import flags_for
+from trl_tpu.runtime import libtpu
+
+TorchXla = Callable[[int, str], list[str]]
+
+
+@pytest.fixture
+def torch_xlas_own(monkeypatch: pytest.MonkeyPatch) -> TorchXla:
+    """What torch_xla makes of ``LIBTPU_INIT_ARGS`` when it is imported on a TPU of some generation."""
+
+    def flags(version: int, given: str) -> list[str]:
+        monkeypatch.setattr(tpu, "version", lambda: version)
+        monkeypatch.setenv(libtpu.VARIABLE, given)
+        torch_xla._setup_libtpu_flags()
+        return os.environ[libtpu.VARIABLE].split()
+
+    return flags
+
+
+@pytest.mark.parametrize("given", ["", "--xla_latency_hiding_scheduler_rerun=3 --xla_tpu_of_my_own=true"])
+@pytest.mark.parametrize("version", [5, 6])
+def test_torch_xlas_flags_are_those_that_torch_xla_sets(version: int, given: str, torch_xlas_own: TorchXla) -> None:
+    made = libtpu.with_flags(given, libtpu.torch_xla_flags(version)).split()
+    assert sorted(made) == sorted(torch_xlas_own(version, given))
+    assert made[: len(given.split())] == given.split()
+
+
+@pytest.mark.parametrize(("topology", "version"), [("v5e:2x4", 5), ("v5p:2x2x4", 5), ("v6e:4x4", 6)])
+def test_the_plan_tells_the_compiler_what_a_training_there_is_told(
+    topology: str, version: int, torch_xlas_own: TorchXla, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = "--xla_tpu_of_my_own=true"
+    torch_xlas_own(version, given)
+    libtpu.set_flags()  # as the trainer does after torch_xla was imported
+    assert sorted(flags_for(topology, given).split()) == sorted(os.environ[libtpu.VARIABLE].split())
+
+
+def test_a_users_own_choice_is_kept() -> None:
+    name, value = next(iter(libtpu.FLAGS.items()))
+    kept = flags_for("v5e:2x4", f"--{name}=0 --mine=1").split()
+    assert f"--{name}=0" in kept and f"--{name}={value}" not in kept and "--mine=1" in kept
