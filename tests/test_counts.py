@@ -94,29 +94,6 @@ def test_a_loop_counts_as_often_as_it_turns_and_so_does_what_it_moves() -> None:
     assert memory_traffic(text) == 24 * (2 * 16 * 8 + 2 * 8 * 32 + 4 * 16 * 32 + counter) + 25 * compared - compared
 
 
-BLOCKS = "block_kv_{kv}_block_kv_compute_512_block_kv_dkv_512_block_kv_dq_512_block_q_{q}_block_q_dkv_512"
-
-
-@pytest.mark.parametrize(
-    ("kernel", "products"),
-    [
-        ("splash_mha_fwd_segmented_residuals_" + BLOCKS.format(kv=512, q=512), 2),
-        ("splash_mha_dkv_segmented_block_kv_dkv_512_block_kv_dkv_compute_512_block_q_dkv_512_k_layout_1", 4),
-        ("splash_mha_dq_segmented_block_kv_dq_512_block_q_dq_512_k_layout_1", 3),
-    ],
-)
-def test_a_causal_kernel_counts_the_blocks_that_it_computes(kernel: str, products: int) -> None:
-    text = f"""
-        %m = s8[4,4,4] parameter(0)
-        %q = bf16[2,14,2048,128] parameter(1)
-        %k = bf16[2,2,2048,128] parameter(2)
-        ROOT %{kernel}.12 = bf16[2,14,2048,128] custom-call(%m, %q, %k, %k), custom_call_target="tpu_custom_call"
-    """
-    blocks = 1 + 2 + 3 + 4  # of 4 x 4
-    assert flops_of(module(text)) == 2 * 2 * 14 * blocks * 512 * 512 * 128 * products
-    assert flops_of(module(text.replace("tpu_custom_call", "Sharding"))) == 0
-
-
 def test_every_array_is_read_and_written_once_but_what_stays_on_the_chip() -> None:
     text = """
         %a = f32[1024,256]{1,0:T(8,128)} parameter(0)

@@ -1,6 +1,6 @@
 """Read from compiled HLO what a chip computes and what it moves to and from its memory, loops turn by turn.
 
-libtpu's own analysis counts the body of a loop once, and nothing of kernels.
+libtpu's own analysis counts the body of a loop once. What kernels compute, neither says: see `blocks`.
 """
 
 import re
@@ -10,10 +10,6 @@ from math import prod
 from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses, read_computations
 from .loops import runs_of
 
-#: Products of a block of queries with a block of keys that each of jax's splash attention kernels takes.
-_SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
-
-_SPLASH = re.compile(r"splash_mha_(fwd|dkv|dq)\w*?_block_kv\w*?_(\d+)_.*?block_q\w*?_(\d+)_")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _ON_CHIP = re.compile(r"\{[^{}]*S\([1-9]\d*\)[^{}]*\}")  # a layout in a memory on the chip itself
@@ -22,7 +18,7 @@ _WAITS = ("-done", "-update")
 
 
 def flops_of(hlo: str) -> float:
-    """Operations of matrix products, two for each multiply-add, of one execution on one chip, kernels among them."""
+    """Operations of matrix products, two for each multiply-add, of one execution on one chip, without kernels."""
     computations = read_computations(hlo)
     runs = runs_of(computations)
     return sum(
@@ -40,8 +36,6 @@ def _flops(each: Instruction, around: Computation) -> float:
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.rest)
         dims = [int(dim) for dim in contracted[1].split(",") if dim] if contracted else []
         return 2.0 * prod(result) * prod(first[dim] for dim in dims)
-    if each.operation == "custom-call" and "tpu_custom_call" in each.rest:
-        return _of_kernel(each, around)
     return 0.0
 
 
@@ -81,21 +75,6 @@ def _meetings(size: int, window: int, results: int, settings: Mapping[str, str])
             at = step * stride + place * spread - low
             count += at % apart == 0 and 0 <= at // apart < size
     return count
-
-
-def _of_kernel(each: Instruction, around: Computation) -> float:
-    """Of jax's splash attention, whose name says its blocks, and whose first operand has a place for each that is
-    computed: causal, so that of the first queries' places some stay empty. 0 of other kernels."""
-    named = _SPLASH.search(each.name)
-    if named is None:
-        return 0.0
-    keys, queries = int(named[2]), int(named[3])
-    operands = [arrays_of(around.instructions[name].shape) for name in each.operands]
-    shapes = [arrays[0][1] for arrays in operands if arrays]
-    rows, heads, length, size = next(shape for shape in shapes if len(shape) == 4)
-    across = min(shapes[0][-2:])
-    blocks = sum(min(block + 1, across) for block in range(length // queries))
-    return 2.0 * rows * heads * blocks * queries * keys * size * _SPLASH_PRODUCTS[named[1]]
 
 
 def memory_traffic(hlo: str) -> float:
