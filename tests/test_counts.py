@@ -158,3 +158,35 @@ def test_of_a_stack_only_the_slice_moves_that_is_replaced() -> None:
     )
     assert memory_traffic(module(alone)) == layer + layer + 4
     assert memory_traffic(module(inside, fused)) == layer // 2 + layer + 4
+
+
+def test_what_goes_through_an_instruction_is_not_moved_by_it() -> None:
+    """A product beside which a weight is being gathered: the gather's start wrote it, its end only waits."""
+    gathering = computation(
+        "beside",
+        """
+        %own = bf16[16,128] parameter(0)
+        %whole = bf16[64,128] parameter(1)
+        %x = bf16[8,128] parameter(2)
+        %y = bf16[8,128] add(%x, %x)
+        ROOT %out = (bf16[8,128], bf16[16,128], bf16[64,128]) tuple(%y, %own, %whole)
+    """,
+    )
+    entry = """
+        %own = bf16[16,128] parameter(0)
+        %whole = bf16[64,128] parameter(1)
+        %x = bf16[8,128] parameter(2)
+        %f = (bf16[8,128], bf16[16,128], bf16[64,128]) fusion(%own, %whole, %x), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, calls=%beside
+        %g = bf16[64,128] get-tuple-element(%f), index=2
+        ROOT %done = bf16[64,128] fusion(%g), kind=kCustom, output_to_operand_aliasing={{}: (0, {})}, calls=%beside
+    """
+    assert memory_traffic(module(entry, gathering)) == 2 * 2 * 8 * 128
+
+
+def test_a_slice_is_read_and_written_and_not_the_whole_of_it() -> None:
+    entry = """
+        %a = f32[64,128]{1,0} parameter(0)
+        %s = ((f32[64,128]{1,0}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]) slice-start(%a), slice={[0:8], [0:128]}
+        ROOT %d = f32[8,128]{1,0:T(8,128)S(1)} slice-done(%s)
+    """
+    assert memory_traffic(module(entry)) == 4 * 8 * 128  # written on the chip

@@ -12,7 +12,10 @@ from .loops import runs_of
 
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
-_ON_CHIP = re.compile(r"\{[^{}]*S\([1-9]\d*\)[^{}]*\}")  # a layout in a memory on the chip itself
+_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")  # with its layout
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # in a layout: in a memory on the chip itself
+# what goes through an instruction untouched, such as what it gathers beside its own work: "{1}: (0, {})"
+_PASSED_ON = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 _VIEWS = ("parameter", "bitcast", "tuple", "get-tuple-element", "constant", "while", "conditional", "call")
 _WAITS = ("-done", "-update")
 
@@ -103,26 +106,48 @@ def memory_traffic(hlo: str) -> float:
 def _moved(each: Instruction, around: Computation, computations: Mapping[str, Computation]) -> Iterator[int]:
     if each.operation in _VIEWS or each.operation.endswith(_WAITS):
         return
-    fused = computations.get(each.attribute("calls")) if each.operation == "fusion" else None
+    if each.operation.endswith("slice-start"):
+        yield from _slice_moved(each.shape)
+        return
     if each.operation.endswith("-start"):  # its shape repeats its operand
         yield 2 * _stored(around.instructions[each.operands[0]].shape) if each.operands else 0
         return
+    fused = computations.get(each.attribute("calls")) if each.operation == "fusion" else None
+    passed = {int(operand): result for result, operand in _PASSED_ON.findall(each.rest)}
     for place, name in enumerate(each.operands):
         operand = around.instructions.get(name)
-        if operand is None or operand.operation == "constant":
+        if operand is None or operand.operation == "constant" or place in passed:
             continue
         whole = _stored(operand.shape)
         part = _slice_of(fused, place) if fused is not None else _slice_here(each, place)
         yield whole if part is None else min(part, whole)
-    replaced = _replaced(fused.root, fused) if fused is not None else _replaced(each, around)
-    written = _stored(each.shape)
-    yield written if replaced is None else min(replaced, written)
+    roots = _roots(fused) if fused is not None else [each]
+    for place, text in enumerate(_ARRAY.findall(each.shape)):
+        if {str(place), ""} & set(passed.values()):  # "" is the only result
+            continue
+        replaced = _replaced(roots[place], fused or around) if place < len(roots) else None
+        yield _stored(text) if replaced is None else min(replaced, _stored(text))
+
+
+def _roots(fused: Computation) -> list[Instruction]:
+    """What a fusion returns, one by one."""
+    if fused.root.operation != "tuple":
+        return [fused.root]
+    return [fused.instructions[name] for name in fused.root.operands]
+
+
+def _slice_moved(shape: str) -> Iterator[int]:
+    """Of the start of an asynchronous slice, whose shape is its operands, its result, and more."""
+    after = shape.removeprefix("(")[len(in_parentheses(shape.removeprefix("("))) :]
+    result = _ARRAY.search(after)
+    if result is not None:
+        yield _size(result[0])
+        yield _stored(result[0])
 
 
 def _stored(shape: str) -> int:
     """Bytes of the arrays in ``shape`` that are in the chip's large memory."""
-    kept = re.sub(r"\w+\[[\d,]*\]" + _ON_CHIP.pattern, "", shape)
-    return sum(bytes_of(dtype, sizes) for dtype, sizes in arrays_of(kept))
+    return sum(_size(text) for text in _ARRAY.findall(shape) if not _ON_CHIP.search(text))
 
 
 def _size(shape: str) -> int:
