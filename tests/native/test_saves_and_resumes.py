@@ -74,6 +74,16 @@ def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
     assert faults(folder) == []
 
 
+def test_a_run_that_is_resumed_at_its_end_takes_no_more_steps(
+    run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    resumed = make_trainer(model_folder, tmp_path)
+    resumed.train(resume_from_checkpoint=f"{run.args.output_dir}/checkpoint-6")
+    assert resumed.state.global_step == 6 and not list(tmp_path.glob("checkpoint-*"))
+    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
 def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
     peft = LoraConfig(task_type="SEQ_CLS", r=4)
     whole = make_trainer(model_folder, tmp_path / "whole", peft=peft)
