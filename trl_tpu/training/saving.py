@@ -38,6 +38,7 @@ from .export import export_model, exported_tensors, stream_model
 from .manifest import (
     ASIDE_FOLDER,
     MANIFEST_FILE,
+    checkpoints_in,
     digests,
     files_in,
     publish,
@@ -227,11 +228,13 @@ class SavingTrainer(ResumingTrainer):
         if self.remote is not None:
             seal(save.aside, files)
             self.remote.put(save.aside, [MANIFEST_FILE], save.name)
-            self.remote.rotate(limit, save.best and Path(save.best).name)
+            self.remote.rotate(limit, save.best and Path(save.best).name, save.name)
             return
         publish(save.aside, save.final, files)
-        folder = str(save.run_folder)
-        rotate_checkpoints(output_dir=folder, save_total_limit=limit, best_model_checkpoint=save.best, use_mtime=True)
+        folder, last = str(save.run_folder), checkpoints_in(save.run_folder)[0]
+        # by step, which no clock disturbs; by time where a run began anew beside later steps of another
+        by_time = last != save.final
+        rotate_checkpoints(folder, save_total_limit=limit, best_model_checkpoint=save.best, use_mtime=by_time)
 
     def _place_of(self, save: _Save) -> str:
         return str(save.final) if self.remote is None else f"{self.remote.url}/{save.name}"
