@@ -1,8 +1,10 @@
 """Kill a training process again and again, resume it each time, and compare the end with an uninterrupted run.
 
 Run as a script with a folder, a number of kills and RewardConfig's settings as JSON, on the runtime that the
-environment chooses; prints how many kills there were and how many hit a save. Each run is a fork of this process,
-which has imported everything but touched no device. Every third kill waits for a save to begin.
+environment chooses; prints how many kills there were, how many hit a save and how many runs were resumed from one.
+Each run is a fork of this process, which has imported everything but touched no device. Every third kill waits for a
+save to begin, every fifth comes before the steps do. Times are counted from the first step on: what comes before it,
+such as compiling, takes as long as other work on the machine makes it.
 """
 
 import json
@@ -12,17 +14,34 @@ import signal
 import subprocess
 import sys
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
 
 STEPS = 12
 _TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
+
+
+class Marks(TrainerCallback):
+    """Makes a file when the first step has ended."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._mark.touch()
+
+
+def mark_of(folder: Path) -> Path:
+    """The file that says that the steps have begun."""
+    return folder.parent / f"{folder.name}-steps"
 
 
 def train(model_folder: Path, folder: Path, settings: dict[str, Any]) -> None:
@@ -31,11 +50,13 @@ def train(model_folder: Path, folder: Path, settings: dict[str, Any]) -> None:
         str(folder),
         **defaults | {"max_steps": STEPS, "save_total_limit": 2, "report_to": "none", "disable_tqdm": True} | settings,
     )
-    trainer = RewardTrainer(str(model_folder), args, train_dataset=tiny.made_up_pairs(64))
+    pairs = tiny.made_up_pairs(64)
+    trainer = RewardTrainer(str(model_folder), args, train_dataset=pairs, callbacks=[Marks(mark_of(folder))])
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
 
 
 def start(model_folder: Path, folder: Path, settings: dict[str, Any]) -> int:
+    mark_of(folder).unlink(missing_ok=True)
     if child := os.fork():
         return child
     status = 1
@@ -62,41 +83,60 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float
     return {f"{number} {name}": part for number, parts in enumerate(weights) for name, part in parts.items()}, logs
 
 
-def wait_or_kill(child: int, at: float, aside: Path, in_a_save: bool) -> int:
-    """The status of a child that is killed ``at`` seconds from now, or, ``in_a_save``, when one is next under way."""
-    began = time.monotonic()
+def wait_or_kill(child: int, at: float, after: Path | None, aside: Path, in_a_save: bool) -> tuple[int, bool]:
+    """The status of a child, and whether a save was under way at its end.
+
+    It is killed ``at`` seconds from its start, or from when the file ``after`` is there; or ``in_a_save``, when one is
+    next under way.
+    """
+    started, began = time.time_ns(), time.monotonic() if after is None else None
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() - began > at and (aside.exists() or not in_a_save):
+        if began is None and after is not None and after.exists():
+            began = time.monotonic()
+        if began is not None and time.monotonic() - began > at and (not in_a_save or begun_since(started, aside)):
             os.kill(child, signal.SIGKILL)
-            return os.waitpid(child, 0)[1]
-        time.sleep(0.001)
-    return ended[1]
+            return os.waitpid(child, 0)[1], begun_since(started, aside)
+        time.sleep(0.002)
+    return ended[1], False
+
+
+def begun_since(moment: int, aside: Path) -> bool:
+    """Whether a save has begun since, and not ended; one that an earlier kill broke off has left its folder."""
+    try:
+        return aside.stat().st_mtime_ns > moment
+    except FileNotFoundError:
+        return False
 
 
 def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
     model_folder, log = folder / "model", folder / "log.txt"
     tiny.save_tiny(model_folder, [text for row in tiny.made_up_pairs(16) for text in row.values()])
-    began = time.monotonic()
+    began = time.time()
     _, status = os.waitpid(start(model_folder, folder / "whole", settings), 0)
     assert status == 0, log.read_text()[-3000:]
-    duration = time.monotonic() - began
+    first_step = mark_of(folder / "whole").stat().st_mtime
+    before, steps = first_step - began, time.time() - first_step
     weights, logs = outcome(folder / "whole")
-    chooser, kills, saves_hit, rounds = random.Random(0), 0, 0, 0
+    chooser, kills, saves_hit, resumes, rounds = random.Random(0), 0, 0, 0, 0
     while kills < wanted:
         run = folder / f"run{rounds}"
         aside, status = run / "_unfinished", signal.SIGKILL
         while status == signal.SIGKILL:
-            at = chooser.uniform(0.2, 1.0) * duration if kills < wanted else float("inf")
-            status = wait_or_kill(start(model_folder, run, settings), at, aside, in_a_save=kills % 3 == 0)
+            early = kills % 5 == 4
+            at = chooser.uniform(0.2, 1.0) * before if early else chooser.random() * steps
+            resumes += any(run.glob("checkpoint-*"))
+            child, after = start(model_folder, run, settings), None if early else mark_of(run)
+            status, in_a_save = wait_or_kill(child, at if kills < wanted else inf, after, aside, kills % 3 == 0)
             kills += status == signal.SIGKILL
-            saves_hit += status == signal.SIGKILL and aside.exists()
+            saves_hit += in_a_save
         assert status == 0, log.read_text()[-3000:]
         rounds += 1
         resumed_weights, resumed_logs = outcome(run)
         assert weights.keys() == resumed_weights.keys()
         assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
         assert logs == resumed_logs, (logs, resumed_logs)
-    print(json.dumps({"kills": kills, "saves_hit": saves_hit, "rounds": rounds, "seconds_of_a_run": duration}))
+    counts = {"kills": kills, "saves_hit": saves_hit, "resumes": resumes, "rounds": rounds}
+    print(json.dumps(counts | {"seconds_of_a_run": before + steps}))
 
 
 def report(folder: Path, kills: int, environment: dict[str, str], **settings: Any) -> dict[str, int]:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-HIDDEN, LAYERS, STEPS, EVERY = 512, 4, 24, 6
+HIDDEN, LAYERS, STEPS, EVERY = 512, 4, 12, 3
 
 
 def run() -> None:

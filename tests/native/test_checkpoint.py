@@ -89,20 +89,29 @@ def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) 
         check_given(tmp_path / "checkpoint-4")
 
 
-def test_the_oldest_are_deleted_but_for_the_newest_and_the_best(tmp_path: Path) -> None:
-    """By age: step 900 is of an earlier run."""
+@pytest.mark.parametrize("ages", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_the_first_steps_are_deleted_but_for_the_best(ages: tuple[int, ...], tmp_path: Path) -> None:
+    """Whatever their dates are."""
+    for age, step in zip(ages, (2, 4, 6, 8), strict=True):
+        os.utime(made_checkpoint(tmp_path, step), (1000 + 10 * age,) * 2)
+    assert surplus(tmp_path, 8, None) == surplus(tmp_path, 8, 0) == surplus(tmp_path, 8, 4) == []
+    assert surplus(tmp_path, 8, 2) == [2, 4]
+    assert surplus(tmp_path, 8, 2, best=2) == [4, 6]
+    assert surplus(tmp_path, 8, 1, best=4) == [2, 6]
+    assert surplus(tmp_path, 8, 1, best=8) == [2, 4, 6]
+
+
+def test_beside_larger_steps_of_an_earlier_run_the_oldest_are_deleted(tmp_path: Path) -> None:
     for age, step in enumerate((900, 2, 4, 6)):
         os.utime(made_checkpoint(tmp_path, step), (1000 + 10 * age,) * 2)
+    assert surplus(tmp_path, 6, 2) == [900, 2]
+    assert surplus(tmp_path, 6, 2, best=900) == [2, 4]
 
-    def surplus(limit: int | None, best: int | None = None) -> list[int]:
-        best_folder = None if best is None else str(tmp_path / f"checkpoint-{best}")
-        return [int(path.name.split("-")[1]) for path in surplus_checkpoints(tmp_path, limit, best_folder)]
 
-    assert surplus(None) == surplus(0) == surplus(4) == []
-    assert surplus(2) == [900, 2]
-    assert surplus(2, best=900) == [2, 4]
-    assert surplus(1, best=2) == [900, 4]
-    assert surplus(1, best=6) == [900, 2, 4]
+def surplus(folder: Path, saved: int, limit: int | None, best: int | None = None) -> list[int]:
+    best_folder = None if best is None else str(folder / f"checkpoint-{best}")
+    found = surplus_checkpoints(folder / f"checkpoint-{saved}", limit, best_folder)
+    return [int(path.name.split("-")[1]) for path in found]
 
 
 def test_a_checkpoint_is_invisible_before_its_first_file_is_deleted(
@@ -119,4 +128,4 @@ def test_a_checkpoint_is_invisible_before_its_first_file_is_deleted(
 def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
     """Weights, moments and logs, after 25 kills at random moments and in saves."""
     report = killed_runs.report(tmp_path, 25, {"USE_TORCH_XLA": "0"})
-    assert report["kills"] >= 25 and report["saves_hit"] >= 5, report
+    assert report["kills"] >= 25 and report["saves_hit"] >= 5 and report["resumes"] >= 15, report

@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
     assert faults(folder) == []
 
 
+def test_a_run_that_is_resumed_at_its_end_takes_no_more_steps(
+    run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    resumed = make_trainer(model_folder, tmp_path)
+    resumed.train(resume_from_checkpoint=f"{run.args.output_dir}/checkpoint-6")
+    assert resumed.state.global_step == 6 and not list(tmp_path.glob("checkpoint-*"))
+    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
 def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
     peft = LoraConfig(task_type="SEQ_CLS", r=4)
     whole = make_trainer(model_folder, tmp_path / "whole", peft=peft)
@@ -133,6 +144,24 @@ def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_pat
 
     make_trainer(model_folder, tmp_path, callbacks=[Watcher()]).train()
     assert found == [[], [], []]
+
+
+@pytest.mark.parametrize(("step", "seconds"), [(1, 1000), (9, -1000)])
+def test_what_was_just_saved_stays(step: int, seconds: float, model_folder: str, tmp_path: Path) -> None:
+    """Beside an earlier step from before the clock was set back, and beside a later step of an earlier run."""
+    other = tmp_path / f"checkpoint-{step}"
+    other.mkdir()
+    moment = time.time() + seconds
+    os.utime(other, (moment, moment))
+    make_trainer(model_folder, tmp_path, save_total_limit=2).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_at_a_url_what_was_just_saved_stays(model_folder: str) -> None:
+    url = "memory://bucket/again"
+    make_trainer(model_folder, url, save_total_limit=1).train()
+    make_trainer(model_folder, url, save_total_limit=1, max_steps=2).train()
+    assert RemoteRun(url).checkpoints() == ["checkpoint-2"]
 
 
 # ---- saves that fail

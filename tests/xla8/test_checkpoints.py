@@ -126,7 +126,7 @@ def test_killed_runs_on_a_mesh_resume_to_the_bit(tmp_path: Path) -> None:
     """The first kill is in a save. Twenty-five of them, `tests/killed_runs.py`, take a quarter of an hour."""
     settings = {"mesh": "fsdp=4,tensor=2", "per_device_train_batch_size": 1, "max_shapes": 1}
     report = killed_runs.report(tmp_path, 2, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, **settings)
-    assert report["kills"] == 2 and report["saves_hit"] >= 1, report
+    assert report["kills"] == 2 and report["saves_hit"] >= 1 and report["resumes"] >= 1, report
 
 
 def _logs(history: list[dict[str, float]]) -> list[dict[str, float]]:

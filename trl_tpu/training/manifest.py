@@ -56,13 +56,14 @@ def publish(aside: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) ->
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def surplus_checkpoints(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
-    """The checkpoints to delete so that ``limit`` are left, the oldest first; never the newest, nor the best one.
+def surplus_checkpoints(saved: Path, limit: int | None, best: str | None) -> list[Path]:
+    """The checkpoints to delete so that ``limit`` are left, the oldest first: not the one just ``saved`` nor the best.
 
-    By age, as in transformers: a folder may have checkpoints of an earlier run, with larger numbers.
+    By steps, which no clock disturbs; by age where a run began anew beside larger steps of an earlier one.
     """
-    found = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
-    kept = {found[-1], Path(best)} if found and best is not None else set(found[-1:])
+    is_last = checkpoints_in(saved.parent)[0] == saved
+    found = [Path(path) for path in sort_checkpoints(str(saved.parent), use_mtime=not is_last)]
+    kept = {saved} if best is None else {saved, Path(best)}
     deletable = [path for path in found if path not in kept]
     return deletable[: max(len(found) - max(limit, len(kept)), 0)] if limit is not None and limit > 0 else []
 

@@ -94,13 +94,12 @@ class RemoteRun:
         if self._files.exists(folder):
             self._files.rm(folder, recursive=True)
 
-    def rotate(self, limit: int | None, best: str | None) -> None:
-        """Keep the newest ``limit`` checkpoints, among them ``best``."""
+    def rotate(self, limit: int | None, best: str | None, saved: str) -> None:
+        """Keep ``limit`` checkpoints, among them the one just ``saved`` and the ``best``, then those of last steps."""
         if not limit or limit < 0:
             return
         names = self.checkpoints()
-        kept = names[:limit]
-        if best in names and best not in kept:
-            kept = [best, *names[: limit - 1]] if limit > 1 else [best, names[0]]  # never the last one saved
+        needed = {name: None for name in (saved, best) if name in names}
+        kept = list(needed | dict.fromkeys(names))[: max(limit, len(needed))]
         for name in set(names) - set(kept):
             self.delete(name)

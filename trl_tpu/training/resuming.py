@@ -130,12 +130,6 @@ class ResumingTrainer(Trainer):
         if self._download is not None:
             shutil.rmtree(self._download, ignore_errors=True)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True  # resumed at the end: transformers would take a step more
-        else:
-            super()._run_epoch(*args, **kwargs)
-
     def _examine(self, folder: Path) -> list[str]:
         own = faults(folder, self._process if self._shares_disk else (0, 1))
         return [fault for said in self._from_everyone(own) for fault in said]

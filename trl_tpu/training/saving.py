@@ -228,10 +228,10 @@ class SavingTrainer(ResumingTrainer):
         if self.remote is not None:
             seal(save.aside, files)
             self.remote.put(save.aside, [MANIFEST_FILE], save.name)
-            self.remote.rotate(limit, save.best and Path(save.best).name)
+            self.remote.rotate(limit, save.best and Path(save.best).name, save.name)
             return
         publish(save.aside, save.final, files)
-        for surplus in surplus_checkpoints(save.run_folder, limit, save.best):
+        for surplus in surplus_checkpoints(save.final, limit, save.best):
             retire(surplus, save.aside.parent)
 
     def _place_of(self, save: _Save) -> str:

@@ -219,8 +219,10 @@ class StoppingTrainer(TogetherTrainer):
             return super()._evaluate(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        self._make_up()
-        if not self.control.should_training_stop:  # which a callback may have wished after that evaluation
+        self._make_up()  # whereupon a callback may wish to stop
+        # a run that is resumed at its end would take one more step, as the loop looks for the end after each
+        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
+        if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
     def _make_up(self) -> None:
