@@ -36,7 +36,7 @@ CONFIG: dict[str, Any] = {
     "num_labels": 1,
     "pad_token_id": 0,
 }
-SHARD = "200MB"
+SHARD = "100MB"
 
 
 class Peak:

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -96,6 +97,18 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
         assert all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
         assert logs == resumed_logs, (logs, resumed_logs)
     print(json.dumps({"kills": kills, "saves_hit": saves_hit, "rounds": rounds, "seconds_of_a_run": duration}))
+
+
+def report(folder: Path, kills: int, environment: dict[str, str], **settings: Any) -> dict[str, int]:
+    """What this script prints, run in an environment."""
+    process = subprocess.run(
+        [sys.executable, __file__, str(folder), str(kills), json.dumps(settings)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

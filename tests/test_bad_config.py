@@ -284,10 +284,10 @@ def test_with_pad_equal_to_eos_training_reads_the_reward_that_the_saved_model_gi
 
     trainer.train()
     trainer.model.eval()
-    batch = collate(pairs)
+    batch = trainer._prepare_inputs(collate(pairs))
     with torch.no_grad():
         _, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
-    trained = trainer.rewards_of(outputs, batch)[:3].flatten()
+    trained = trainer.rewards_of(outputs, batch)[:3].flatten().cpu()
 
     trainer.save_model(str(tmp_path / "saved"))
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", num_labels=1)

@@ -9,6 +9,7 @@ from made_programs import ONE_ARRAY_REFUSED, REFUSAL, compiled
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.preflight.blocks import kernel_flops
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.chips import GiB, parse_topology
 from trl_tpu.preflight.job import DataRows, FullRows, Job, PaddedRows
@@ -36,7 +37,8 @@ def job() -> Job:
 
 @pytest.fixture
 def case(job: Job) -> Case:
-    return job.case(V6E, MeshShape(fsdp=16), "full", 2)
+    """It attends with masks, so that the program has all operations."""
+    return dataclasses.replace(job.case(V6E, MeshShape(fsdp=16), "full", 2), masks=True)
 
 
 def test_kinds_of_memory_add_up_to_the_peak(case: Case) -> None:
@@ -108,6 +110,11 @@ def test_mfu_counts_what_is_needed(case: Case) -> None:
     twice = report.flops.useful / 16 * 2
     report = Report(case, compiled(case, flops=twice, bytes_accessed=0.0, collectives=()))
     assert report.times.most_mfu == pytest.approx(0.5)
+    attends = dataclasses.replace(case, masks=False)  # by a kernel, which the compiler does not count
+    kernels = kernel_flops(attends)
+    assert kernels > 0
+    compute = (twice + kernels / 16) / case.topology.chip.peak_flops
+    assert Report(attends, report.program).times.compute == pytest.approx(compute)
 
 
 def test_operations_are_said_for_a_step_and_a_pair_beside_what_the_formula_says(case: Case) -> None:

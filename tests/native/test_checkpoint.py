@@ -3,10 +3,9 @@
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import killed_runs
 import pytest
 
 from trl_tpu.training.manifest import (
@@ -18,20 +17,9 @@ from trl_tpu.training.manifest import (
     files_in,
     newest_good,
     publish,
+    retire,
+    surplus_checkpoints,
 )
-
-
-def killed_runs(folder: Path, kills: int, environment: dict[str, str], **settings: object) -> dict[str, int]:
-    """What `tests/killed_runs.py` reports, which compares every resumed run with one that nobody killed."""
-    script = Path(__file__).parents[1] / "killed_runs.py"
-    process = subprocess.run(
-        [sys.executable, str(script), str(folder), str(kills), json.dumps(settings)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def made_checkpoint(output_dir: Path, step: int) -> Path:
@@ -101,7 +89,34 @@ def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) 
         check_given(tmp_path / "checkpoint-4")
 
 
+def test_the_oldest_are_deleted_but_for_the_newest_and_the_best(tmp_path: Path) -> None:
+    """By age: step 900 is of an earlier run."""
+    for age, step in enumerate((900, 2, 4, 6)):
+        os.utime(made_checkpoint(tmp_path, step), (1000 + 10 * age,) * 2)
+
+    def surplus(limit: int | None, best: int | None = None) -> list[int]:
+        best_folder = None if best is None else str(tmp_path / f"checkpoint-{best}")
+        return [int(path.name.split("-")[1]) for path in surplus_checkpoints(tmp_path, limit, best_folder)]
+
+    assert surplus(None) == surplus(0) == surplus(4) == []
+    assert surplus(2) == [900, 2]
+    assert surplus(2, best=900) == [2, 4]
+    assert surplus(1, best=2) == [900, 4]
+    assert surplus(1, best=6) == [900, 2, 4]
+
+
+def test_a_checkpoint_is_invisible_before_its_first_file_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made_checkpoint(tmp_path, 2)
+    seen: list[list[Path]] = []
+    monkeypatch.setattr("shutil.rmtree", lambda path, **_: seen.append([Path(path), *tmp_path.glob("checkpoint-*")]))
+    retire(folder, tmp_path / "_unfinished")
+    ((deleted,),) = seen
+    assert deleted.is_dir() and deleted.parent == tmp_path / "_unfinished"
+
+
 def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
     """Weights, moments and logs, after 25 kills at random moments and in saves."""
-    report = killed_runs(tmp_path, kills=25, environment={"USE_TORCH_XLA": "0"})
+    report = killed_runs.report(tmp_path, 25, {"USE_TORCH_XLA": "0"})
     assert report["kills"] >= 25 and report["saves_hit"] >= 5, report

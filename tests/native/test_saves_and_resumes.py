@@ -34,7 +34,8 @@ def make_trainer(
     model: Any, folder: Path | str, callbacks: Any = None, peft: Any = None, **settings: Any
 ) -> RewardTrainer:
     defaults = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3, "report_to": "none"}
-    args = RewardConfig(str(folder), disable_tqdm=True, per_device_train_batch_size=2, **(defaults | settings))
+    defaults |= {"per_device_train_batch_size": 2, "disable_tqdm": True}
+    args = RewardConfig(str(folder), **(defaults | settings))
     pairs = tiny.made_up_pairs(64)
     return RewardTrainer(
         model, args, train_dataset=pairs, eval_dataset=pairs.select(range(8)), callbacks=callbacks, peft_config=peft
@@ -85,6 +86,20 @@ def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_fold
         assert torch.equal(weight, other), name
 
 
+@pytest.mark.parametrize("saves", ["steps", "epoch"])
+def test_a_run_that_is_resumed_at_its_end_trains_no_more(
+    saves: str, run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    """transformers would take a seventh step of six, and save that."""
+    shutil.copytree(f"{run.args.output_dir}/checkpoint-6", tmp_path / "checkpoint-6")
+    resumed = make_trainer(model_folder, tmp_path, save_strategy=saves)
+    result = resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == result.global_step == 6
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
+    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
 def test_best_model_is_loaded_from_its_state(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(
         model_folder, tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_total_limit=1
@@ -96,11 +111,17 @@ def test_best_model_is_loaded_from_its_state(model_folder: str, tmp_path: Path) 
     assert all(torch.equal(loaded[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
-def test_save_only_model_leaves_state_out(model_folder: str, tmp_path: Path) -> None:
+def test_save_only_model_leaves_state_out_and_a_resume_says_so(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_trainer(model_folder, tmp_path, save_only_model=True).train()
     assert (tmp_path / "checkpoint-6" / "model.safetensors").is_file()
     assert not (tmp_path / "checkpoint-6" / "state").exists()
     assert faults(tmp_path / "checkpoint-6") == []
+    resumed = make_trainer(model_folder, tmp_path, max_steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert "checkpoint-6 has no state of the optimizer" in caplog.text
 
 
 def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_path: Path) -> None:
@@ -265,6 +286,36 @@ def test_another_optimizer_is_refused(checkpoint: Path, model_folder: str, tmp_p
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
+@pytest.mark.parametrize("left", [{"progress.json"}, {"state"}, {"progress.json", "state", "trainer_state.json"}])
+def test_a_copy_that_was_broken_off_is_refused(
+    left: set[str], checkpoint: Path, model_folder: str, tmp_path: Path
+) -> None:
+    """The manifest is not there yet."""
+    for path in checkpoint.iterdir():
+        if path.name not in {*left, "model.safetensors", "config.json"}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(ValueError, match="is damaged: it has no manifest.json"):
+        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_model_is_no_checkpoint_to_go_on_from(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no trainer_state.json.*give it as the model"):
+        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=model_folder)
+
+
+def test_a_resume_that_is_another_run_says_so(
+    checkpoint: Path, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(model_folder, tmp_path / "same").train(resume_from_checkpoint=str(checkpoint))
+    assert "will not be the one" not in caplog.text
+    other = make_trainer(model_folder, tmp_path / "other", seed=1, per_device_train_batch_size=4)
+    other.train_dataset = other.train_dataset.select(range(40))
+    other.train(resume_from_checkpoint=str(checkpoint))
+    assert (
+        "not be the one that it is of: seed was 42 and is 1, the batch was 2 and is 4, train data was" in caplog.text
+    )
+
+
 def test_a_checkpoint_that_is_not_there_is_refused(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(model_folder, tmp_path / "out")
     with pytest.raises(ValueError, match="is no folder"):
@@ -294,7 +345,15 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) 
     by_name = make_trainer(model_folder, "memory://elsewhere")
     by_name.train(resume_from_checkpoint=f"{url}/checkpoint-4")
     assert torch.equal(by_name.model.score.weight, whole.model.score.weight)
-    assert not list(staged.glob("downloaded/checkpoint-*"))
+    assert not list(staged.glob("downloaded*/checkpoint-*"))
+
+
+def test_a_checkpoint_replaces_all_that_was_left_of_an_upload(model_folder: str) -> None:
+    url, files = "memory://bucket/left", fsspec.filesystem("memory")
+    left = "/bucket/left/checkpoint-2/state/host-00000-device-007.safetensors"
+    files.pipe_file(left, b"of a larger mesh")
+    make_trainer(model_folder, url, max_steps=2).train()
+    assert RemoteRun(url).checkpoints() == ["checkpoint-2"] and not files.exists(left)
 
 
 def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:

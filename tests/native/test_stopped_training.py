@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
+from transformers import TrainerCallback
 
 from trl_tpu.cli import main as command
 from trl_tpu.training import stops
@@ -25,6 +26,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = tiny.made_up_pairs(40)
     texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts, hidden=16, layers=1)
+
+
+DROPOUT = {"model_init_kwargs": {"attention_dropout": 0.5}, "packing": False}
 
 
 def note_in(checkpoint: str) -> Any:
@@ -43,6 +47,8 @@ def note_in(checkpoint: str) -> Any:
         ("on_prediction_step", 3, 3, {"eval_strategy": "epoch", "save_strategy": "epoch"}),
         ("on_step_begin", 5, 6, {"eval_strategy": "steps", "eval_steps": 3}),
         ("on_train_begin", 0, 1, {}),
+        ("on_step_begin", 1, 2, {"eval_strategy": "steps", "eval_steps": 2, **DROPOUT}),
+        ("on_prediction_step", 2, 2, {"eval_strategy": "steps", "eval_steps": 2, **DROPOUT}),
     ],
     ids=str,
 )
@@ -68,6 +74,41 @@ def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
     assert resumed.state.best_metric == whole.state.best_metric
     for name, weight in whole.model.state_dict().items():
         assert weight.equal(resumed.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_sigterm_in_an_evaluation_that_is_made_up_for_leaves_all_as_it_was(
+    stays: bool, model: str, tmp_path: Path
+) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "logging_steps": 4}
+    whole = make_trainer(model, tmp_path / "whole", **settings)
+    whole.train()
+    with pytest.raises(Unfinished) as first:
+        make_trainer(model, tmp_path / "stopped", At("on_step_begin", 2, sigterm), **settings).train()
+    moved = Path(first.value.checkpoint).rename(tmp_path / "moved")
+    checkpoint = str(moved.rename(first.value.checkpoint) if stays else moved)
+    again = make_trainer(model, tmp_path / "stopped", At("on_prediction_step", 3, sigterm), **settings)
+    with pytest.raises(Unfinished) as second:
+        again.train(resume_from_checkpoint=checkpoint)
+    assert (second.value.code, second.value.checkpoint, again.state.global_step) == (UNFINISHED, checkpoint, 3)
+    resumed = make_trainer(model, tmp_path / "stopped", **settings)
+    resumed.train(resume_from_checkpoint=second.value.checkpoint)
+    assert logged(resumed) == logged(whole)
+
+
+def test_a_callback_that_stops_after_an_evaluation_that_is_made_up_for_stops_before_another_step(
+    model: str, tmp_path: Path
+) -> None:
+    class Stop(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = True
+
+    settings = {"eval_strategy": "steps", "eval_steps": 2}
+    with pytest.raises(Unfinished):
+        make_trainer(model, tmp_path, At("on_step_begin", 1, sigterm), **settings).train()
+    resumed = make_trainer(model, tmp_path, Stop(), **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "steps", "epoch", "best"])

@@ -15,12 +15,16 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "window", "softcap"), [(512, 128, None, None), (200, 64, 7, None), (130, 16, 40, 2.0)]
+    ("length", "size", "window", "softcap"),
+    [(512, 128, None, None), (200, 64, 7, None), (130, 16, 40, 2.0), (640, 16, None, None), (640, 16, 200, None)],
 )
 def test_splash_attention_equals_plain_attention(
     length: int, size: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs and gradients, with segments, grouped heads, and lengths and heads that are padded."""
+    """Outputs that are needed, and gradients, with segments, grouped heads, and lengths and heads that are padded.
+
+    640 columns are five blocks, of which those are left out that no segment joins, or whose queries are not needed.
+    """
     runtime.current().start()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -32,12 +36,56 @@ def test_splash_attention_equals_plain_attention(
     torch.manual_seed(0)
     q, k, v, weight = (torch.randn(2, heads, length, size) for heads in (4, 2, 2, 4))
     segment = torch.randint(0, 4, (2, length), dtype=torch.int32).sort(-1).values
+    needed = torch.ones(2, length, dtype=torch.bool)
+    needed[0, : length // 2] = needed[1, length // 3 :] = False
+    weight = weight * needed[:, None, :, None]
 
     def outputs_and_gradients(kernel: object, device: str) -> list[torch.Tensor]:
         leaves = [tensor.to(device).requires_grad_() for tensor in (q, k, v)]
-        output = kernel(*leaves, segment.to(device), size**-0.5, window, softcap)  # type: ignore[operator]
+        places = segment.to(device), size**-0.5, window, softcap, needed.to(device)
+        output = kernel(*leaves, *places) * needed.to(device)[:, None, :, None]  # type: ignore[operator]
         return [output, *torch.autograd.grad((output * weight.to(device)).sum(), leaves)]
 
     found = runtime.current().fetch(outputs_and_gradients(splash.splash_attention, "xla"))
     for ours, theirs in zip(found, outputs_and_gradients(segment_attention, "cpu"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+def test_blocks_are_run_where_a_needed_query_sees_a_key_and_nowhere_else() -> None:
+    """Dialogues one after the other, then padding, of which none is needed."""
+    runtime.current().start()
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    from trl_tpu.runtime.splash_blocks import meeting_blocks, with_blocks
+
+    block, length, window = 128, 1024, 300
+    ends = np.array([[100, 420, 700, 1024], [384, 385, 900, 900]])
+    columns = np.arange(length)
+    segment_BL = (ends[:, None] <= columns[:, None]).sum(-1) + 1
+    segment_BL[1, 900:] = 0
+    needed_BL = (segment_BL != 2) & (segment_BL > 0) & (columns % 512 > 60)
+    sees_LL = (columns <= columns[:, None]) & (columns > columns[:, None] - window)
+    sees_BLL = needed_BL[:, :, None] & (segment_BL[:, :, None] == segment_BL[:, None]) & sees_LL
+    blocks = length // block
+    expected_BNN = sees_BLL.reshape(2, blocks, block, blocks, block).any((2, 4))
+
+    mask = splash_attention_mask.LocalMask((length, length), (window - 1, 0), 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask]),
+        block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
+        head_shards=1,
+        q_seq_shards=1,
+    )
+    meets = meeting_blocks(jnp.asarray(segment_BL, jnp.int32), jnp.asarray(needed_BL), block)
+    lists = with_blocks(kernel, meets)
+    for info, is_turned in ((lists.fwd_mask_info, False), (lists.dq_mask_info, False), (lists.dkv_mask_info, True)):
+        others, kinds = (np.asarray(each[0]).T if is_turned else np.asarray(each[0]) for each in info[:3:2])
+        found_BNN = np.zeros((2, blocks, blocks), bool)
+        for own, place in np.argwhere(kinds > 0):
+            row, other = divmod(others[own, place], blocks)
+            assert row == own // blocks
+            found_BNN[row, own % blocks, other] = True
+        np.testing.assert_array_equal(found_BNN.swapaxes(1, 2) if is_turned else found_BNN, expected_BNN)

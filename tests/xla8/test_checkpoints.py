@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import killed_runs
 import pytest
 import tiny
 import torch
@@ -119,6 +120,13 @@ def test_elsewhere_resumes_to_rounding(
     weights = whole.runtime.to_host(dict(whole.model.named_parameters()))
     for name, total in found["sums"].items():
         assert total == pytest.approx(weights[name].double().abs().sum().item(), rel=1e-4), name
+
+
+def test_killed_runs_on_a_mesh_resume_to_the_bit(tmp_path: Path) -> None:
+    """The first kill is in a save. Twenty-five of them, `tests/killed_runs.py`, take a quarter of an hour."""
+    settings = {"mesh": "fsdp=4,tensor=2", "per_device_train_batch_size": 1, "max_shapes": 1}
+    report = killed_runs.report(tmp_path, 2, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, **settings)
+    assert report["kills"] == 2 and report["saves_hit"] >= 1, report
 
 
 def _logs(history: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -38,6 +38,11 @@ class ExpandedRows(NamedTuple):
         """The segments of the expanded rows."""
         return self.segment_R2L.flatten(0, 1)
 
+    @property
+    def needed_2RL(self) -> torch.Tensor:
+        """The places whose outputs are taken: one of each token's copies."""
+        return self.home_R2L.flatten(0, 1) >= 0
+
     @staticmethod
     def _as_rows(x_RNHD: torch.Tensor) -> torch.Tensor:
         return x_RNHD.unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)

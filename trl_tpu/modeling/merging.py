@@ -16,14 +16,14 @@ _WRAPPED = re.compile(r"(base_layer|original_module|token_adapter|modules_to_sav
 
 
 class Merger:
-    """Merges a base model's weights, as they come, with adapters, in float32, and hands on the results.
+    """Merges a base model's weights, as they come, with adapters, in float32, and hands on the results and the rest.
 
     A module's weights wait for each other; then peft itself merges the module, whatever its kind of adapter.
 
     Args:
         adapted: The model with its adapters: these are in memory, the base is on the meta device.
         plain: The model without adapters, on the meta device.
-        put: Gets each tensor of the merged model, in float32.
+        put: Gets each tensor of the merged model: in float32 if it was merged, else as it came.
     """
 
     def __init__(self, adapted: Any, plain: PreTrainedModel, put: Put) -> None:
@@ -53,7 +53,7 @@ class Merger:
         path = self._path_of.get(name)
         if path is None:
             self._check(name, tensor)
-            self._put(name, tensor.float())
+            self._put(name, tensor)
             self._done.add(name)
             return
         module = self._modules[path]

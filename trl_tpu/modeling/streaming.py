@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from transformers import modeling_utils
 
 #: Given the model, a parameter's name and its value on the host: the value on the device.
 Place = Callable[[Any, str, torch.Tensor], torch.Tensor]
@@ -51,12 +53,49 @@ def placing(place: Place) -> Iterator[None]:
     # transformers would otherwise read ahead in threads, as fast as it can
     before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    setattr(modeling_utils, "safe_open", _Unmapped)  # noqa: B010  # typed as a class
     try:
         yield
     finally:
+        setattr(modeling_utils, "safe_open", safe_open)  # noqa: B010
         for hook in hooks:
             hook.remove()
         if before is None:
             del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
         else:
             os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+
+
+class _Unmapped:
+    """An open file of which each tensor is read when it is asked for; transformers does that on Windows alone.
+
+    Elsewhere it maps all files until the end, and what was read of them stays in the process's resident memory.
+    """
+
+    def __init__(self, path: Any, **options: Any) -> None:
+        self._file = safe_open(path, **options | {"backend": "pread"})
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_slice(self, name: str) -> "_Whole":
+        return _Whole(self._file, name)
+
+    def __enter__(self) -> "_Unmapped":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+
+class _Whole:
+    """A tensor in a file that is read as a whole, for which safetensors takes half the memory that a slice takes."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._file.get_tensor(self._name)[index]
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._file.get_slice(self._name), attribute)

@@ -1,6 +1,6 @@
 """Read from compiled HLO what a chip computes and what it moves to and from its memory, loops turn by turn.
 
-libtpu's own analysis counts the body of a loop once, and nothing of kernels.
+libtpu's own analysis counts the body of a loop once. What kernels compute, neither says: see `blocks`.
 """
 
 import re
@@ -10,19 +10,18 @@ from math import prod
 from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses, read_computations
 from .loops import runs_of
 
-#: Products of a block of queries with a block of keys that each of jax's splash attention kernels takes.
-_SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3}
-
-_SPLASH = re.compile(r"splash_mha_(fwd|dkv|dq)\w*?_block_kv\w*?_(\d+)_.*?block_q\w*?_(\d+)_")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
-_ON_CHIP = re.compile(r"\{[^{}]*S\([1-9]\d*\)[^{}]*\}")  # a layout in a memory on the chip itself
+_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^{}]*\})?")  # with its layout
+_ON_CHIP = re.compile(r"S\([1-9]\d*\)")  # in a layout: in a memory on the chip itself
+# what goes through an instruction untouched, such as what it gathers beside its own work: "{1}: (0, {})"
+_PASSED_ON = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
 _VIEWS = ("parameter", "bitcast", "tuple", "get-tuple-element", "constant", "while", "conditional", "call")
 _WAITS = ("-done", "-update")
 
 
 def flops_of(hlo: str) -> float:
-    """Operations of matrix products, two for each multiply-add, of one execution on one chip, kernels among them."""
+    """Operations of matrix products, two for each multiply-add, of one execution on one chip, without kernels."""
     computations = read_computations(hlo)
     runs = runs_of(computations)
     return sum(
@@ -40,8 +39,6 @@ def _flops(each: Instruction, around: Computation) -> float:
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.rest)
         dims = [int(dim) for dim in contracted[1].split(",") if dim] if contracted else []
         return 2.0 * prod(result) * prod(first[dim] for dim in dims)
-    if each.operation == "custom-call" and "tpu_custom_call" in each.rest:
-        return _of_kernel(each, around)
     return 0.0
 
 
@@ -83,21 +80,6 @@ def _meetings(size: int, window: int, results: int, settings: Mapping[str, str])
     return count
 
 
-def _of_kernel(each: Instruction, around: Computation) -> float:
-    """Of jax's splash attention, whose name says its blocks, and whose first operand has a place for each that is
-    computed: causal, so that of the first queries' places some stay empty. 0 of other kernels."""
-    named = _SPLASH.search(each.name)
-    if named is None:
-        return 0.0
-    keys, queries = int(named[2]), int(named[3])
-    operands = [arrays_of(around.instructions[name].shape) for name in each.operands]
-    shapes = [arrays[0][1] for arrays in operands if arrays]
-    rows, heads, length, size = next(shape for shape in shapes if len(shape) == 4)
-    across = min(shapes[0][-2:])
-    blocks = sum(min(block + 1, across) for block in range(length // queries))
-    return 2.0 * rows * heads * blocks * queries * keys * size * _SPLASH_PRODUCTS[named[1]]
-
-
 def memory_traffic(hlo: str) -> float:
     """Bytes that one execution reads from a chip's memory and writes to it.
 
@@ -124,26 +106,48 @@ def memory_traffic(hlo: str) -> float:
 def _moved(each: Instruction, around: Computation, computations: Mapping[str, Computation]) -> Iterator[int]:
     if each.operation in _VIEWS or each.operation.endswith(_WAITS):
         return
-    fused = computations.get(each.attribute("calls")) if each.operation == "fusion" else None
+    if each.operation.endswith("slice-start"):
+        yield from _slice_moved(each.shape)
+        return
     if each.operation.endswith("-start"):  # its shape repeats its operand
         yield 2 * _stored(around.instructions[each.operands[0]].shape) if each.operands else 0
         return
+    fused = computations.get(each.attribute("calls")) if each.operation == "fusion" else None
+    passed = {int(operand): result for result, operand in _PASSED_ON.findall(each.rest)}
     for place, name in enumerate(each.operands):
         operand = around.instructions.get(name)
-        if operand is None or operand.operation == "constant":
+        if operand is None or operand.operation == "constant" or place in passed:
             continue
         whole = _stored(operand.shape)
         part = _slice_of(fused, place) if fused is not None else _slice_here(each, place)
         yield whole if part is None else min(part, whole)
-    replaced = _replaced(fused.root, fused) if fused is not None else _replaced(each, around)
-    written = _stored(each.shape)
-    yield written if replaced is None else min(replaced, written)
+    roots = _roots(fused) if fused is not None else [each]
+    for place, text in enumerate(_ARRAY.findall(each.shape)):
+        if {str(place), ""} & set(passed.values()):  # "" is the only result
+            continue
+        replaced = _replaced(roots[place], fused or around) if place < len(roots) else None
+        yield _stored(text) if replaced is None else min(replaced, _stored(text))
+
+
+def _roots(fused: Computation) -> list[Instruction]:
+    """What a fusion returns, one by one."""
+    if fused.root.operation != "tuple":
+        return [fused.root]
+    return [fused.instructions[name] for name in fused.root.operands]
+
+
+def _slice_moved(shape: str) -> Iterator[int]:
+    """Of the start of an asynchronous slice, whose shape is its operands, its result, and more."""
+    after = shape.removeprefix("(")[len(in_parentheses(shape.removeprefix("("))) :]
+    result = _ARRAY.search(after)
+    if result is not None:
+        yield _size(result[0])
+        yield _stored(result[0])
 
 
 def _stored(shape: str) -> int:
     """Bytes of the arrays in ``shape`` that are in the chip's large memory."""
-    kept = re.sub(r"\w+\[[\d,]*\]" + _ON_CHIP.pattern, "", shape)
-    return sum(bytes_of(dtype, sizes) for dtype, sizes in arrays_of(kept))
+    return sum(_size(text) for text in _ARRAY.findall(shape) if not _ON_CHIP.search(text))
 
 
 def _size(shape: str) -> int:

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from .analytic import Flops, count_flops
+from .blocks import kernel_flops
 from .case import Case
 from .memory import Memory, least_memory
 from .program import CompiledProgram
@@ -70,6 +71,11 @@ class Report:
     @cached_property
     def times(self) -> Roofline:
         return compiled_roofline(self.case, self.program)
+
+    @property
+    def flops_compiled(self) -> float:
+        """Operations of a pass over all chips: of the program's products, and of its kernels for these pairs."""
+        return self.program.flops * self.case.topology.chips + kernel_flops(self.case)
 
     @property
     def peak(self) -> int:
@@ -155,7 +161,8 @@ class Report:
             "state_bytes": self.least.weights + self.least.optimizer,
             "updated_bytes": self.updated,
             "aliased_bytes": self.program.aliased,
-            "flops_compiled": self.program.flops * chips,
+            "flops_compiled": self.flops_compiled,
+            "flops_kernels": kernel_flops(case),
             "flops_needed": self.flops.useful,
             "flops_with_remat": self.flops.with_remat,
             "flops_compiled_per_pair": self.program.flops * chips / case.pairs,

@@ -71,7 +71,7 @@ def _memory(report: Report) -> str:
 
 def _work(report: Report) -> str:
     case, flops = report.case, report.flops
-    compiled = report.program.flops * case.topology.chips
+    compiled = report.flops_compiled
     counted = {"needed": flops.useful, "with remat": flops.with_remat, "compiled": compiled}
     why = {
         "needed": "by formula",

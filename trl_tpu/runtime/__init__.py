@@ -123,6 +123,7 @@ class Runtime(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        needed_BL: torch.Tensor | None,
     ) -> torch.Tensor:
         """Causal attention within segments by the device's best kernel, equal to `kernels.segment_attention`."""
 

@@ -63,6 +63,7 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    needed_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention within the segments of each row, [B, H, L, D].
 
@@ -72,6 +73,8 @@ def segment_attention(
         scale: Of the logits.
         window: How many tokens a token sees, itself among them, counted in columns; None for all.
         softcap: The bound that tanh puts on the logits; None for none.
+        needed_BL: Queries whose outputs count; of the others a kernel may return any numbers. None for all. Here all
+            are computed.
     """
     column = torch.arange(segment_BL.shape[1], device=segment_BL.device)
     before_LL = column[:, None] - column[None, :]

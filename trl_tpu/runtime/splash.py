@@ -35,10 +35,12 @@ def splash_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    needed_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`kernels.segment_attention` in memory linear in L; blocks above the diagonal or outside the window cost nothing.
+    """`kernels.segment_attention` in memory linear in L.
 
-    Rows whose length is a multiple of 512 are computed without waste.
+    Blocks of queries and keys that no segment has in common cost nothing, nor do those above the diagonal, outside the
+    window, or of queries that are not needed. Rows whose length is a multiple of 512 are computed without waste.
     """
     length, size = q_BHLD.shape[2], v_BGLD.shape[-1]
     columns = -length % _LANES
@@ -47,7 +49,9 @@ def splash_attention(
         pad(tensor, (0, -tensor.shape[-1] % _LANES, 0, columns)).contiguous() for tensor in (q_BHLD, k_BGLD, v_BGLD)
     )
     segment = pad(segment_BL, (0, columns), value=-1).int()
-    return _Splash.apply(q, k, v, segment, scale, window, softcap)[:, :, :length, :size]
+    needed = torch.ones_like(segment_BL) if needed_BL is None else needed_BL
+    needed = pad(needed.int(), (0, columns))
+    return _Splash.apply(q, k, v, segment, needed, scale, window, softcap)[:, :, :length, :size]
 
 
 class _Splash(torch.autograd.Function):
@@ -61,7 +65,7 @@ class _Splash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (*ctx.gradients([gradient.contiguous(), *ctx.saved_tensors]), None, None, None, None)
+        return (*ctx.gradients([gradient.contiguous(), *ctx.saved_tensors]), *(None,) * 5)
 
 
 Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -77,8 +81,8 @@ def _programs(
 
     pullback: list[Any] = []
 
-    def forward(q: Any, k: Any, v: Any, segment: Any) -> tuple[Any, ...]:
-        output, pull = jax.vjp(lambda q, k, v: _attend(q * scale, k, v, segment, window, softcap), q, k, v)
+    def forward(q: Any, k: Any, v: Any, segment: Any, needed: Any) -> tuple[Any, ...]:
+        output, pull = jax.vjp(lambda q, k, v: _attend(q * scale, k, v, segment, needed, window, softcap), q, k, v)
         residuals, structure = jax.tree.flatten(pull)
         pullback[:] = [structure]
         return output, *residuals
@@ -90,12 +94,14 @@ def _programs(
     return _lowered(forward, inputs), _lowered(backward, outputs)
 
 
-def _attend(q: Any, k: Any, v: Any, segment: Any, window: int | None, softcap: float | None) -> Any:
-    """The kernel, in jax."""
-    import jax
+def _attend(q: Any, k: Any, v: Any, segment: Any, needed: Any, window: int | None, softcap: float | None) -> Any:
+    """The kernel, in jax, on rows put end to end."""
+    import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    heads, length = q.shape[1], q.shape[2]
+    from .splash_blocks import meeting_blocks, with_blocks
+
+    rows, heads, length, _ = q.shape
     shape = (length, length)
     mask = (
         splash_attention_mask.CausalMask(shape)
@@ -111,7 +117,13 @@ def _attend(q: Any, k: Any, v: Any, segment: Any, window: int | None, softcap: f
         head_shards=1,
         q_seq_shards=1,
     )
-    return jax.vmap(kernel)(q, k, v, splash_attention_kernel.SegmentIds(segment, segment))
+
+    meets = meeting_blocks(segment, needed > 0, block)
+    q, k, v = (jnp.swapaxes(each, 0, 1).reshape(each.shape[1], rows * length, -1) for each in (q, k, v))
+    segments = splash_attention_kernel.SegmentIds(segment.ravel(), segment.ravel())
+    output = with_blocks(kernel, meets)(q, k, v, segments)
+    output = jnp.where(jnp.repeat(meets.any(2).ravel(), block)[:, None], output, 0)
+    return jnp.swapaxes(output.reshape(heads, rows, length, -1), 0, 1)
 
 
 def _lowered(function: Callable[..., Any], inputs: Sequence[Any]) -> Program:

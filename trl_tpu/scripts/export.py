@@ -19,7 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Write the model in a checkpoint to a new folder, as from_pretrained reads it.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", help="Folder of a checkpoint, of a saved model or of saved adapters.")
+    parser.add_argument("checkpoint", help="Folder or URL of a checkpoint, of a saved model or of saved adapters.")
     parser.add_argument(
         "out", nargs="?", help="New folder; left out, the folder CHECKPOINT, an earlier export, is pushed as it is."
     )

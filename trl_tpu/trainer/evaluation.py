@@ -95,11 +95,11 @@ class PairEvaluation(PairBatching):
         losses_N, rewards_N2, predictions_N, pairs_of_batch = collected.fetch(self.runtime)
         if self.compute_metrics is not None and not self.args.batch_eval_metrics:
             metrics = self.compute_metrics(self._prediction(losses_N, predictions_N))
-        counted = on_host(self.runtime.fetch(self.reward_metrics.device_sums)).tokens + self.reward_metrics.num_tokens
+        open_sums, _ = self._over_processes(on_host(self.runtime.fetch(self.reward_metrics.device_sums)), 0.0)
         own = {"loss": float(losses_N.mean())} if len(losses_N) else {}
-        own |= {"num_tokens": counted, **sums_of(rewards_N2).metrics()}
-        # what is stopped, saved or kept because of a metric has to be the same on every host
-        metrics = self.runtime.from_everyone(denumpify_detensorize(own | metrics))[0]
+        own |= {"num_tokens": self.reward_metrics.num_tokens + open_sums.tokens, **sums_of(rewards_N2).metrics()}
+        # what is stopped, saved or kept because of a metric has to be the same in every process
+        metrics = self._from_everyone(denumpify_detensorize(own | metrics))[0]
         prefix = f"{metric_key_prefix}_"
         named = {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
         labels_N = np.zeros(len(rewards_N2), dtype=np.int64)

@@ -13,6 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
+
+from .checkpoint import PROGRESS_FILE, STATE_FOLDER
+
 MANIFEST_FILE = "manifest.json"
 # beside the checkpoints, since a rename within one file system is atomic; and uploads leave out what begins so
 ASIDE_FOLDER = "_unfinished"
@@ -49,6 +54,24 @@ def publish(aside: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) ->
     aside.rename(final)
     _flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def surplus_checkpoints(output_dir: Path, limit: int | None, best: str | None) -> list[Path]:
+    """The checkpoints to delete so that ``limit`` are left, the oldest first; never the newest, nor the best one.
+
+    By age, as in transformers: a folder may have checkpoints of an earlier run, with larger numbers.
+    """
+    found = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
+    kept = {found[-1], Path(best)} if found and best is not None else set(found[-1:])
+    deletable = [path for path in found if path not in kept]
+    return deletable[: max(len(found) - max(limit, len(kept)), 0)] if limit is not None and limit > 0 else []
+
+
+def retire(folder: Path, aside: Path) -> None:
+    """Delete a checkpoint, invisible first: a kill leaves no folder with some of its files, and with a new date."""
+    retired = aside / f"{folder.name}.retired"
+    folder.rename(retired)
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -108,14 +131,20 @@ def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = fault
     """Refuse a damaged checkpoint that was asked for by name; one of another trainer has no manifest and may pass.
 
     Raises:
-        ValueError: There is none, or its files are not those of its manifest.
+        ValueError: There is none, or its files are not those of its manifest; one of ours has to have one.
     """
     if not Path(folder).is_dir():
         raise ValueError(
             f"resume_from_checkpoint={str(folder)!r} is no folder. Give the folder of a checkpoint, or True for the "
             "newest good one of output_dir."
         )
-    if not (Path(folder) / MANIFEST_FILE).exists():
+    ours = any(Path(folder, name).exists() for name in (MANIFEST_FILE, PROGRESS_FILE, STATE_FOLDER))
+    if not ours and not Path(folder, TRAINER_STATE_NAME).is_file():
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} has no {TRAINER_STATE_NAME}, so it is no checkpoint to go on "
+            "from. To start from its weights, give it as the model."
+        )
+    if not ours:
         logger.warning("The checkpoint %s has no %s, so its files cannot be checked.", folder, MANIFEST_FILE)
     elif wrong := examine(Path(folder)):
         raise ValueError(

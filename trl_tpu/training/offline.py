@@ -16,6 +16,7 @@ from ..modeling.load import load_model
 from ..modeling.merging import Merger
 from .export import ModelWriter, shape_of
 from .manifest import MANIFEST_FILE, faults
+from .remote import is_url, local_copy
 from .stored import Stored, StoredFiles, stored_weights
 from .weight_files import ADAPTER_FILE, MODEL_FILE, WeightFiles
 
@@ -42,7 +43,8 @@ def export_checkpoint(
     The folder appears when it is complete.
 
     Args:
-        checkpoint: A checkpoint of this trainer or of transformers', or the folder of a saved model or of adapters.
+        checkpoint: A checkpoint of this trainer or of transformers', or the folder of a saved model or of adapters; at
+            a URL of fsspec's (`gs://...`) it is copied to below TMPDIR first.
         out: The new folder.
         merge: Whether to merge adapters into their base model.
         base: Folder or Hub id of that base model; the one that the adapters name when None.
@@ -54,30 +56,38 @@ def export_checkpoint(
         ValueError: The checkpoint is damaged, has no weights in safetensors, or lacks some; `out` exists; `merge` or
             `base` do not fit what the checkpoint is.
     """
-    checkpoint, out = Path(checkpoint), Path(out)
-    adapters = (checkpoint / ADAPTER_CONFIG).is_file()
-    _check(checkpoint, out, merge, base, adapters)
+    out = _new_folder(out)
     aside = out.with_name(f".{out.name}.unfinished")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        if not adapters:
-            _write_model(checkpoint, aside, dtype, max_shard_size, trust_remote_code)
-        elif merge:
-            _write_merged(checkpoint, aside, base, dtype, max_shard_size, trust_remote_code)
-        else:
-            _write_adapters(checkpoint, aside, base, dtype, trust_remote_code)
-        _copy_companions(checkpoint, aside)
-        os.replace(aside, out)  # also over an empty folder
-    finally:
+    with local_copy(checkpoint) as folder:
+        adapters = (folder / ADAPTER_CONFIG).is_file()
+        _check(folder, merge, base, adapters)
         shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            if not adapters:
+                _write_model(folder, aside, dtype, max_shard_size, trust_remote_code)
+            elif merge:
+                _write_merged(folder, aside, base, dtype, max_shard_size, trust_remote_code)
+            else:
+                _write_adapters(folder, aside, base, dtype, trust_remote_code)
+            _copy_companions(folder, aside)
+            os.replace(aside, out)  # also over an empty folder
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
-def _check(checkpoint: Path, out: Path, merge: bool, base: str | None, adapters: bool) -> None:
-    if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
+def _new_folder(out: str | Path) -> Path:
+    if is_url(str(out)):
+        raise ValueError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
+    out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
+    return out
+
+
+def _check(checkpoint: Path, merge: bool, base: str | None, adapters: bool) -> None:
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
     if merge and not adapters:
         raise ValueError(f"There is nothing to merge: {checkpoint} has no {ADAPTER_CONFIG}. Leave `--merge` out.")
     if base is not None and not adapters:

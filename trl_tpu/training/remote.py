@@ -7,7 +7,8 @@ invisible before. Files pass through a folder on the host's own disk.
 import hashlib
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -27,16 +28,33 @@ def staging_folder(url: str) -> str:
     return str(Path(tempfile.gettempdir(), "trl-tpu", hashlib.sha256(url.encode()).hexdigest()[:16]))
 
 
+@contextmanager
+def local_copy(folder: str | Path) -> Iterator[Path]:
+    """A folder of this machine as it is; of one at a URL a copy below TMPDIR, removed on leaving.
+
+    Raises:
+        ValueError: There is nothing at the URL.
+    """
+    if not is_url(str(folder)):
+        yield Path(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="trl-tpu-") as place:
+        yield RemoteRun(url := str(folder)).get("", Path(place, url.rstrip("/").rpartition("/")[2]))
+
+
 class RemoteRun:
     """The files of a run at a URL.
 
     Raises:
-        ImportError, ValueError: fsspec knows no such protocol, or needs a package for it.
+        ValueError: fsspec knows no such protocol, or needs a package for it.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._files, self._root = fsspec.core.url_to_fs(self.url)
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"{url} cannot be opened: {error}.") from error
 
     def checkpoints(self) -> list[str]:
         """The names of complete checkpoints, of the last step first."""
@@ -53,11 +71,17 @@ class RemoteRun:
             self._files.put_file(str(folder / name), target)
 
     def get(self, name: str, folder: Path) -> Path:
-        """Download the checkpoint ``name`` to below ``folder``."""
+        """Download what is below ``name``, or all if that is empty, to below ``folder``.
+
+        Raises:
+            ValueError: There is nothing.
+        """
         (target := folder / name).mkdir(parents=True, exist_ok=True)
-        beginning = f"{self._root}/{name}/"
-        for path in self._files.find(beginning):
-            own = target / path.rsplit(f"/{name}/", 1)[1]
+        beginning = "/".join(filter(None, (self._root, name))) + "/"
+        if not (paths := self._files.find(beginning)):
+            raise ValueError(f"There is nothing at {'/'.join(filter(None, (self.url, name)))}.")
+        for path in paths:
+            own = target / path.removeprefix(beginning)
             own.parent.mkdir(parents=True, exist_ok=True)
             self._files.get_file(path, str(own))
         return target

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME
 
 from ..parallel.hosts import Host
-from ..runtime import Runtime
+from ..runtime import Runtime, Value
 from .checkpoint import (
     STATE_FOLDER,
     read_optimizer,
@@ -24,7 +26,7 @@ from .checkpoint import (
     read_weights,
 )
 from .manifest import check_given, checkpoints_in, faults, newest_good
-from .metrics import RewardMetrics
+from .metrics import RewardMetrics, RewardSums
 from .remote import RemoteRun, is_url, staging_folder
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ class ResumingTrainer(Trainer):
     optimizer: Optimizer
     lr_scheduler: LambdaLR  # as transformers types it; any scheduler
     remote: RemoteRun | None = None  # where the run's files are kept, if that is a URL
+    _resumed_from: str | None = None  # the checkpoint, where it is kept
     _download: Path | None = None  # the copy of a checkpoint from a URL
     _progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
 
@@ -54,6 +57,19 @@ class ResumingTrainer(Trainer):
         return self.remote is None and not self.args.save_on_each_node
 
     @property
+    def _process(self) -> tuple[int, int]:
+        """Which this process is, and of how many: one a host on a mesh, or one of accelerate's."""
+        several = self.accelerator.num_processes > 1
+        host = self.host
+        return (
+            (self.accelerator.process_index, self.accelerator.num_processes) if several else (host.index, host.count)
+        )
+
+    def _from_everyone(self, value: Value) -> list[Value]:
+        """What every process has given; all take part."""
+        return gather_object([value]) if self.accelerator.num_processes > 1 else self.runtime.from_everyone(value)
+
+    @property
     def _torch_optimizer(self) -> Optimizer:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
@@ -61,6 +77,11 @@ class ResumingTrainer(Trainer):
     def _batch_layout(self) -> str:
         """In a word, how batches are laid out: what a resumed run must not change."""
         return "padded"
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        """What the pairs of each step depend on."""
+        return {}
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         """The folder of the checkpoint that ``resume_from_checkpoint`` means, whose files are whole.
@@ -83,6 +104,10 @@ class ResumingTrainer(Trainer):
                 f"{self._batch_layout}: the run would not go on to the bit. Resume with the `packing` it had, or "
                 "start from its weights: give its folder as the model."
             )
+        if self._progress is not None and (changed := _changed(self._progress["order"], self._order)):
+            logger.warning("Resuming from %s, but the run will not be the one that it is of: %s.", folder, changed)
+        newest = folder if self.remote is None else f"{self.remote.url}/{Path(folder).name}"
+        self._resumed_from = newest if asked is True else os.fspath(asked)
         return folder
 
     def _fetched(self, names: Iterable[str]) -> Iterator[Path]:
@@ -96,7 +121,7 @@ class ResumingTrainer(Trainer):
             return checkpoint
         url, _, name = checkpoint.rstrip("/").rpartition("/")
         self._drop_download()
-        self._download = Path(staging_folder(url), "downloaded", name)
+        self._download = Path(staging_folder(url), f"downloaded-{self.args.local_process_index}", name)
         self._drop_download()  # of an earlier run
         return str(RemoteRun(url).get(name, self._download.parent))
 
@@ -105,9 +130,15 @@ class ResumingTrainer(Trainer):
         if self._download is not None:
             shutil.rmtree(self._download, ignore_errors=True)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # resumed at the end: transformers would take a step more
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def _examine(self, folder: Path) -> list[str]:
-        own = faults(folder, (self.host.index, self.host.count) if self._shares_disk else (0, 1))
-        return [fault for said in self.runtime.from_everyone(own) for fault in said]
+        own = faults(folder, self._process if self._shares_disk else (0, 1))
+        return [fault for said in self._from_everyone(own) for fault in said]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if Path(resume_from_checkpoint, STATE_FOLDER).is_dir():
@@ -128,16 +159,32 @@ class ResumingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return None
+        if self._progress is None and self._keeps_state and not Path(checkpoint, OPTIMIZER_NAME).is_file():
+            logger.warning(
+                "The checkpoint %s has no state of the optimizer (was it saved with `save_only_model`?), so its "
+                "moments and the learning rate's schedule begin anew.",
+                checkpoint,
+            )
         if self._progress is not None and self._keeps_state:
             numbers = self._progress["optimizer"]
             read_optimizer(self._torch_optimizer, self.model, checkpoint, numbers, self.runtime)
             read_scheduler(self.lr_scheduler, checkpoint)
+            self._progress |= self._own_part(self._progress["processes"])
             self.reward_metrics.load_state_dict(self._progress["metrics"])
         elif self.runtime.name == "native":
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             read_torch_optimizer(self._torch_optimizer, self.lr_scheduler, checkpoint, self.runtime)
         return None
+
+    def _own_part(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """What this process had added up, or of another number of processes: all on the first, the loss on each."""
+        index, count = self.accelerator.process_index, self.accelerator.num_processes
+        if len(parts) == count:
+            return parts[index]
+        sums = [RewardSums(**part["metrics"]["open"]) for part in parts] if index == 0 else []
+        loss = sum(part["open_loss"] for part in parts) / len(parts)
+        return {"metrics": parts[0]["metrics"] | {"open": vars(sum(sums, RewardSums()))}, "open_loss": loss}
 
     def _resume_loss(self) -> None:
         """Go on adding up the loss where the checkpoint was between two logs."""
@@ -148,3 +195,8 @@ class ResumingTrainer(Trainer):
         self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume, as in transformers
         self._globalstep_last_logged = self._progress["logged_step"]
         self._progress = None
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    changed = [name for name in now if before.get(name) != now[name]]
+    return ", ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in changed)

@@ -20,7 +20,6 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
 
 from ..modeling.adapters import is_peft_model
 from ..modeling.stacked import by_layer, is_stacked
@@ -41,7 +40,9 @@ from .manifest import (
     digests,
     files_in,
     publish,
+    retire,
     seal,
+    surplus_checkpoints,
 )
 from .remote import RemoteRun, is_url, staging_folder
 from .resuming import ResumingTrainer
@@ -128,12 +129,13 @@ class SavingTrainer(ResumingTrainer):
             return super()._save_optimizer_and_scheduler(output_dir)
         self._save_under_way.state = trained_tensors(self.model) | optimizer_tensors(self._torch_optimizer, self.model)
         (open_loss,) = self.runtime.fetch([self._tr_loss])
+        own = {"metrics": self.reward_metrics.state_dict(), "open_loss": open_loss.sum().item()}
         progress = {
-            "metrics": self.reward_metrics.state_dict(),
-            "open_loss": open_loss.sum().item(),
+            "processes": gather_object([own]) if self.accelerator.num_processes > 1 else [own],
             "logged_step": self._globalstep_last_logged,
             "optimizer": optimizer_numbers(self._torch_optimizer, self.model),
             "batches": self._batch_layout,
+            "order": self._order,
         }
         if self.args.should_save:
             write_progress(output_dir, progress)
@@ -188,9 +190,7 @@ class SavingTrainer(ResumingTrainer):
     def _all_could(self, action: Callable[[], None], save: _Save) -> bool:
         """Whether every process could do its part; else the save has failed on all."""
         error = _error_of(action)
-        said = [error and str(error)]
-        said = gather_object(said) if self.accelerator.num_processes > 1 else self.runtime.from_everyone(said[0])
-        problem = next((fault for fault in said if fault), None)
+        problem = next((fault for fault in self._from_everyone(error and str(error)) if fault), None)
         if problem is not None:
             self.saves.fail(self._place_of(save), error or OSError(f"on another host: {problem}"))
             if self._writes_here:
@@ -205,6 +205,8 @@ class SavingTrainer(ResumingTrainer):
                 self._save(str(save.aside), self.runtime.assemble(save.weights))
             if save.state:
                 self.runtime.write(save.state, save.aside / STATE_FOLDER)
+            if self.remote is not None and self.args.should_save:
+                self.remote.delete(save.name)  # what a run on another mesh left there would be read with these files
             files = self._digests(save.aside)
             if self.remote is not None:
                 self.remote.put(save.aside, files_in(save.aside), save.name)
@@ -229,8 +231,8 @@ class SavingTrainer(ResumingTrainer):
             self.remote.rotate(limit, save.best and Path(save.best).name)
             return
         publish(save.aside, save.final, files)
-        folder = str(save.run_folder)
-        rotate_checkpoints(output_dir=folder, save_total_limit=limit, best_model_checkpoint=save.best, use_mtime=True)
+        for surplus in surplus_checkpoints(save.run_folder, limit, save.best):
+            retire(surplus, save.aside.parent)
 
     def _place_of(self, save: _Save) -> str:
         return str(save.final) if self.remote is None else f"{self.remote.url}/{save.name}"
@@ -280,8 +282,9 @@ class SavingTrainer(ResumingTrainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.saves.wait()
+        if self.accelerator.num_processes > 1:
+            self.accelerator.wait_for_everyone()  # launchers end all processes when one has ended
         result = super()._finalize_training(*args, **kwargs)
-        self._drop_download()
         if self.saves.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(self.saves.failed))
         return result

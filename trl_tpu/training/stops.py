@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.utils import logging
@@ -91,7 +92,7 @@ class StoppingTrainer(TogetherTrainer):
         super().__init__(*args, **kwargs)
         self.stopped_by: str | None = None
         self._told_to_stop = False
-        self._breaks_off_evaluation = False
+        self._breaks_off_evaluation = self._makes_up = False
         self._saved_step = -1
         self._started = self._last_save = time.monotonic()
         self._call: tuple[Any, ...] = ()
@@ -194,6 +195,8 @@ class StoppingTrainer(TogetherTrainer):
         try:
             super()._log_save_evaluate(*args, **kwargs)
         except _BrokenOff:
+            if self._makes_up:
+                raise
             self._stop(SIGTERM)
         finally:
             self._breaks_off_evaluation = False
@@ -207,20 +210,39 @@ class StoppingTrainer(TogetherTrainer):
     def _between_evaluated_batches(self) -> None:
         if not self._breaks_off_evaluation:
             return
-        if any(self.runtime.from_everyone(self._told_to_stop)):
+        if any(self._from_everyone(self._told_to_stop)):
             raise _BrokenOff
 
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave training's random numbers as they are, of which a loader takes one, wherever it is made up for."""
+        with torch.random.fork_rng(devices=[]):
+            return super()._evaluate(*args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        self._make_up()
+        if not self.control.should_training_stop:  # which a callback may have wished after that evaluation
+            super()._run_epoch(*args, **kwargs)
+
     def _make_up(self) -> None:
-        """Evaluate where the run that this one resumes was stopped, if it could not."""
+        """Evaluate where the run that this one resumes was stopped, if it could not.
+
+        Raises:
+            Unfinished: It is told to stop again; the checkpoint that it resumed from is all there is to keep.
+        """
         notes: Any = self.state.stateful_callbacks
         left = notes.pop(_NOTE, None)
         if left is None or not left["attributes"]["evaluation_due"] or self.args.eval_strategy == "no":
             return
         trial, ignore_keys = self._call
-        self.control.should_evaluate = True
-        self._maybe_log_save_evaluate(
-            self._tr_loss, None, self.model, trial, self.state.epoch, ignore_keys, start_time=time.time()
-        )
+        self.control.should_evaluate = self._makes_up = True
+        try:
+            self._maybe_log_save_evaluate(
+                self._tr_loss, None, self.model, trial, self.state.epoch, ignore_keys, start_time=time.time()
+            )
+        except _BrokenOff:
+            raise Unfinished(SIGTERM, str(self._resumed_from)) from None
+        finally:
+            self._makes_up = False
 
     # ---- after the last step
 
@@ -249,9 +271,6 @@ class _Edges(TrainerCallback):
 
     def __init__(self, trainer: StoppingTrainer) -> None:
         self._trainer = trainer
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer._make_up()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer._wish()

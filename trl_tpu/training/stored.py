@@ -48,9 +48,8 @@ class StoredFiles:
                     self._file_of[name] = path
 
     def read(self, name: str) -> torch.Tensor:
-        # opened for each: a file that stays open keeps what was read of it in memory
-        with safe_open(self._file_of[name], framework="pt") as stored:
-            return stored.get_tensor(name).clone()
+        with safe_open(self._file_of[name], framework="pt", backend="pread") as stored:  # not mapped into memory
+            return stored.get_tensor(name)
 
 
 class StoredState:
@@ -64,6 +63,9 @@ class StoredState:
             for name, saved in contents.state_dict_metadata.items()
             if isinstance(saved, TensorStorageMetadata) and name.startswith(_PREFIX)
         }
+        for name, saved in self._saved.items():
+            if sum(part.sizes.numel() for part in saved.chunks) != saved.size.numel():
+                raise ValueError(f"{folder} lacks parts of the weight {name}. A file of it is missing: copy it anew.")
         self.tensors = {
             name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
             for name, saved in self._saved.items()
@@ -76,7 +78,7 @@ class StoredState:
             file = self._file_of[MetadataIndex(_PREFIX + name, part.offsets)].relative_path
             ranges = zip(part.offsets, part.sizes, strict=True)
             place = tuple(slice(start, start + size) for start, size in ranges)
-            with safe_open(file, framework="pt") as stored:
+            with safe_open(file, framework="pt", backend="pread") as stored:
                 host[place].copy_(stored.get_tensor(_PREFIX + name))
         return host
 

@@ -32,7 +32,7 @@ class TogetherTrainer(SavingTrainer):
         self.host = Host(runtime.process_index(), runtime.process_count(), runtime.own_positions())
         self.wishes: dict[str, bool] = {}  # of subclasses, agreed upon as the loop's decisions are
         super().__init__(*args, **kwargs)
-        if self.host.count > 1:
+        if self._process[1] > 1:
             self._postponed = _Postponed()
             self.add_callback(self._postponed)
 
@@ -50,20 +50,28 @@ class TogetherTrainer(SavingTrainer):
         """
         if self.host.count > 1:
             check_alike(self.runtime.from_everyone(self._run(resume_from_checkpoint)))
+        if self._process[1] > 1:
             # stable: its turn comes after all other callbacks have wished
             self.callback_handler.callbacks.sort(key=lambda callback: callback is self._postponed)
-        return super().train(self._checkpoint_to_resume(resume_from_checkpoint), trial, ignore_keys_for_eval)
+        try:
+            return super().train(self._checkpoint_to_resume(resume_from_checkpoint), trial, ignore_keys_for_eval)
+        finally:
+            self._drop_download()
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        order: dict[str, Any] = {
+            name: getattr(self.args, name) for name in ("seed", "data_seed", "gradient_accumulation_steps")
+        }
+        order["the batch"] = self.args.train_batch_size * self.accelerator.num_processes
+        return order | {"train data": _digest(self.train_dataset)}
 
     def _run(self, resume: str | bool | None) -> dict[str, Any]:
         """What has to be the same on every host."""
         folder = get_last_checkpoint(str(self.args.output_dir)) if resume is True else resume
         state = Path(folder or "", "trainer_state.json")
-        run: dict[str, Any] = {
-            name: getattr(self.args, name)
-            for name in ("seed", "data_seed", "max_steps", "num_train_epochs", "gradient_accumulation_steps")
-        }
-        run |= {"mesh": str(self.mesh), "the batch": self.args.train_batch_size}
-        run |= {f"{name} data": _digest(getattr(self, f"{name}_dataset")) for name in ("train", "eval")}
+        run = self._order | {name: getattr(self.args, name) for name in ("max_steps", "num_train_epochs")}
+        run |= {"mesh": str(self.mesh), "eval data": _digest(self.eval_dataset)}
         run["the step to resume from"] = json.loads(state.read_text())["global_step"] if state.is_file() else None
         run["the checkpoints"] = sorted(path.name for path in Path(str(self.args.output_dir)).glob("checkpoint-*"))
         return run
@@ -80,11 +88,11 @@ class TogetherTrainer(SavingTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _agree(self) -> None:
-        """Let all hosts take the same decisions, whatever a callback on one of them has wished."""
-        if self.host.count == 1:
+        """Let all processes take the same decisions, whatever a callback on one of them has wished."""
+        if self._process[1] == 1:
             return
         own = {name: bool(getattr(self.control, name)) for name in _DECISIONS} | self._postponed.pop() | self.wishes
-        decided = dict(zip(own, agreed(self.runtime.from_everyone(tuple(own.values()))), strict=True))
+        decided = dict(zip(own, agreed(self._from_everyone(tuple(own.values()))), strict=True))
         for name in _DECISIONS:
             setattr(self.control, name, decided[name])
         self.wishes = {name: decided[name] for name in self.wishes}

@@ -1,0 +1,76 @@
+"""Two processes of plain torch, as torchrun starts them: python -m torch.distributed.run two_processes.py MODEL FOLDER
+
+Train without a stop; then with one, in the middle between two logs, after which training goes on from the checkpoint.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from stopping import At, sigterm
+from torch import nn
+from transformers import TrainerCallback
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.training.stops import Unfinished
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 6,
+    "logging_steps": 4,
+    "save_steps": 2,
+    "learning_rate": 1e-3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "load_best_model_at_end": False,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+def make_trainer(model: str, folder: Path, *callbacks: TrainerCallback, **settings: Any) -> RewardTrainer:
+    pairs = tiny.made_up_pairs(64)
+    args = RewardConfig(str(folder), **{"per_device_train_batch_size": 2} | SETTINGS | settings)
+    return RewardTrainer(
+        model, args, train_dataset=pairs, eval_dataset=pairs.select(range(16)), callbacks=list(callbacks)
+    )
+
+
+def logged(trainer: RewardTrainer) -> list[dict[str, float]]:
+    """What was logged of training and evaluation, without times."""
+    timed = ("_runtime", "_per_second")
+    logs = [{key: value for key, value in log.items() if not key.endswith(timed)} for log in trainer.state.log_history]
+    return [log for log in logs if "train_loss" not in log]
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def main(model: str, folder: Path) -> None:
+    whole = make_trainer(model, folder / "whole")
+    whole.train()
+    first = whole.args.process_index == 0
+    # the other process alone is told to stop, before an evaluation and, when that is made up for, within it
+    for stop in (At("on_step_begin", 2, sigterm), At("on_prediction_step", 3, sigterm)):
+        stopped = make_trainer(model, folder / "stopped", *([] if first else [stop]))
+        try:
+            stopped.train(resume_from_checkpoint=any(folder.glob("stopped/checkpoint-*")) or None)
+            raise AssertionError("SIGTERM was not heard")
+        except Unfinished as unfinished:
+            assert unfinished.checkpoint == str(folder / "stopped" / "checkpoint-3"), unfinished
+            assert (folder / "stopped" / "checkpoint-3" / "manifest.json").is_file()  # also where it is not written
+    resumed = make_trainer(model, folder / "stopped")
+    resumed.train(resume_from_checkpoint=True)
+    equal = all(map(torch.equal, weights(whole.model), weights(resumed.model)))
+    found = {"equal": equal, "whole": logged(whole), "resumed": logged(resumed)}
+    (folder / f"{whole.args.process_index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]))
