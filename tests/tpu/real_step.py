@@ -18,7 +18,7 @@ if __name__ == "__main__":
     from trl_tpu.preflight.trace_child import trainer_of
 
     request.model.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(request.model, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_config(request.model, dtype=getattr(torch, request.dtype))
     trainer = trainer_of(request, model)
     if request.what == "train":
         trainer.train()

@@ -5,13 +5,16 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ahead import AT_ONCE, asked_for
 from transformers import LlamaConfig
 
-from trl_tpu.preflight.trace import Rows, StepRequest, trace_programs
+from trl_tpu.preflight.trace import Rows, StepRequest, TracedProgram, pass_of, trace_programs
 
 CHIPS = 4
 CONFIG = {
@@ -34,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"batch": Rows(pairs=8, length=128, rows=4)},
     "padded, tensor parallel": {
         "batch": Rows(pairs=4, length=64),
+        "dtype": "bfloat16",
         "arguments": {"packing": "false", "mesh": "fsdp=2,tensor=2", "remat": "dots"},
     },
     "evaluation": {"batch": Rows(pairs=8, length=128, rows=4), "what": "evaluate"},
@@ -49,15 +53,37 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_traced_programs_are_those_of_a_real_trainer(name: str, tmp_path: Path) -> None:
+def request_of(name: str) -> StepRequest:
     case = dict(CASES[name])
-    batch, own, peft = case["batch"], case.pop("arguments", {}), case.pop("peft", None)
+    own, peft = case.pop("arguments", {}), case.pop("peft", None)
     sizes = {f"per_device_{each}_batch_size": 2 for each in ("train", "eval")}
-    request = StepRequest(LlamaConfig(**CONFIG), CHIPS, arguments=sizes | own, peft=peft and peft(), **case)
-    assert batch is request.batch
-    traced = trace_programs(request)
-    written = programs_of_a_real_run(request, tmp_path)
+    return StepRequest(LlamaConfig(**CONFIG), CHIPS, arguments=sizes | own, peft=peft and peft(), **case)
+
+
+Traced, Written = Future[tuple[TracedProgram, ...]], Future[list[bytes]]
+
+
+@pytest.fixture(scope="module")
+def programs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[str, tuple[Traced, Written]]]:
+    """What is traced, and what a real trainer runs."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            name: (
+                pool.submit(trace_programs, request_of(name)),
+                pool.submit(programs_of_a_real_run, request_of(name), tmp_path_factory.mktemp("run")),
+            )
+            for (name,) in asked_for(request, "name")
+        }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_traced_programs_are_those_of_a_real_trainer(
+    name: str, programs: Mapping[str, tuple[Traced, Written]]
+) -> None:
+    request = request_of(name)
+    traced, written = (each.result() for each in programs[name])
     assert len(traced) == (2 if "gradients" in name else 1)
     for program in traced:
         real = next((each for each in written if listing(each) == listing(program.hlo)), None)
@@ -65,6 +91,24 @@ def test_the_traced_programs_are_those_of_a_real_trainer(name: str, tmp_path: Pa
         assert layouts_of(real) == {number: each.sharding for number, each in enumerate(program.arguments)}
         assert donors_of(real) == [number for number, each in enumerate(program.arguments) if each.donated]
         assert bool(donors_of(real)) == (request.what == "train")
+
+
+@pytest.mark.parametrize("name", ["adapters, gradients that add up", "padded, tensor parallel"])
+def test_all_state_is_known_whichever_program_takes_it(
+    name: str, programs: Mapping[str, tuple[Traced, Written]]
+) -> None:
+    traced = programs[name][0].result()
+    step = pass_of(traced)
+    state, taken = step.state_per_chip(), step.bytes_per_chip()
+    changed = [each for program in traced for each in program.arguments if each.kind == "optimizer"]
+    trained = {each.name.partition(" of ")[2]: each.bytes_per_chip for each in changed if each.shape}
+    assert trained and sum(trained.values()) <= state["optimizer"] // 2 <= sum(trained.values()) + 4 * len(changed)
+    if len(traced) > 1:
+        assert state["gradient"] == sum(trained.values())
+        assert "batch" in taken and "optimizer" not in taken
+        assert sum(each.bytes_per_chip for each in step.beside) == state["optimizer"]
+    else:
+        assert step.beside == () and {each.dtype for each in step.arguments if each.kind == "weight"} == {"bfloat16"}
 
 
 def programs_of_a_real_run(request: StepRequest, folder: Path) -> list[bytes]:

@@ -1,23 +1,66 @@
 """The real TPU compiler takes the trainer's programs: chips of three generations, one to 256 of them."""
 
-from functools import cache
-from typing import Any
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-from transformers import LlamaConfig
+from ahead import AT_ONCE, asked_for
+from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from trl_tpu.preflight.analytic import count_flops, read_model
 from trl_tpu.preflight.compile import compile_for
+from trl_tpu.preflight.lengths import PairLengths
+from trl_tpu.preflight.program import CompiledProgram
 from trl_tpu.preflight.trace import Rows, StepRequest, TracedProgram, trace_step
 
 LENGTH = 256
-CONFIG = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+EXPANDED = {"packed_attention": "expanded"}
+PADDED = {"packing": "false"}
+ADAPTERS = {"adapters": True}
+SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "packed": (1, "train", EXPANDED),
+    "padded": (1, "train", PADDED | {"remat": "none"}),
+    "adapters, tensor parallel": (8, "train", EXPANDED | ADAPTERS | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
+    "layers as a loop": (8, "train", EXPANDED | {"scan_layers": True}),
+    "evaluation": (8, "evaluate", EXPANDED),
+    "packed, two axes": (256, "train", EXPANDED | {"mesh": "data=4,fsdp=64"}),
+    "padded, adapters": (256, "train", PADDED | ADAPTERS),
+    "padded, evaluation": (256, "evaluate", PADDED),
 }
+CASES = [
+    *(("packed", topology) for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
+    ("padded", "v5e:2x2"),
+    ("adapters, tensor parallel", "v5e:2x4"),
+    *(("layers as a loop", topology) for topology in ("v5p:2x2x2", "v6e:2x4")),
+    ("evaluation", "v6e:2x4"),
+    *(("packed, two axes", topology) for topology in ("v5e:16x16", "v5p:4x8x8", "v6e:16x16")),
+    ("padded, adapters", "v6e:16x16"),
+    ("padded, evaluation", "v5p:4x8x8"),
+]
+
+
+class Made(NamedTuple):
+    traced: TracedProgram
+    compiled: CompiledProgram
+    hlo: str
+
+
+def config(layers: int = 1) -> LlamaConfig:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+    return LlamaConfig(num_labels=1, **heads, **sizes)
+
+
+def trace(name: str) -> TracedProgram:
+    chips, what, settings = SETTINGS[name]
+    arguments: dict[str, Any] = {f"per_device_{each}_batch_size": 1 for each in ("train", "eval")} | settings
+    peft = lora() if arguments.pop("adapters", False) else None
+    pairs = chips // (2 if "tensor=2" in arguments.get("mesh", "") else 1)
+    rows = Rows(pairs, LENGTH, None if settings.get("packing") == "false" else pairs)
+    model = config(layers=2 if "scan_layers" in settings else 1)
+    return trace_step(StepRequest(model, chips, rows, arguments, peft, what))  # type: ignore[arg-type]
 
 
 def lora() -> Any:
@@ -26,62 +69,68 @@ def lora() -> Any:
     return LoraConfig(r=8, task_type="SEQ_CLS", target_modules="all-linear", modules_to_save=["score"])
 
 
-EXPANDED = {"packed_attention": "expanded"}
-PADDED = {"packing": "false"}
-CASES: list[tuple[str, int, str, dict[str, Any]]] = [
-    ("v5e:2x2", 1, "train", EXPANDED),
-    ("v6e:2x2", 1, "train", PADDED | {"adapters": True}),
-    ("v5p:2x2x2", 1, "evaluate", {}),
-    ("v5e:2x4", 8, "train", EXPANDED | {"adapters": True}),
-    ("v6e:2x4", 8, "train", EXPANDED | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
-    ("v5p:2x2x2", 8, "train", EXPANDED | {"scan_layers": True}),
-    ("v6e:2x4", 8, "evaluate", EXPANDED),
-    ("v5e:2x4", 8, "evaluate", PADDED),
-    ("v5e:16x16", 256, "train", EXPANDED | {"mesh": "data=4,fsdp=64"}),
-    ("v6e:16x16", 256, "train", PADDED),
-    ("v5p:4x8x8", 256, "evaluate", EXPANDED),
-]
+def compile_one(traced: Future[TracedProgram], topology: str, keep: Path) -> Made:
+    return Made(traced.result(), compile_for(traced.result(), topology, keep=keep), keep.read_text())
 
 
-@cache
-def traced(chips: int, what: str, settings: frozenset[tuple[str, Any]]) -> TracedProgram:
-    arguments = dict(settings)
-    adapters = arguments.pop("adapters", False)
-    parts = chips // (2 if "tensor=2" in arguments.get("mesh", "") else 1)
-    per_device = {f"per_device_{each}_batch_size": 1 for each in ("train", "eval")}
-    pairs = chips
-    rows = Rows(pairs, LENGTH, None if arguments.get("packing") == "false" else parts)
-    peft = lora() if adapters else None
-    return trace_step(StepRequest(LlamaConfig(**CONFIG), chips, rows, per_device | arguments, peft, what))
+@pytest.fixture(scope="module")
+def programs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mapping[tuple[str, str], Future[Made]]]:
+    """The programs of the cases that are asked for; each is traced once."""
+    asked = asked_for(request, "name", "topology")
+    folder = tmp_path_factory.mktemp("hlo")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        traced = {name: pool.submit(trace, name) for name in dict.fromkeys(name for name, _ in asked)}
+        yield {
+            (name, topology): pool.submit(compile_one, traced[name], topology, folder / f"{number}.hlo")
+            for number, (name, topology) in enumerate(asked)
+        }
 
 
-@pytest.mark.parametrize(
-    ("topology", "chips", "what", "settings"),
-    CASES,
-    ids=[f"{topology}, {chips} chips, {what}, {settings}" for topology, chips, what, settings in CASES],
-)
-def test_a_program_of_the_trainer_compiles(topology: str, chips: int, what: str, settings: dict[str, Any]) -> None:
-    program = traced(chips, what, frozenset(settings.items()))
-    compiled = compile_for(program, topology)
-    held = program.bytes_per_chip()
+@pytest.mark.parametrize(("name", "topology"), CASES, ids=[f"{name}, {topology}" for name, topology in CASES])
+def test_a_program_of_the_trainer_compiles(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    chips, what, settings = SETTINGS[name]
+    traced, compiled, hlo = programs[name, topology].result()
+    held = traced.bytes_per_chip()
     # the compiler pads small arrays to tiles, so that it may need more; but never the whole of what is split
     state = held["weight"] + held.get("optimizer", 0)
-    assert state <= compiled.arguments <= 1.1 * sum(held.values()) + 4096 * len(program.arguments)
-    donated = sum(each.bytes_per_chip for each in program.arguments if each.donated)
+    assert state == compiled.weights + compiled.optimizer
+    assert state <= compiled.arguments <= 1.1 * sum(held.values()) + 4096 * len(traced.arguments)
+    donated = sum(each.bytes_per_chip for each in traced.arguments if each.donated)
     if what == "train":
-        trained = [each for each in program.arguments if each.kind == "optimizer"]
+        trained = [each for each in traced.arguments if each.kind == "optimizer"]
         assert trained and all(each.donated for each in trained)
         assert compiled.aliased >= 0.99 * donated  # a scalar may stay behind
     else:
         assert donated == 0 and "optimizer" not in held
     assert compiled.flops > 0 and compiled.bytes_accessed > 0 and compiled.temporary > 0
+    assert ("tpu_custom_call" in hlo) == ("packed_attention" in settings)
     assert bool(compiled.collectives) == (chips > 1)
     assert {each.kind for each in compiled.collectives} <= {
         "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
     }  # fmt: skip
 
 
-def test_what_cannot_be_compiled_says_so() -> None:
-    program = traced(8, "evaluate", frozenset(PADDED.items()))
+@pytest.mark.parametrize(("name", "topology"), [("padded", "v5e:2x2")])
+def test_its_operations_are_those_of_the_formula(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    """Plain attention computes every query with every key."""
+    shape = read_model(AutoModelForSequenceClassification.from_config(config()))
+    pairs = PairLengths.of([(0, LENGTH, LENGTH)])
+    flops = count_flops(shape, pairs)
+    all_with_all = 2 * shape.heads * sum(shape.head_dims) * 2 * LENGTH**2 * shape.layers
+    needed = flops.useful + 3 * (all_with_all - flops.attention)
+    assert programs[name, topology].result().compiled.flops == pytest.approx(needed, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "topology"), [("evaluation", "v6e:2x4")])
+def test_what_cannot_be_compiled_says_so(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    traced = programs[name, topology].result().traced
     with pytest.raises(RuntimeError, match="8 chips, but v5e:2x2 has 4"):
-        compile_for(program, "v5e:2x2")
+        compile_for(traced, "v5e:2x2")

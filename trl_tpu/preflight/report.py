@@ -165,7 +165,7 @@ class Report:
             "flops_kernels": kernel_flops(case),
             "flops_needed": self.flops.useful,
             "flops_with_remat": self.flops.with_remat,
-            "flops_compiled_per_pair": self.program.flops * chips / case.pairs,
+            "flops_compiled_per_pair": self.flops_compiled / case.pairs,
             "flops_needed_per_pair": self.flops.useful / case.pairs,
             "flops_with_remat_per_pair": self.flops.with_remat / case.pairs,
             "traffic": {

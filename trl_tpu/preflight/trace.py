@@ -1,7 +1,7 @@
 """The step that the trainer runs, as a program for a mesh of any size, without weights, data or devices.
 
 The trainer itself is run, with placeholders in the place of weights and batches: see `trl_tpu.runtime.placeholder`.
-torch_xla fixes the number of devices once per process, so each trace has a process of its own.
+Each trace has a process of its own, since torch_xla fixes once what a process computes on.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -139,7 +139,7 @@ def trace_programs(request: StepRequest) -> tuple[TracedProgram, ...]:
         asked.write_bytes(pickle.dumps(request))
         environment = {
             "PJRT_DEVICE": "CPU",
-            "CPU_NUM_DEVICES": str(request.chips),
+            "CPU_NUM_DEVICES": str(min(request.chips, 2)),  # where there is one, nothing is sharded
             "JAX_PLATFORMS": "cpu",
             "TPU_SKIP_MDS_QUERY": "1",
             "USE_TORCH_XLA": "1",
@@ -151,12 +151,16 @@ def trace_programs(request: StepRequest) -> tuple[TracedProgram, ...]:
 
 
 def trace_step(request: StepRequest) -> TracedProgram:
-    """The program of a step that takes the most work: of `trace_programs`, the largest."""
-    programs = trace_programs(request)
-    largest = max(programs, key=lambda program: len(program.hlo))
+    """Of `trace_programs`, the one that goes over a batch."""
+    return pass_of(trace_programs(request))
+
+
+def pass_of(programs: Sequence[TracedProgram]) -> TracedProgram:
+    """Of a step's programs the one that takes a batch, beside it the state that only the others take."""
+    over_batch = max(programs, key=lambda program: ("batch" in program.bytes_per_chip(), len(program.hlo)))
     state = {each.name: each for program in programs for each in program.arguments if each.kind in STATE}
-    taken = {each.name for each in largest.arguments}
-    return replace(largest, beside=tuple(each for name, each in state.items() if name not in taken))
+    taken = {each.name for each in over_batch.arguments}
+    return replace(over_batch, beside=tuple(each for name, each in state.items() if name not in taken))
 
 
 class Crashed(RuntimeError):
@@ -213,4 +217,14 @@ def hlo_sharding(mesh: Mapping[str, int], axes: Axes) -> str:
     return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{last}}}"
 
 
-__all__ = ["Argument", "Crashed", "Rows", "StepRequest", "TracedProgram", "run_apart", "trace_programs", "trace_step"]
+__all__ = [
+    "Argument",
+    "Crashed",
+    "Rows",
+    "StepRequest",
+    "TracedProgram",
+    "pass_of",
+    "run_apart",
+    "trace_programs",
+    "trace_step",
+]

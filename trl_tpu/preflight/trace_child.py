@@ -31,7 +31,7 @@ class _Traced(Exception):
 
 def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
     """See `trace.trace_programs`; once in a process, which must not have used a device."""
-    tracer = _Tracer()
+    tracer = _Tracer(request.chips)
     runtime.replace(tracer.runtime)
     trainer = trainer_of(request, model_without_weights(request))
     mesh = dict(trainer.mesh.sizes)
@@ -54,8 +54,8 @@ def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
 class _Tracer:
     """Keeps the programs of the trainer's first step, and says what their arguments are."""
 
-    def __init__(self) -> None:
-        self.runtime = PlaceholderRuntime(self._see)
+    def __init__(self, chips: int) -> None:
+        self.runtime = PlaceholderRuntime(chips, self._see)
         self.programs: list[Program] = []
         self._begun = self._ended = False
         self._trainer: Any = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
+import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
 from . import Axes
@@ -57,13 +58,26 @@ class PlaceholderRuntime(XlaRuntime):
     """The `Runtime` for PyTorch/XLA with nothing on its devices, compiled for TPUs later.
 
     Args:
+        chips: Devices of the mesh, which may be more than torch_xla has: torch counts a backend's devices in eight
+            bits, and of 128 and more it sees none.
         stop: Called with each program, in order; may raise to end the trace.
     """
 
-    def __init__(self, stop: Callable[[Program], None] = lambda program: None) -> None:
-        self._stop = stop
+    def __init__(self, chips: int, stop: Callable[[Program], None] = lambda program: None) -> None:
+        self._chips, self._stop = chips, stop
         self._known: dict[int, Known] = {}
         self._holder: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
+
+    def start(self) -> None:
+        super().start()
+        # which torch_xla asks when a mesh is made
+        xr.global_runtime_device_count = self.device_count  # type: ignore[assignment]
+
+    def device_count(self) -> int:
+        return self._chips
+
+    def own_positions(self) -> tuple[int, ...]:
+        return tuple(range(self._chips))
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
