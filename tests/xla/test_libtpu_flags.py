@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch_xla
@@ -36,10 +37,13 @@ def test_torch_xlas_flags_are_those_that_torch_xla_sets(version: int, given: str
 
 @pytest.mark.parametrize(("topology", "version"), [("v5e:2x4", 5), ("v5p:2x2x4", 5), ("v6e:4x4", 6)])
 def test_the_plan_tells_the_compiler_what_a_training_there_is_told(
-    topology: str, version: int, torch_xlas_own: TorchXla, monkeypatch: pytest.MonkeyPatch
+    topology: str, version: int, torch_xlas_own: TorchXla, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given = "--xla_tpu_of_my_own=true"
     torch_xlas_own(version, given)
+    library = tmp_path / "libtpu.so"
+    library.write_text(" ".join(libtpu.FLAGS))
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
     libtpu.set_flags()  # as the trainer does after torch_xla was imported
     assert sorted(flags_for(topology, given).split()) == sorted(os.environ[libtpu.VARIABLE].split())
 
@@ -48,3 +52,17 @@ def test_a_users_own_choice_is_kept() -> None:
     name, value = next(iter(libtpu.FLAGS.items()))
     kept = flags_for("v5e:2x4", f"--{name}=0 --mine=1").split()
     assert f"--{name}=0" in kept and f"--{name}={value}" not in kept and "--mine=1" in kept
+
+
+def test_a_libtpu_is_told_no_flag_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It would end the process; and without a TPU's library nothing is said at all."""
+    library = tmp_path / "libtpu.so"
+    library.write_bytes(b"\0\xffxla_known\0xla_other\0")
+    assert libtpu.known({"xla_known": "1", "xla_unknown": "2"}, library) == {"xla_known": "1"}
+    for name in ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH", libtpu.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    libtpu.set_flags()
+    assert libtpu.VARIABLE not in os.environ
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    libtpu.set_flags()
+    assert os.environ[libtpu.VARIABLE] == ""

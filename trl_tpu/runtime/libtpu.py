@@ -3,8 +3,10 @@
 What a user has put there stays, and what torch_xla adds on a TPU is kept.
 """
 
+import mmap
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 
@@ -29,8 +31,19 @@ _TORCH_XLA_V5: Mapping[str, str] = {
 
 
 def set_flags() -> None:
-    """Add `FLAGS` to this process's environment; libtpu reads it when the first device is used."""
-    os.environ[VARIABLE] = with_flags(os.environ.get(VARIABLE, ""), FLAGS)
+    """Add `FLAGS` to this process's environment, which libtpu reads when the first device is used.
+
+    Without a libtpu nothing is added, and of another version only what it knows.
+    """
+    library = os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH")  # torch_xla's choice
+    if library and Path(library).is_file():
+        os.environ[VARIABLE] = with_flags(os.environ.get(VARIABLE, ""), known(FLAGS, Path(library)))
+
+
+def known(flags: Mapping[str, str], library: Path) -> dict[str, str]:
+    """Those of ``flags`` whose names are in a library: libtpu ends the process over any other."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return {name: value for name, value in flags.items() if content.find(name.encode()) >= 0}
 
 
 def torch_xla_flags(version: int) -> dict[str, str]:
@@ -44,4 +57,4 @@ def with_flags(given: str, flags: Mapping[str, str]) -> str:
     return " ".join([*given.split(), *(f"--{name}={value}" for name, value in flags.items() if name not in said)])
 
 
-__all__ = ["FLAGS", "VARIABLE", "set_flags", "torch_xla_flags", "with_flags"]
+__all__ = ["FLAGS", "VARIABLE", "known", "set_flags", "torch_xla_flags", "with_flags"]
