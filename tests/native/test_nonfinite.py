@@ -232,3 +232,16 @@ def test_of_the_oldest_steps_all_or_nothing_is_held(monkeypatch: pytest.MonkeyPa
     for step in (1, 1, 2, 2, 3):
         held.add(step, {"input_ids": torch.zeros(10, dtype=torch.int32)})
     assert [len(held.get(step) or []) for step in (1, 2, 3)] == [0, 0, 1]
+
+
+def test_batches_are_held_until_a_log_has_found_them_finite(make: Callable[..., RewardTrainer]) -> None:
+    trainer, held = make([], 12, logging_steps=2), []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            held.append([step for step in range(13) if trainer._held.get(step)])
+
+    trainer.add_callback(Look())
+    trainer.train()
+    assert max(map(len, held)) == 2 + 3 - 1  # those since the log, and in which a row of 3 may have begun before it
+    assert held[-1][-1] == 12

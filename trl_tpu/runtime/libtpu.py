@@ -13,8 +13,7 @@ VARIABLE = "LIBTPU_INIT_ARGS"
 FLAGS: Mapping[str, str] = {
     # A product with a weight that is split over n chips would be computed in pieces, while the weight goes around in a
     # ring, which sends n + 1 pieces where n - 1 are needed. Instead, weights are gathered while other work goes on.
-    # MaxText and AXLearn set this too: https://github.com/AI-Hypercomputer/maxtext, DISABLE_COLLECTIVE_MATMUL
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    "xla_tpu_enable_windowed_einsum_for_all_gather": "false",
 }
 """What the trainer adds."""
 

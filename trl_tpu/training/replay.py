@@ -56,7 +56,7 @@ def _some(numbers: Sequence[int]) -> str:
 
 
 class HeldBatches:
-    """The last steps' passes, as they are on the device, up to 64 MiB of them."""
+    """The passes of steps that may yet be found not finite, as they are on the device: of the last, up to 64 MiB."""
 
     def __init__(self) -> None:
         self._steps: dict[int, list[dict[str, Any]]] = {}
@@ -67,7 +67,15 @@ class HeldBatches:
         self._steps.setdefault(step, []).append(dict(rows))  # a copy: a loss may take its own keys out
         self._bytes += _bytes_of(rows)
         while self._bytes > _HELD_BYTES and len(self._steps) > 1:
-            self._bytes -= sum(map(_bytes_of, self._steps.pop(next(iter(self._steps)))))
+            self._drop(next(iter(self._steps)))
+
+    def drop_before(self, step: int) -> None:
+        """Hold no more of the steps before ``step``."""
+        for old in [each for each in self._steps if each < step]:
+            self._drop(old)
+
+    def _drop(self, step: int) -> None:
+        self._bytes -= sum(map(_bytes_of, self._steps.pop(step)))
 
     def get(self, step: int) -> list[dict[str, Any]] | None:
         return self._steps.get(step)

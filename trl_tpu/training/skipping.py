@@ -91,6 +91,7 @@ class SkippingTrainer(StoppingTrainer):
             FloatingPointError: They were.
         """
         if not counted.reached_at:
+            self._held.drop_before(self.state.global_step - self.nonfinite_limit + 2)  # a row may have begun there
             return
         last = self.state.global_step - counted.taken + counted.reached_at
         first = last - self.nonfinite_limit + 1
