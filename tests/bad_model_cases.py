@@ -110,7 +110,7 @@ MODELS = {
     ),
     "no such eos token": Case(flags(eos_token="<no>"), ["`eos_token` ('<no>')", "not found in the vocabulary", "add"]),
     "code in the folder": Case(
-        code_in_the_folder, ["DIR/model brings its own Python code", "--trust_remote_code true"]
+        code_in_the_folder, ["DIR/model brings custom code of its own", "--trust_remote_code true"]
     ),
     "a dialogue longer than the positions": Case(
         both(learned_positions, rows({"chosen": "a " * 999, "rejected": "b"}), flags(max_length="none")),

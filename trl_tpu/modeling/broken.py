@@ -61,7 +61,7 @@ def refusal(name: str, error: Exception, what: str) -> ValueError:
         reason = f"there is no such folder, and from the Hub it cannot be had ({reason})"
     if "trust_remote_code" in reason:
         return ValueError(
-            f"{name} brings its own Python code, which is not run unless you trust it. Read the code, then set "
+            f"{name} brings custom code of its own, which is not run unless you trust it. Read that code, then set "
             "`trust_remote_code=True` (on the command line, `--trust_remote_code true`), or choose a model whose "
             "architecture transformers has."
         )

@@ -55,11 +55,11 @@ def read_config(path: str) -> dict[str, Any]:
     """
     if os.path.isdir(path):
         raise IsADirectoryError(f"Config file {path} is a folder: name the YAML file in it.")
-    with open(path, "rb") as file:
-        content = file.read()
     try:
-        values = yaml.load(content.decode("utf-8-sig"), _UniqueKeys)  # noqa: S506  # a kind of SafeLoader
+        with open(path, encoding="utf-8-sig") as file:
+            values = yaml.load(file.read(), _UniqueKeys)  # noqa: S506  # a kind of SafeLoader
     except UnicodeDecodeError as error:
+        content = error.object
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
             f"Config file {path} is not UTF-8: line {line}, byte {error.start} of the file is "
