@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from trl_tpu.preflight.blocks import block_size, blocks_run
+from trl_tpu.preflight.blocks import blocks_run
 from trl_tpu.preflight.lengths import PairLengths
+from trl_tpu.runtime.blocks import block_size
 
 
 @pytest.mark.parametrize(("length", "window"), [(2048, None), (1152, None), (2048, 700), (512, None)])

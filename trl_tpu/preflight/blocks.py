@@ -8,12 +8,9 @@ from math import ceil
 
 import numpy as np
 
+from ..runtime.blocks import block_size, padded
 from .case import Case
 from .lengths import PairLengths
-
-#: Block sizes that the kernel tries, and what it pads lengths and heads to.
-BLOCKS = (512, 384, 256)
-LANES = 128
 
 
 def kernel_flops(case: Case) -> float:
@@ -25,17 +22,11 @@ def kernel_flops(case: Case) -> float:
     if case.masks:
         return 0.0
     model, block = case.model, block_size(case.length)
-    keys, values = (ceil(size / LANES) * LANES for size in model.head_dims)
+    keys, values = map(padded, model.head_dims)
     forwards = 2 if case.remat == "full" else 1
     sizes = forwards * (keys + values) + 2 * (keys + values) + 2 * keys + values
     blocks = {window: blocks_run(case.lengths, case.rows, case.length, window) for window in set(model.windows)}
     return sum(2.0 * model.heads * block * block * sizes * blocks[window] for window in model.windows)
-
-
-def block_size(length: int) -> int:
-    """Queries, and keys, of a block in rows of ``length``."""
-    padded = ceil(length / LANES) * LANES
-    return next((size for size in BLOCKS if padded % size == 0), LANES)
 
 
 def blocks_run(pairs: PairLengths, rows: int, length: int, window: int | None = None) -> int:
@@ -56,10 +47,10 @@ def blocks_run(pairs: PairLengths, rows: int, length: int, window: int | None = 
 def _blocks_of(prefix_D: np.ndarray, tail_D: np.ndarray, length: int, window: int | None, with_prefix: bool) -> int:
     """Of one expanded row. A prefix is in two of them, and needed in the second."""
     block = block_size(length)
-    padded = ceil(length / block) * block
-    segment_L, needed_L = np.zeros(padded, np.int64), np.zeros(padded, bool)
-    dialogues = np.repeat(np.arange(len(prefix_D)) + 1, prefix_D + tail_D)[:padded]
-    is_tail = np.concatenate([np.arange(a + b) >= a for a, b in zip(prefix_D, tail_D, strict=True)] or [[]])[:padded]
+    columns = ceil(length / block) * block
+    segment_L, needed_L = np.zeros(columns, np.int64), np.zeros(columns, bool)
+    dialogues = np.repeat(np.arange(len(prefix_D)) + 1, prefix_D + tail_D)[:columns]
+    is_tail = np.concatenate([np.arange(a + b) >= a for a, b in zip(prefix_D, tail_D, strict=True)] or [[]])[:columns]
     segment_L[: len(dialogues)] = dialogues
     needed_L[: len(dialogues)] = is_tail.astype(bool) | with_prefix
     segment_Nb, needed_Nb = segment_L.reshape(-1, block), needed_L.reshape(-1, block)
@@ -74,4 +65,4 @@ def _blocks_of(prefix_D: np.ndarray, tail_D: np.ndarray, length: int, window: in
     return int((meets_NN & sees_NN).sum())
 
 
-__all__ = ["block_size", "blocks_run", "kernel_flops"]
+__all__ = ["blocks_run", "kernel_flops"]

@@ -7,8 +7,8 @@ from math import prod
 
 import numpy as np
 
-from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses, read_computations
-from .loops import runs_of
+from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses
+from .loops import read_module
 from .program import Collective
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -24,21 +24,20 @@ def collectives_of(hlo: str) -> tuple[Collective, ...]:
     chain. An all-reduce of which the chip keeps its own part, which a TPU does as one operation, is a reduce-scatter.
     In a loop each counts as often as the loop turns.
     """
-    computations = read_computations(hlo)
-    runs = runs_of(computations)
+    module = read_module(hlo)
     found: dict[Collective, int] = {}
     chains: set[tuple[str, ...]] = set()
-    for computation in computations.values():
+    for computation in module.computations.values():
         for instruction in computation.instructions.values():
             kind = instruction.operation.removesuffix("-start")
-            if kind not in KINDS or not runs[computation.name]:
+            if kind not in KINDS or not module.runs[computation.name]:
                 continue
             if chain := _CHAIN.search(instruction.rest):
                 if chain.groups() in chains:
                     continue
                 chains.add(chain.groups())
             for each in _read(kind, instruction, computation):
-                found[each] = found.get(each, 0) + runs[computation.name]
+                found[each] = found.get(each, 0) + module.runs[computation.name]
     return tuple(replace(each, count=count) for each, count in found.items())
 
 
@@ -110,14 +109,8 @@ def largest_buffers(hlo: str, count: int = 12) -> tuple[tuple[str, int], ...]:
 
     What is made inside fusions takes no memory, and neither do other views of an array.
     """
-    computations = read_computations(hlo)
-    runs = runs_of(computations)
-    instructions = [each for every in computations.values() for each in every.instructions.values()]
-    inside = {each.attribute(name) for each in instructions for name in ("calls", "to_apply")}
     sizes: dict[str, int] = {}
-    for computation in computations.values():
-        if computation.name in inside or not runs[computation.name]:
-            continue
+    for computation, _ in read_module(hlo).executed():
         for each in computation.instructions.values():
             if each.operation in _NO_MEMORY:
                 continue

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses, read_computations
-from .loops import runs_of
+from .hlo import Computation, Instruction, arrays_of, bytes_of, in_parentheses
+from .loops import read_module
 
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
@@ -22,11 +22,10 @@ _WAITS = ("-done", "-update")
 
 def flops_of(hlo: str) -> float:
     """Operations of matrix products, two for each multiply-add, of one execution on one chip, without kernels."""
-    computations = read_computations(hlo)
-    runs = runs_of(computations)
+    module = read_module(hlo)
     return sum(
-        runs[computation.name] * _flops(each, computation)
-        for computation in computations.values()
+        module.runs[computation.name] * _flops(each, computation)
+        for computation in module.computations.values()
         for each in computation.instructions.values()
     )
 
@@ -86,20 +85,12 @@ def memory_traffic(hlo: str) -> float:
     What stays in memories on the chip itself costs nothing here. Of an array of which an instruction takes or replaces
     a slice only that slice is moved.
     """
-    computations = read_computations(hlo)
-    runs = runs_of(computations)
-    inside = {
-        each.attribute(name)
-        for computation in computations.values()
-        for each in computation.instructions.values()
-        for name in ("calls", "to_apply")
-    }
+    module = read_module(hlo)
     return sum(
-        runs[computation.name] * moved
-        for computation in computations.values()
-        if computation.name not in inside and runs[computation.name]
+        times * moved
+        for computation, times in module.executed()
         for each in computation.instructions.values()
-        for moved in _moved(each, computation, computations)
+        for moved in _moved(each, computation, module.computations)
     )
 
 

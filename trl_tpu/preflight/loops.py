@@ -6,10 +6,11 @@ reads more than one number. Here each turn is gone through, for those numbers al
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 from operator import add, and_, eq, ge, gt, le, lt, mul, ne, or_, sub, xor
 
-from .hlo import Computation, Instruction, arrays_of, in_parentheses
+from .hlo import Computation, Instruction, arrays_of, in_parentheses, read_computations
 
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation|async_computation)=%?([\w.\-]+)"
@@ -30,6 +31,29 @@ Given = list[int | None] | int | None
 
 class _Unknown(Exception):
     """A value that is not made of known whole numbers."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """Computations by name, and how often each runs in one execution."""
+
+    computations: Mapping[str, Computation]
+    runs: Mapping[str, int]
+
+    def executed(self) -> Iterator[tuple[Computation, int]]:
+        """Those whose instructions a chip takes one by one, not those inside fusions, and how often."""
+        instructions = [each for every in self.computations.values() for each in every.instructions.values()]
+        inside = {each.attribute(name) for each in instructions for name in ("calls", "to_apply")}
+        for computation in self.computations.values():
+            if computation.name not in inside and self.runs[computation.name]:
+                yield computation, self.runs[computation.name]
+
+
+@lru_cache(maxsize=1)
+def read_module(hlo: str) -> Module:
+    """A module from its text, which several readers ask for one after the other."""
+    computations = read_computations(hlo)
+    return Module(computations, runs_of(computations))
 
 
 def runs_of(computations: Mapping[str, Computation]) -> dict[str, int]:

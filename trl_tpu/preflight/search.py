@@ -56,6 +56,11 @@ class Attempt:
     crash: str = ""
 
     @property
+    def is_open(self) -> bool:
+        """Whether nobody knows if it fits: the compiler crashed, and by formula it may."""
+        return bool(self.crash) and self.needed <= self.available
+
+    @property
     def fits(self) -> bool:
         return self.program is not None and self.needed <= self.available
 

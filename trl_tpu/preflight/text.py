@@ -140,7 +140,7 @@ def refusal_text(attempt: Attempt) -> str:
     """Of a program that the compiler did not make."""
     needed, there = sized(attempt.needed), sized(attempt.available)
     head = f"{attempt.case.topology}, {attempt.case}\n\n"
-    if attempt.crash and attempt.needed <= attempt.available:
+    if attempt.is_open:
         least = f"By formula it needs at least {needed} of the {there} of each chip."
         return f"{head}WHETHER IT FITS IS OPEN: the compiler crashed. {least}\n\n{attempt.crash}"
     how = "it needs at least {} by formula" if attempt.crash else "the compiler gave up at {}"
@@ -163,7 +163,7 @@ def _outcome(attempt: Attempt) -> str:
         return (
             f"FITS the {sized(attempt.available)}, at most {attempt.times.most_pairs_per_second:,.1f} pairs a second"
         )
-    if attempt.crash and attempt.needed <= attempt.available:
+    if attempt.is_open:
         return "at least, by formula; the compiler crashed"
     if attempt.compiled and not attempt.crash:
         return f"too much for {sized(attempt.available)}"

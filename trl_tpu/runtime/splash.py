@@ -19,10 +19,8 @@ from torch.nn.functional import pad
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
-_LANES = 128
-"""A TPU's vectors have as many numbers: lengths and sizes of heads are padded to multiples of it."""
-_BLOCKS = (512, 384, 256)
-"""Queries and keys that are computed at a time, the first that divides the length."""
+from .blocks import block_size, padded
+
 _PLATFORM = "tpu"
 """jax would lower for the device that it finds, which need not be the one that is compiled for."""
 
@@ -43,10 +41,11 @@ def splash_attention(
     window, or of queries that are not needed. Rows whose length is a multiple of 512 are computed without waste.
     """
     length, size = q_BHLD.shape[2], v_BGLD.shape[-1]
-    columns = -length % _LANES
+    columns = padded(length) - length
     # zeros add nothing to products; columns without tokens see each other only
     q, k, v = (
-        pad(tensor, (0, -tensor.shape[-1] % _LANES, 0, columns)).contiguous() for tensor in (q_BHLD, k_BGLD, v_BGLD)
+        pad(tensor, (0, padded(tensor.shape[-1]) - tensor.shape[-1], 0, columns)).contiguous()
+        for tensor in (q_BHLD, k_BGLD, v_BGLD)
     )
     segment = pad(segment_BL, (0, columns), value=-1).int()
     needed = torch.ones_like(segment_BL) if needed_BL is None else needed_BL
@@ -108,7 +107,7 @@ def _attend(q: Any, k: Any, v: Any, segment: Any, needed: Any, window: int | Non
         if window is None
         else splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
     )
-    block = next((block for block in _BLOCKS if length % block == 0), _LANES)
+    block = block_size(length)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * heads),

@@ -9,9 +9,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
@@ -21,7 +21,8 @@ from .checkpoint import PROGRESS_FILE, STATE_FOLDER
 MANIFEST_FILE = "manifest.json"
 # beside the checkpoints, since a rename within one file system is atomic; and uploads leave out what begins so
 ASIDE_FOLDER = "_unfinished"
-_FORMAT = 1
+_FORMAT = 2
+Named = TypeVar("Named", str, Path)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,15 @@ def surplus_checkpoints(saved: Path, limit: int | None, best: str | None) -> lis
     """
     is_last = checkpoints_in(saved.parent)[0] == saved
     found = [Path(path) for path in sort_checkpoints(str(saved.parent), use_mtime=not is_last)]
-    kept = {saved} if best is None else {saved, Path(best)}
-    deletable = [path for path in found if path not in kept]
-    return deletable[: max(len(found) - max(limit, len(kept)), 0)] if limit is not None and limit > 0 else []
+    return surplus(found, limit, {saved} if best is None else {saved, Path(best)})
+
+
+def surplus(found: Sequence[Named], limit: int | None, needed: Set[Named]) -> list[Named]:
+    """Those of ``found`` to delete, the first ones first, so that ``limit`` are left; what is ``needed`` stays."""
+    if limit is None or limit <= 0:
+        return []
+    deletable = [each for each in found if each not in needed]
+    return deletable[: max(len(found) - max(limit, len(needed)), 0)]
 
 
 def retire(folder: Path, aside: Path) -> None:
@@ -86,8 +93,8 @@ def faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     folder = Path(folder)
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-        if manifest["format"] > _FORMAT:
-            return [f"{MANIFEST_FILE} has format {manifest['format']}, and this version reads up to {_FORMAT}"]
+        if manifest["format"] != _FORMAT:
+            return [f"{MANIFEST_FILE} has format {manifest['format']}, and this version reads format {_FORMAT}"]
         expected = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         return [f"it has no {MANIFEST_FILE}"]

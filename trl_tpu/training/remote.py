@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fsspec
 
-from .manifest import MANIFEST_FILE
+from .manifest import MANIFEST_FILE, surplus
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -96,10 +96,6 @@ class RemoteRun:
 
     def rotate(self, limit: int | None, best: str | None, saved: str) -> None:
         """Keep ``limit`` checkpoints, among them the one just ``saved`` and the ``best``, then those of last steps."""
-        if not limit or limit < 0:
-            return
         names = self.checkpoints()
-        needed = {name: None for name in (saved, best) if name in names}
-        kept = list(needed | dict.fromkeys(names))[: max(limit, len(needed))]
-        for name in set(names) - set(kept):
+        for name in surplus(names[::-1], limit, {name for name in (saved, best) if name in names}):
             self.delete(name)

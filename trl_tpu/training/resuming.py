@@ -3,8 +3,9 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class ResumingTrainer(Trainer):
     optimizer: Optimizer
     lr_scheduler: LambdaLR  # as transformers types it; any scheduler
     remote: RemoteRun | None = None  # where the run's files are kept, if that is a URL
+    _order: Mapping[str, Any] = MappingProxyType({})  # what the pairs of each step of this training depend on
     _resumed_from: str | None = None  # the checkpoint, where it is kept
     _download: Path | None = None  # the copy of a checkpoint from a URL
     _progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
@@ -77,11 +79,6 @@ class ResumingTrainer(Trainer):
     def _batch_layout(self) -> str:
         """In a word, how batches are laid out: what a resumed run must not change."""
         return "padded"
-
-    @property
-    def _order(self) -> dict[str, Any]:
-        """What the pairs of each step depend on."""
-        return {}
 
     def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
         """The folder of the checkpoint that ``resume_from_checkpoint`` means, whose files are whole.
@@ -191,6 +188,6 @@ class ResumingTrainer(Trainer):
         self._progress = None
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     changed = [name for name in now if before.get(name) != now[name]]
     return ", ".join(f"{name} was {before.get(name)} and is {now[name]}" for name in changed)

@@ -135,7 +135,7 @@ class SavingTrainer(ResumingTrainer):
             "logged_step": self._globalstep_last_logged,
             "optimizer": optimizer_numbers(self._torch_optimizer, self.model),
             "batches": self._batch_layout,
-            "order": self._order,
+            "order": dict(self._order),
         }
         if self.args.should_save:
             write_progress(output_dir, progress)

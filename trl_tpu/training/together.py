@@ -48,6 +48,7 @@ class TogetherTrainer(SavingTrainer):
             ValueError: No checkpoint is whole, or the one given by name is not; the hosts were started with different
                 arguments, data or checkpoints.
         """
+        self._order = self._order_of_pairs()
         if self.host.count > 1:
             check_alike(self.runtime.from_everyone(self._run(resume_from_checkpoint)))
         if self._process[1] > 1:
@@ -58,8 +59,7 @@ class TogetherTrainer(SavingTrainer):
         finally:
             self._drop_download()
 
-    @property
-    def _order(self) -> dict[str, Any]:
+    def _order_of_pairs(self) -> dict[str, Any]:
         order: dict[str, Any] = {
             name: getattr(self.args, name) for name in ("seed", "data_seed", "gradient_accumulation_steps")
         }
@@ -70,7 +70,8 @@ class TogetherTrainer(SavingTrainer):
         """What has to be the same on every host."""
         folder = get_last_checkpoint(str(self.args.output_dir)) if resume is True else resume
         state = Path(folder or "", "trainer_state.json")
-        run = self._order | {name: getattr(self.args, name) for name in ("max_steps", "num_train_epochs")}
+        run = dict(self._order)
+        run |= {name: getattr(self.args, name) for name in ("max_steps", "num_train_epochs")}
         run |= {"mesh": str(self.mesh), "eval data": _digest(self.eval_dataset)}
         run["the step to resume from"] = json.loads(state.read_text())["global_step"] if state.is_file() else None
         run["the checkpoints"] = sorted(path.name for path in Path(str(self.args.output_dir)).glob("checkpoint-*"))
