@@ -8,7 +8,7 @@ from trl_tpu.preflight.chips import GiB
 from trl_tpu.preflight.memory import least_memory
 from trl_tpu.preflight.program import Collective, CompiledProgram
 
-# what libtpu 0.0.21 said of a program for v6e, and of one for v5e with an array that is larger than the memory
+# what libtpu 0.0.21 said of programs for v6e, and of one for v5e with an array that is larger than the memory
 REFUSAL = """jaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in \
 memory space hbm. Used 49.22G of 31.25G hbm. Exceeded hbm capacity by 17.97G.
 
@@ -21,6 +21,16 @@ Output size 0B; shares 0B with arguments.
 
 Program hbm requirement 49.22G:
     HLO temp         49.22G (100.0% utilization: Unpadded (49.22G) Padded (49.22G), 0.0% fragmentation (0B))
+"""
+ARGUMENTS_REFUSED = """jaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of \
+memory in memory space hbm. Used 8.58G of 7.81G hbm. Exceeded hbm capacity by 786.01M.
+
+Total hbm usage >= 8.83G:
+    reserved        260.01M
+    program           3.34G
+    arguments         5.24G
+
+Output size 5.24G; shares 5.24G with arguments.
 """
 ONE_ARRAY_REFUSED = (
     "jaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: Allocation (size=80025600000) would exceed memory "

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_programs import ONE_ARRAY_REFUSED, REFUSAL, compiled
+from made_programs import ARGUMENTS_REFUSED, ONE_ARRAY_REFUSED, REFUSAL, compiled
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.parallel.mesh import MeshShape
@@ -212,6 +212,7 @@ def test_one_chip_has_no_table_of_links(job: Job) -> None:
 
 def test_a_refusal_for_memory_is_read_and_others_are_not() -> None:
     assert memory_refused(REFUSAL) == int(49.22 * GiB)
+    assert memory_refused(ARGUMENTS_REFUSED) == int(8.58 * GiB) - int(5.24 * GiB)
     assert memory_refused(ONE_ARRAY_REFUSED) == 80025600000
     assert memory_refused("Used 512.00M of 16.00M hbm") == 512 * 2**20
     assert memory_refused("Ran out of memory in memory space vmem. Used 32.42M of 16.00M vmem.") is None

@@ -47,6 +47,12 @@ def test_a_refusal_says_what_is_needed_and_how_much_memory_there_is(topology: st
     assert f"of {memory / GiB:.2f}G hbm" in said
 
 
+def test_what_a_program_that_fits_needs_is_what_it_would_be_refused_for() -> None:
+    size = 16384
+    compiled = compile_for(of_squares(size), "v5e:2x2")
+    assert compiled.temporary == pytest.approx(2 * 2 * size**2, rel=1e-3)
+
+
 def test_one_array_that_is_too_large_is_refused_in_other_words() -> None:
     size = 131072
     needed = memory_refused(refused("v5e:2x2", size))

@@ -30,6 +30,7 @@ _NEARLY = 0.98
 
 # what libtpu 0.0.21 says of a program, and of a single array that is larger than the memory
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
+_ARGUMENTS = re.compile(r"^\s+arguments\s+([\d.]+)([KMGT]?)", re.MULTILINE)  # which "used" has in it
 _TOO_LARGE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -114,10 +115,14 @@ def memory_refused(message: str) -> int | None:
     None for other errors.
     """
     if found := _OUT_OF_MEMORY.search(message):
-        used, unit = found[1], found[2].upper()
-        return int(float(used) * _UNITS[unit])
+        arguments = _ARGUMENTS.search(message)
+        return _bytes(found) - (_bytes(arguments) if arguments else 0)
     found = _TOO_LARGE.search(message)
     return int(found[1]) if found else None
+
+
+def _bytes(found: re.Match[str]) -> int:
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def remedies(job: Job, case: Case) -> Iterator[tuple[str, Case]]:
