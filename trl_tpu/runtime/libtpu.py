@@ -16,6 +16,10 @@ FLAGS: Mapping[str, str] = {
     # MaxText and AXLearn set this too. To leave the ring to gradients alone, as xla_tpu_enable_windowed_einsum_for_
     # all_gather would, sends least on v6e:4x4, but let a compile for v5e:2x4 run for more than seven minutes.
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    # Float32 weights that only bfloat16 products read would be converted before a loop over the layers, those of all
+    # layers, and the copies kept for as long as it runs: an eighth of the state. Without, as much memory is read and
+    # written, since each turn reads its layer's weights once in either type and gathers them in bfloat16.
+    "xla_jf_bf16_propagation": "false",
 }
 """What the trainer adds."""
 
