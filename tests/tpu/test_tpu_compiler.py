@@ -24,6 +24,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "padded": (1, "train", PADDED | {"remat": "none"}),
     "adapters, tensor parallel": (8, "train", EXPANDED | ADAPTERS | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
     "layers as a loop": (8, "train", EXPANDED | {"scan_layers": True}),
+    "loop, tensor parallel": (8, "train", EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
     "evaluation": (8, "evaluate", EXPANDED),
     "packed, two axes": (256, "train", EXPANDED | {"mesh": "data=4,fsdp=64"}),
     "padded, adapters": (256, "train", PADDED | ADAPTERS),
@@ -34,6 +35,7 @@ CASES = [
     ("padded", "v5e:2x2"),
     ("adapters, tensor parallel", "v5e:2x4"),
     *(("layers as a loop", topology) for topology in ("v5p:2x2x2", "v6e:2x4")),
+    ("loop, tensor parallel", "v5e:2x4"),
     ("evaluation", "v6e:2x4"),
     *(("packed, two axes", topology) for topology in ("v5e:16x16", "v5p:4x8x8", "v6e:16x16")),
     ("padded, adapters", "v6e:16x16"),
@@ -112,6 +114,23 @@ def test_a_program_of_the_trainer_compiles(
     assert {each.kind for each in compiled.collectives} <= {
         "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v5e:2x4")])
+def test_blocks_are_added_up_over_tensor_once(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    """Two blocks of a layer in the forward, the first again for the backward, and two there; in bfloat16."""
+    compiled = programs[name, topology].result().compiled
+    layers = 2
+    added = [
+        each
+        for each in compiled.collectives
+        if each.kind == "all-reduce" and (0, 1) in each.groups and each.count == layers
+    ]
+    one = LENGTH * config().hidden_size * 2
+    assert {each.dtype for each in added} == {"bf16"}
+    assert sum(each.bytes for each in added) == 5 * one
 
 
 @pytest.mark.parametrize(("name", "topology"), [("padded", "v5e:2x2")])

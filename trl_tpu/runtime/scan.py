@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch_xla.core.xla_model as xm
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -89,6 +90,9 @@ class _Scan(torch.autograd.Function):
 
         def step(carry: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
             hidden, *fixed = carry
+            # A block adds to what the loop carries a sum that devices make. libtpu takes that for a sum over the turns
+            # and has it made in float32, twice the bytes, unless it does not see what it is added to.
+            xm.optimization_barrier_([hidden])
             with torch.no_grad(), Keeping(keep) as keeping:
                 output = run(hidden, fixed, _as_parameters(weights, [False] * len(weights)))
             return [output, *fixed], [hidden, *keeping.kept] if saves else []
