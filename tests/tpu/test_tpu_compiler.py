@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from trl_tpu.preflight.analytic import count_flops, read_model
 from trl_tpu.preflight.compile import compile_for
+from trl_tpu.preflight.hlo import arrays_of
 from trl_tpu.preflight.lengths import PairLengths
 from trl_tpu.preflight.program import CompiledProgram
 from trl_tpu.preflight.trace import Rows, StepRequest, TracedProgram, trace_step
@@ -21,6 +23,7 @@ PADDED = {"packing": "false"}
 ADAPTERS = {"adapters": True}
 SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "packed": (1, "train", EXPANDED),
+    "long rows": (1, "train", EXPANDED | {"length": 4096}),
     "padded": (1, "train", PADDED | {"remat": "none"}),
     "adapters, tensor parallel": (8, "train", EXPANDED | ADAPTERS | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
     "layers as a loop": (8, "train", EXPANDED | {"scan_layers": True}),
@@ -32,6 +35,7 @@ SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 CASES = [
     *(("packed", topology) for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
+    ("long rows", "v5e:2x2"),
     ("padded", "v5e:2x2"),
     ("adapters, tensor parallel", "v5e:2x4"),
     *(("layers as a loop", topology) for topology in ("v5p:2x2x2", "v6e:2x4")),
@@ -60,7 +64,7 @@ def trace(name: str) -> TracedProgram:
     arguments: dict[str, Any] = {f"per_device_{each}_batch_size": 1 for each in ("train", "eval")} | settings
     peft = lora() if arguments.pop("adapters", False) else None
     pairs = chips // (2 if "tensor=2" in arguments.get("mesh", "") else 1)
-    rows = Rows(pairs, LENGTH, None if settings.get("packing") == "false" else pairs)
+    rows = Rows(pairs, arguments.pop("length", LENGTH), None if settings.get("packing") == "false" else pairs)
     model = config(layers=2 if "scan_layers" in settings else 1)
     return trace_step(StepRequest(model, chips, rows, arguments, peft, what))  # type: ignore[arg-type]
 
@@ -114,6 +118,15 @@ def test_a_program_of_the_trainer_compiles(
     assert {each.kind for each in compiled.collectives} <= {
         "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "topology"), [("long rows", "v5e:2x2")])
+def test_nothing_grows_with_the_square_of_the_length(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    length = SETTINGS[name][2]["length"]
+    largest = max(prod(shape) for _, shape in arrays_of(programs[name, topology].result().hlo))
+    assert length * config().hidden_size <= largest < length**2 / 2
 
 
 @pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v5e:2x4")])
