@@ -74,8 +74,8 @@ def _module(traced: TracedProgram) -> bytes:
 def _temporary(dump: Path) -> int:
     """The bytes of HBM that a program needs for what it computes, by the compiler's own list of its allocations.
 
-    ``get_compiled_memory_stats`` says more: libtpu compiles the 8B model's step for 2.2 GB less than the sum of these,
-    and on refusing says the same as this list.
+    ``get_compiled_memory_stats`` says more, 1.8 GB of some 9 for an 8B model: given less than that, libtpu compiles
+    the program all the same, and where it refuses, it names what this list has.
 
     Raises:
         RuntimeError: There is no such list.
