@@ -1,11 +1,13 @@
 """What the real compiler says of programs that are too large is understood, for each kind of chip."""
 
 import pytest
+from test_tpu_compiler import trace
 
 from trl_tpu.preflight.chips import GiB, parse_topology
 from trl_tpu.preflight.compile import compile_for
 from trl_tpu.preflight.search import memory_refused
 from trl_tpu.preflight.trace import Argument, TracedProgram
+from trl_tpu.runtime import libtpu
 
 SQUARES = """HloModule step
 ENTRY %main (x: bf16[{n},1024], y: bf16[1024,{n}]) -> bf16[{n},1024] {{
@@ -47,10 +49,16 @@ def test_a_refusal_says_what_is_needed_and_how_much_memory_there_is(topology: st
     assert f"of {memory / GiB:.2f}G hbm" in said
 
 
-def test_what_a_program_that_fits_needs_is_what_it_would_be_refused_for() -> None:
-    size = 16384
-    compiled = compile_for(of_squares(size), "v5e:2x2")
-    assert compiled.temporary == pytest.approx(2 * 2 * size**2, rel=1e-3)
+def test_what_a_program_that_fits_needs_is_what_it_would_be_refused_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statistics that jax hands on say three quarters more of this program's temporary memory."""
+    traced, topology = trace("layers as a loop"), "v6e:2x4"
+    compiled = compile_for(traced, topology)
+    too_little = (compiled.arguments + compiled.temporary) // 2**20  # MiB
+    monkeypatch.setenv(libtpu.VARIABLE, f"--xla_tpu_max_hbm_size_mib={too_little}")
+    with pytest.raises(RuntimeError) as error:
+        compile_for(traced, topology)
+    # libtpu says it in MiB with two decimals, and names what it takes and of that the arguments
+    assert memory_refused(str(error.value)) == pytest.approx(compiled.temporary, abs=0.01 * 2**20)
 
 
 def test_one_array_that_is_too_large_is_refused_in_other_words() -> None:
