@@ -130,6 +130,7 @@ def keep_activations_split(
     """Keep activations split by forward hooks: batches over the batch axes, heads and inner features over `tensor`.
 
     Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
+    Projections that are split over `tensor` share the cast of what they all take, see `_CastOnce`.
     """
     batch = plan.mesh.batch_axes
     cast_once = _CastOnce()
@@ -145,7 +146,8 @@ def keep_activations_split(
                 module.register_forward_pre_hook(cast_once)
         elif isinstance(module, GradientCheckpointingLayer | nn.Embedding):
             _constrain(module, batch, None, runtime)
-            module.register_forward_hook(cast_once.forget)
+            if plan.mesh.tensor > 1:
+                module.register_forward_hook(cast_once.forget)
 
 
 class _CastOnce:
