@@ -3,8 +3,9 @@
 
 import pytest
 
+from trl_tpu.preflight import loops
 from trl_tpu.preflight.collectives import collectives_of, largest_buffers
-from trl_tpu.preflight.hlo import arrays_of, bytes_of, read_computations
+from trl_tpu.preflight.hlo import Instruction, arrays_of, bytes_of, read_computations
 from trl_tpu.preflight.loops import turns_of
 from trl_tpu.preflight.program import Collective
 
@@ -154,6 +155,26 @@ def test_a_loop_that_cannot_be_read_counts_once() -> None:
     loop = computations["main"].instructions["w"]
     assert turns_of(loop, computations["main"], computations) is None
     assert [each.count for each in collectives_of(text)] == [1]
+
+
+def test_what_is_not_known_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fusions that take an unknown number twice, each that of the one before: two ways back at each of sixty."""
+    looked_at: list[str] = []
+
+    def counting(values: loops._Values, each: Instruction) -> int:
+        looked_at.append(each.name)
+        assert len(looked_at) < 1000
+        return computed(values, each)
+
+    computed = loops._Values._computed
+    monkeypatch.setattr(loops._Values, "_computed", counting)
+    both = "%both (a: u32[], b: u32[]) -> u32[] {\n %a = u32[] parameter(0)\n %b = u32[] parameter(1)\n"
+    both += " ROOT %c = u32[] add(%a, %b)\n}\n"
+    chain = "%u0 = u32[] parameter(1)\n  "
+    chain += "".join(f"%u{n + 1} = u32[] fusion(%u{n}, %u{n}), kind=kLoop, calls=%both\n  " for n in range(60))
+    text = looped("").replace("%two = u32[] constant(2)", f"{chain}%two = u32[] copy(%u60)").replace(LOOP, LOOP + both)
+    assert [each.count for each in collectives_of(text)] == [1]
+    assert "u60" in looked_at
 
 
 WIDE_LOOP = """

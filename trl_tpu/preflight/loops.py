@@ -158,16 +158,21 @@ class _Values:
         self, computation: Computation, computations: Mapping[str, Computation], given: Mapping[int, Given]
     ) -> None:
         self._computation, self._computations, self._given = computation, computations, given
-        self._found: dict[str, int] = {}
+        self._found: dict[str, int | None] = {}
 
     def of(self, name: str) -> int:
         """The value of the instruction ``name``."""
         if name not in self._found:
-            instruction = self._computation.instructions.get(name)
-            if instruction is None:
-                raise _Unknown
-            self._found[name] = _wrapped(self._computed(instruction), instruction.shape)
-        return self._found[name]
+            # what is not known is looked for once: through fusions of fusions the ways to it double at each
+            self._found[name] = self._looked_for(name)
+        return _number(self._found[name])
+
+    def _looked_for(self, name: str) -> int | None:
+        instruction = self._computation.instructions.get(name)
+        try:
+            return None if instruction is None else _wrapped(self._computed(instruction), instruction.shape)
+        except _Unknown:
+            return None
 
     def _computed(self, each: Instruction) -> int:
         operation, operands = each.operation, each.operands
