@@ -3,7 +3,11 @@
 import numpy as np
 import pytest
 
-from trl_tpu.preflight.blocks import blocks_run
+from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.preflight.analytic import ModelShape
+from trl_tpu.preflight.blocks import blocks_run, kernel_flops, kernel_unit_flops
+from trl_tpu.preflight.case import Case
+from trl_tpu.preflight.chips import parse_topology
 from trl_tpu.preflight.lengths import PairLengths
 from trl_tpu.runtime.blocks import block_size
 
@@ -36,3 +40,24 @@ def test_pairs_go_over_rows_evenly_and_rows_without_pairs_cost_nothing() -> None
     the first, whose prompt is not asked again."""
     assert blocks_run(PairLengths.alike(8, 2048), 8, 2048) == 8 * (6 + 3)
     assert blocks_run(PairLengths.alike(8, 2048), 16, 2048) == 8 * (6 + 3)
+
+
+@pytest.mark.parametrize(
+    ("remat", "length", "products"),
+    [("none", 2048, 2 + 5), ("full", 2048, 2 + 2 + 5), ("dots", 2048, 2 + 5), ("full", 32768, 2 + 2 + 7)],
+)
+def test_a_block_takes_two_products_in_the_forward_and_five_in_the_backward(
+    remat: str, length: int, products: int
+) -> None:
+    """Seven where a row's gradients are too large to stay on the chip."""
+    shape = ModelShape((), hidden=512, layers=1, heads=4, head_dims=(128, 128), windows=(None,))
+    lengths = PairLengths.alike(1, length)
+    case = Case(parse_topology("v5e:1x1"), MeshShape(), shape, {}, 1, 1, length, lengths, remat)
+    one = 2 * 4 * block_size(length) ** 2 * 128 * blocks_run(lengths, 1, length)
+    assert kernel_flops(case) == kernel_unit_flops(case) == products * one
+
+
+def test_heads_of_half_a_vector_fill_half_of_the_units() -> None:
+    shape = ModelShape((), hidden=128, layers=1, heads=2, head_dims=(64, 64), windows=(None,))
+    case = Case(parse_topology("v5e:1x1"), MeshShape(), shape, {}, 1, 1, 512, PairLengths.alike(1, 512))
+    assert kernel_unit_flops(case) == 2 * kernel_flops(case) > 0

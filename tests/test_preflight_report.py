@@ -9,7 +9,7 @@ from made_programs import ARGUMENTS_REFUSED, ONE_ARRAY_REFUSED, REFUSAL, compile
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.preflight.blocks import kernel_flops
+from trl_tpu.preflight.blocks import kernel_unit_flops
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.chips import GiB, parse_topology
 from trl_tpu.preflight.job import DataRows, FullRows, Job, PaddedRows
@@ -111,7 +111,7 @@ def test_mfu_counts_what_is_needed(case: Case) -> None:
     report = Report(case, compiled(case, flops=twice, bytes_accessed=0.0, collectives=()))
     assert report.times.most_mfu == pytest.approx(0.5)
     attends = dataclasses.replace(case, masks=False)  # by a kernel, which the compiler does not count
-    kernels = kernel_flops(attends)
+    kernels = kernel_unit_flops(attends)
     assert kernels > 0
     compute = (twice + kernels / 16) / case.topology.chip.peak_flops
     assert Report(attends, report.program).times.compute == pytest.approx(compute)

@@ -15,15 +15,28 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "window", "softcap"),
-    [(512, 128, None, None), (200, 64, 7, None), (130, 16, 40, 2.0), (640, 16, None, None), (640, 16, 200, None)],
+    ("length", "size", "window", "softcap", "is_fused"),
+    [
+        (512, 128, None, None, True),
+        (200, 64, 7, None, True),
+        (130, 16, 40, 2.0, True),
+        (640, 16, None, None, True),
+        (640, 16, 200, None, True),
+        (640, 80, 200, 2.0, False),
+    ],
 )
 def test_splash_attention_equals_plain_attention(
-    length: int, size: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    length: int,
+    size: int,
+    window: int | None,
+    softcap: float | None,
+    is_fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs that are needed, and gradients, with segments, grouped heads, and lengths and heads that are padded.
 
-    640 columns are five blocks, of which those are left out that no segment joins, or whose queries are not needed.
+    The backward is our kernel, or jax's two. 640 columns are five blocks, of which those are left out that no segment
+    joins, or whose queries are not needed.
     """
     runtime.current().start()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -33,6 +46,8 @@ def test_splash_attention_equals_plain_attention(
     interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
     monkeypatch.setattr(splash, "_PLATFORM", "cpu")
+    monkeypatch.setattr(splash, "has_fused_backward", lambda *_: is_fused)
+    splash._programs.cache_clear()
     torch.manual_seed(0)
     q, k, v, weight = (torch.randn(2, heads, length, size) for heads in (4, 2, 2, 4))
     segment = torch.randint(0, 4, (2, length), dtype=torch.int32).sort(-1).values

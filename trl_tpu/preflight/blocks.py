@@ -8,7 +8,7 @@ from math import ceil
 
 import numpy as np
 
-from ..runtime.blocks import block_size, padded
+from ..runtime.blocks import block_size, has_fused_backward, padded, padded_head
 from .case import Case
 from .lengths import PairLengths
 
@@ -17,14 +17,27 @@ def kernel_flops(case: Case) -> float:
     """Operations of a step's attention kernels over all chips; 0 where masks are used instead.
 
     A block takes a product of queries with keys and one of weights with values; with full remat again in the backward;
-    then for gradients of keys and values four, and for those of queries three more.
+    then for gradients five, or seven where it is two kernels.
     """
+    return _operations(case, *map(padded_head, case.model.head_dims))
+
+
+def kernel_unit_flops(case: Case) -> float:
+    """The operations that a chip's arithmetic units could do while they compute the kernels.
+
+    They are as wide as vectors, and heads that are not leave a part of them empty.
+    """
+    return _operations(case, *map(padded, case.model.head_dims))
+
+
+def _operations(case: Case, keys: int, values: int) -> float:
     if case.masks:
         return 0.0
     model, block = case.model, block_size(case.length)
-    keys, values = map(padded, model.head_dims)
     forwards = 2 if case.remat == "full" else 1
-    sizes = forwards * (keys + values) + 2 * (keys + values) + 2 * keys + values
+    is_fused = has_fused_backward(case.length, model.head_dims, case.compute_bytes)
+    backward = 3 * keys + 2 * values if is_fused else 4 * keys + 3 * values
+    sizes = forwards * (keys + values) + backward
     blocks = {window: blocks_run(case.lengths, case.rows, case.length, window) for window in set(model.windows)}
     return sum(2.0 * model.heads * block * block * sizes * blocks[window] for window in model.windows)
 
@@ -65,4 +78,4 @@ def _blocks_of(prefix_D: np.ndarray, tail_D: np.ndarray, length: int, window: in
     return int((meets_NN & sees_NN).sum())
 
 
-__all__ = ["blocks_run", "kernel_flops"]
+__all__ = ["blocks_run", "kernel_flops", "kernel_unit_flops"]

@@ -6,7 +6,7 @@ https://doi.org/10.1145/1498765.1498785 (the roofline model)
 from dataclasses import dataclass
 
 from .analytic import count_flops
-from .blocks import kernel_flops
+from .blocks import kernel_unit_flops
 from .case import Case
 from .program import CompiledProgram
 from .traffic import least_traffic, received
@@ -65,7 +65,7 @@ def compiled_roofline(case: Case, program: CompiledProgram) -> Roofline:
     chip, chips = case.topology.chip, case.topology.chips
     useful = count_flops(case.model, case.lengths).useful / chips
     return Roofline(
-        compute=(program.flops + kernel_flops(case) / chips) / chip.peak_flops,
+        compute=(program.flops + kernel_unit_flops(case) / chips) / chip.peak_flops,
         memory=program.bytes_accessed / chip.memory_bandwidth,
         links=sum(received(each, case.mesh) for each in program.collectives) / chip.link_bandwidth,
         useful=useful / chip.peak_flops,

@@ -11,6 +11,35 @@ def padded(size: int) -> int:
     return size + -size % LANES
 
 
+def padded_head(size: int) -> int:
+    """What the kernel takes heads of ``size`` features for: half of a vector's lanes, or whole ones.
+
+    Arithmetic units are as wide as vectors, and half empty with half of one.
+    """
+    half = LANES // 2
+    return half if size <= half else padded(size)
+
+
 def block_size(length: int) -> int:
     """Queries, and keys, of a block in rows of ``length``, which are padded."""
     return next((block for block in BLOCKS if padded(length) % block == 0), LANES)
+
+
+MOST_ROW_BYTES = 40 * 2**20
+"""Of a TPU's own memory, for the gradients of a row."""
+
+
+def row_bytes(length: int, head_dims: tuple[int, int], itemsize: int) -> int:
+    """What gradients of queries, keys and values take of one head of a row: sums in float32, and two results of each.
+
+    Args:
+        head_dims: Features of a query with a key, and with a value.
+        itemsize: Bytes of a number of the results.
+    """
+    keys, values = map(padded, head_dims)
+    return padded(length) * (2 * keys + values) * (4 + 2 * itemsize)
+
+
+def has_fused_backward(length: int, head_dims: tuple[int, int], itemsize: int) -> bool:
+    """Whether the backward is one kernel, which keeps a row's gradients on the chip; else it is two."""
+    return row_bytes(length, head_dims, itemsize) <= MOST_ROW_BYTES

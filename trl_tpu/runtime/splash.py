@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
-from .blocks import block_size, padded
+from .blocks import block_size, has_fused_backward, padded, padded_head
 
 _PLATFORM = "tpu"
 """jax would lower for the device that it finds, which need not be the one that is compiled for."""
@@ -44,7 +44,7 @@ def splash_attention(
     columns = padded(length) - length
     # zeros add nothing to products; columns without tokens see each other only
     q, k, v = (
-        pad(tensor, (0, padded(tensor.shape[-1]) - tensor.shape[-1], 0, columns)).contiguous()
+        pad(tensor, (0, padded_head(tensor.shape[-1]) - tensor.shape[-1], 0, columns)).contiguous()
         for tensor in (q_BHLD, k_BGLD, v_BGLD)
     )
     segment = pad(segment_BL, (0, columns), value=-1).int()
@@ -98,9 +98,11 @@ def _attend(q: Any, k: Any, v: Any, segment: Any, needed: Any, window: int | Non
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
+    from . import splash_backward
     from .splash_blocks import meeting_blocks, with_blocks
 
-    rows, heads, length, _ = q.shape
+    rows, heads, length, size = q.shape
+    is_fused = has_fused_backward(length, (size, v.shape[-1]), q.dtype.itemsize)
     shape = (length, length)
     mask = (
         splash_attention_mask.CausalMask(shape)
@@ -113,6 +115,7 @@ def _attend(q: Any, k: Any, v: Any, segment: Any, needed: Any, window: int | Non
         splash_attention_mask.MultiHeadMask([mask] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
         attn_logits_soft_cap=softcap,
+        save_residuals=is_fused,
         head_shards=1,
         q_seq_shards=1,
     )
@@ -120,7 +123,11 @@ def _attend(q: Any, k: Any, v: Any, segment: Any, needed: Any, window: int | Non
     meets = meeting_blocks(segment, needed > 0, block)
     q, k, v = (jnp.swapaxes(each, 0, 1).reshape(each.shape[1], rows * length, -1) for each in (q, k, v))
     segments = splash_attention_kernel.SegmentIds(segment.ravel(), segment.ravel())
-    output = with_blocks(kernel, meets)(q, k, v, segments)
+    kernel = with_blocks(kernel, meets)
+    if is_fused:
+        output = splash_backward.attend(kernel, q, k, v, segments, rows, block, window)
+    else:
+        output = kernel(q, k, v, segments)
     output = jnp.where(jnp.repeat(meets.any(2).ravel(), block)[:, None], output, 0)
     return jnp.swapaxes(output.reshape(heads, rows, length, -1), 0, 1)
 
