@@ -84,6 +84,20 @@ def test_tensor_follows_the_style_and_fsdp_takes_what_is_left(
     assert plan.place(wrapped, shape).axes == axes
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((64, 512), ("fsdp", None)),  # down projections have fewer rows than columns
+        ((32, 512), (None, "fsdp")),  # 8 rows a chip are half a tile
+        ((512, 32), ("fsdp", None)),
+        ((6, 64, 512), (None, "fsdp", None)),
+        ((512,), ("fsdp",)),
+    ],
+)
+def test_fsdp_takes_rows_where_each_device_gets_whole_tiles_of_them(shape: tuple[int, ...], axes: Axes) -> None:
+    assert Plan(MeshShape(fsdp=4)).place("layers.0.weight", shape).axes == axes
+
+
 def test_whole_experts_go_over_tensor_where_it_divides_them() -> None:
     """The expert-parallel plan goes before the tensor-parallel one, as in transformers."""
     expert_styles = {"layers.*.experts.gate_up": "grouped_gemm", "layers.*.experts.down": "grouped_gemm"}
@@ -186,7 +200,7 @@ def test_fewer_key_and_value_heads_than_devices_stay_whole_over_tensor() -> None
         for name, parameter in model.named_parameters()
         if "_proj" in name
     }
-    assert axes["k_proj"] == axes["v_proj"] == (None, "fsdp")
+    assert axes["k_proj"] == axes["v_proj"] == ("fsdp", None)
     assert axes["q_proj"] == axes["up_proj"] == ("tensor", "fsdp")
     assert axes["o_proj"] == axes["down_proj"] == ("fsdp", "tensor")
 
@@ -227,7 +241,7 @@ def test_the_report_names_what_goes_where_its_bytes_and_why() -> None:
         "mesh data=2,fsdp=4 on 8 device(s): parameters take 0.13 MiB a device of 0.52 MiB in all, 0.00 MiB of them "
         "replicated",
         "  parameter  shape        over        a device  why",
-        "  *.weight   2 x 1024x64  [fsdp, -]   0.12 MiB  largest divisible dimension",
+        "  *.weight   2 x 1024x64  [fsdp, -]   0.12 MiB  rows in whole tiles",
         "  *.weight   5x1024       [-, fsdp]   0.00 MiB  largest divisible dimension",
         "  *.bias     5            replicated  0.00 MiB  no dimension of [5] is divisible by fsdp=4",
     ]

@@ -167,12 +167,13 @@ def test_all_devices_are_the_axes_that_the_mesh_has() -> None:
     assert axes_of((), MeshShape(fsdp=8)) == "fsdp"
 
 
-def test_compiled_bytes_count_every_execution_and_nothing_that_stays_on_a_chip() -> None:
+def test_compiled_bytes_are_those_that_come_over_links_in_every_execution() -> None:
+    """What a chip has itself does not come, and what is added up comes twice."""
     mesh = MeshShape(data=2, fsdp=2)
     gather = Collective("all-gather", 100, "bf16", (50,), ((0, 1), (2, 3)), count=3)
     reduce = Collective("all-reduce", 40, "f32", (10,), ((0, 2), (1, 3)))
     alone = Collective("all-reduce", 8, "f32", (2,), ((0,), (1,), (2,), (3,)))
-    assert compiled_traffic([gather, reduce, alone], mesh) == {"data": 40, "fsdp": 300}
+    assert compiled_traffic([gather, reduce, alone], mesh) == {"data": 40, "fsdp": 150}
     assert received(gather, mesh) == 150
     assert received(reduce, mesh) == 40
     assert received(alone, mesh) == 0
@@ -188,7 +189,8 @@ def test_fsdp_gathers_weights_twice_and_scatters_gradients_once() -> None:
             matrices += parameter.numel() * (parameter.dim() > 1 and "score" not in name)
             vectors += parameter.numel() * (parameter.dim() == 1 or "score" in name)
     lookups = ROWS * LENGTH // 8 * 32 * 4  # a chip's own tokens, in float32; and their gradients
-    assert least_traffic(case_of(model, MeshShape(fsdp=8))) == {"fsdp": 3 * (2 * matrices + 4 * vectors) + 2 * lookups}
+    moved = 3 * (2 * matrices + 4 * vectors) + 2 * lookups
+    assert least_traffic(case_of(model, MeshShape(fsdp=8))) == {"fsdp": moved * 7 // 8}  # an eighth is there already
 
 
 def test_frozen_weights_are_gathered_but_not_scattered() -> None:
@@ -197,7 +199,7 @@ def test_frozen_weights_are_gathered_but_not_scattered() -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     frozen = least_traffic(case_of(model, MeshShape(fsdp=8)))["fsdp"]
-    lookups = ROWS * LENGTH // 8 * 32 * 4
+    lookups = ROWS * LENGTH // 8 * 32 * 4 * 7 // 8
     assert frozen - lookups == pytest.approx((trained - 2 * lookups) * 2 / 3)
 
 
@@ -207,9 +209,9 @@ def test_data_adds_up_gradients_and_tensor_what_blocks_give() -> None:
         p.numel() * (2 if p.dim() > 1 and n != "score.weight" else 4) for n, p in model.named_parameters()
     )
     embedding = model.model.embed_tokens.weight.numel() * 2  # not in products: float32
-    assert least_traffic(case_of(model, MeshShape(data=8)))["data"] == parameters + embedding
-    one = ROWS * LENGTH * 32 * 2
-    lookups = 2 * one
+    assert least_traffic(case_of(model, MeshShape(data=8)))["data"] == 2 * (parameters + embedding) * 7 // 8
+    one = ROWS * LENGTH * 32 * 2  # of which half comes from the other chip, and half of the sum
+    lookups = one  # in float32, of which half comes from the other chip
     for remat, times in (("none", 2 * 4), ("full", 2 * 4 + 2)):  # of two layers, two blocks, there and back
         traffic = least_traffic(case_of(model, MeshShape(tensor=2), remat=remat))
         assert traffic == {"tensor": times * one + lookups}

@@ -21,12 +21,14 @@ LENGTH = 256
 EXPANDED = {"packed_attention": "expanded"}
 PADDED = {"packing": "false"}
 ADAPTERS = {"adapters": True}
+LARGE = {"hidden_size": 1024, "intermediate_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 8}
 SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "packed": (1, "train", EXPANDED),
     "long rows": (1, "train", EXPANDED | {"length": 4096}),
     "padded": (1, "train", PADDED | {"remat": "none"}),
     "adapters, tensor parallel": (8, "train", EXPANDED | ADAPTERS | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
     "layers as a loop": (8, "train", EXPANDED | {"scan_layers": True}),
+    "large weights": (16, "train", EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
     "loop, tensor parallel": (8, "train", EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
     "evaluation": (8, "evaluate", EXPANDED),
     "packed, two axes": (256, "train", EXPANDED | {"mesh": "data=4,fsdp=64"}),
@@ -39,6 +41,7 @@ CASES = [
     ("padded", "v5e:2x2"),
     ("adapters, tensor parallel", "v5e:2x4"),
     *(("layers as a loop", topology) for topology in ("v5p:2x2x2", "v6e:2x4")),
+    *(("large weights", topology) for topology in ("v5p:2x2x4", "v6e:4x4")),
     ("loop, tensor parallel", "v5e:2x4"),
     ("evaluation", "v6e:2x4"),
     *(("packed, two axes", topology) for topology in ("v5e:16x16", "v5p:4x8x8", "v6e:16x16")),
@@ -53,10 +56,10 @@ class Made(NamedTuple):
     hlo: str
 
 
-def config(layers: int = 1) -> LlamaConfig:
+def config(layers: int = 1, **sizes: int) -> LlamaConfig:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
-    return LlamaConfig(num_labels=1, **heads, **sizes)
+    usual = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+    return LlamaConfig(num_labels=1, **heads | usual | sizes)
 
 
 def trace(name: str) -> TracedProgram:
@@ -65,7 +68,7 @@ def trace(name: str) -> TracedProgram:
     peft = lora() if arguments.pop("adapters", False) else None
     pairs = chips // (2 if "tensor=2" in arguments.get("mesh", "") else 1)
     rows = Rows(pairs, arguments.pop("length", LENGTH), None if settings.get("packing") == "false" else pairs)
-    model = config(layers=2 if "scan_layers" in settings else 1)
+    model = config(layers=2 if "scan_layers" in settings else 1, **arguments.pop("sizes", {}))
     return trace_step(StepRequest(model, chips, rows, arguments, peft, what))  # type: ignore[arg-type]
 
 
@@ -144,6 +147,23 @@ def test_blocks_are_added_up_over_tensor_once(
     one = LENGTH * config().hidden_size * 2
     assert {each.dtype for each in added} == {"bf16"}
     assert sum(each.bytes for each in added) == 5 * one
+
+
+@pytest.mark.parametrize(("name", "topology"), [case for case in CASES if case[0] == "large weights"])
+def test_a_large_weight_is_gathered_twice_and_its_gradient_goes_where_it_stays(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    """In bfloat16; nowhere is such a gradient added up whole, on 16 chips of two dimensions or three."""
+    collectives = programs[name, topology].result().compiled.collectives
+    one, layers, chips = LARGE["hidden_size"] * LARGE["intermediate_size"] * 2, 2, 16
+    gathered = [each for each in collectives if each.kind == "all-gather" and each.bytes >= one]
+    assert {each.dtype for each in gathered} == {"bf16"}
+    assert sum(each.bytes * each.count for each in gathered) == 2 * 3 * layers * one
+    assert all(each.bytes < one for each in collectives if each.kind == "all-reduce")
+    scattered = [each for each in collectives if each.kind == "collective-permute" and each.bytes >= one // chips]
+    assert {each.dtype for each in scattered} == {"bf16"}
+    moved = sum(each.bytes * each.count for each in scattered)
+    assert 1 - 1 / chips <= moved / (3 * layers * one) <= 1 + 1 / chips
 
 
 @pytest.mark.parametrize(("name", "topology"), [("padded", "v5e:2x2")])

@@ -1,8 +1,8 @@
 """Which dimension of each parameter goes over which mesh axes, as data: names and shapes in, placements out.
 
 `tensor` follows the model's own plan as transformers publishes it (``model.tp_plan`` and ``model.ep_plan``: names of
-modules and parameters, ``*`` for layer numbers, to styles); `fsdp` takes the largest dimension that is left (ZeRO-3,
-https://arxiv.org/abs/1910.02054). A file of rules can overrule both.
+modules and parameters, ``*`` for layer numbers, to styles); `fsdp` takes rows of what is left, or where they do not
+come out even, the largest dimension (ZeRO-3, https://arxiv.org/abs/1910.02054). A file of rules can overrule both.
 """
 
 import re
@@ -39,6 +39,10 @@ _WHOLE = {
     "moe_identity_expert",
     "ep_dispatch_experts",
 }
+
+TILE_ROWS = 16
+"""Of bfloat16, of which a TPU moves no less. Of a gradient that is split so, libtpu adds up and scatters in one; split
+by columns it often is added up whole on every chip, at twice the traffic, and then cut."""
 
 # Styles whose outputs every device needs whole, though the weight is split.
 GATHERED_OUTPUTS = ("colwise_gather_output", "colwise_rep")
@@ -178,6 +182,9 @@ class Plan:
             left = [size for size, axis in zip(shape, taken, strict=True) if axis is None]
             of = f"of {list(shape)}" if left == list(shape) else f"left of {list(shape)}"
             return None, f"no dimension {of} is divisible by fsdp={self.mesh.fsdp}"
+        for dim in free:
+            if dim < len(shape) - 1 and shape[dim] // self.mesh.fsdp % TILE_ROWS == 0:
+                return dim, "rows in whole tiles"
         return max(free, key=lambda dim: (shape[dim], -dim)), "largest divisible dimension"
 
 

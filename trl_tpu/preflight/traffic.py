@@ -1,7 +1,7 @@
 """What chips send each other in a step, by mesh axis: what the compiler made, and what the mesh needs at least.
 
-Bytes are those of a collective's result on one chip (of reduce-scatter, of its operand), as compilers count them; what
-a chip receives over its links is less for all but permutations and reductions, see `received`.
+Bytes are those that a chip receives over its links at least: what it has itself it need not be sent, and adding up
+sends everything twice, once to where it is added and once back. https://doi.org/10.1016/j.jpdc.2008.09.002
 """
 
 from collections.abc import Iterable
@@ -40,11 +40,11 @@ def group_size(collective: Collective, mesh: MeshShape) -> int:
 
 def compiled_traffic(collectives: Iterable[Collective], mesh: MeshShape) -> ByAxis:
     """Bytes of a step by axis, as the compiler made them. What stays on a chip is left out."""
-    found: ByAxis = {}
+    found: dict[str, float] = {}
     for each in collectives:
         if axes := axes_of(each.groups, mesh):
-            found[axes] = found.get(axes, 0) + each.bytes * each.count
-    return dict(sorted(found.items()))
+            found[axes] = found.get(axes, 0) + received(each, mesh)
+    return {axes: round(size) for axes, size in sorted(found.items())}
 
 
 def received(collective: Collective, mesh: MeshShape) -> float:
@@ -68,10 +68,11 @@ def least_traffic(case: Case) -> ByAxis:
             found[axis] += size
     if "tensor" in found:
         found["tensor"] += _of_blocks(case)
-    return found
+    return {axis: round(size * (1 - 1 / case.mesh.sizes[axis])) for axis, size in found.items()}
 
 
 def _of_weight(case: Case, weight: Weight) -> ByAxis:
+    """With what a chip has itself."""
     placement = case.placements[weight.name]
     itemsize = min(weight.itemsize, case.compute_bytes) if weight.kind in ("matrix", "experts") else weight.itemsize
     over_tensor = case.mesh.tensor if "tensor" in placement.names else 1
@@ -88,14 +89,14 @@ def _of_weight(case: Case, weight: Weight) -> ByAxis:
         if "fsdp" in placement.names:
             found["fsdp"] += whole * ((2 if weight.used else 0) + (1 if weight.trained else 0))
         elif weight.trained:
-            found["fsdp"] += whole
+            found["fsdp"] += 2 * whole
     if "data" in found and weight.trained:
-        found["data"] += weight.numel * itemsize // placement.parts(case.mesh)
+        found["data"] += 2 * (weight.numel * itemsize // placement.parts(case.mesh))
     return found
 
 
 def _of_blocks(case: Case) -> int:
-    """What layers' blocks add up over `tensor`; full remat adds up again all but the last of each layer."""
+    """What layers' blocks send to add up over `tensor`; full remat adds up again all but the last of each layer."""
     split = [
         weight
         for weight in case.model.weights
@@ -103,7 +104,7 @@ def _of_blocks(case: Case) -> int:
     ]
     again = len(split) - len({weight.layer for weight in split}) if case.remat == "full" else 0
     one = case.columns_per_part * case.model.hidden * case.compute_bytes
-    return one * (2 * len(split) + again)
+    return 2 * one * (2 * len(split) + again)
 
 
 __all__ = ["ByAxis", "axes_of", "compiled_traffic", "least_traffic", "received"]

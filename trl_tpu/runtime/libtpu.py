@@ -11,11 +11,15 @@ from pathlib import Path
 VARIABLE = "LIBTPU_INIT_ARGS"
 
 FLAGS: Mapping[str, str] = {
-    # A product with a weight that is split over n chips would be computed in pieces, while the weight goes around in a
-    # ring, which sends n + 1 pieces where n - 1 are needed. Instead, weights are gathered while other work goes on.
-    # MaxText and AXLearn set this too. To leave the ring to gradients alone, as xla_tpu_enable_windowed_einsum_for_
-    # all_gather would, sends least on v6e:4x4, but let a compile for v5e:2x4 run for more than seven minutes.
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    # A product with a weight that is split over n chips could be computed in pieces, while the weight goes around in a
+    # ring, which sends n + 1 pieces where n - 1 are needed. Weights are gathered instead, while other work goes on; so
+    # do MaxText and AXLearn. Gradients of large weights do go around, over up to 32 chips: on 16 and more they would
+    # otherwise be added up whole on every chip, at twice the traffic, and nothing would be computed meanwhile.
+    "xla_tpu_enable_windowed_einsum_for_all_gather": "false",
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "16",
+    # A weight that the backward needs twice, for the layer's forward again and for the gradient of its input, is
+    # gathered once, however many instructions lie between.
+    "xla_tpu_spmd_threshold_for_allgather_cse": "1000000",
     # Float32 weights that only bfloat16 products read would be converted before a loop over the layers, those of all
     # layers, and the copies kept for as long as it runs: an eighth of the state. Without, as much memory is read and
     # written, since each turn reads its layer's weights once in either type and gathers them in bfloat16.
