@@ -17,9 +17,9 @@ FLAGS: Mapping[str, str] = {
     # otherwise be added up whole on every chip, at twice the traffic, and nothing would be computed meanwhile.
     "xla_tpu_enable_windowed_einsum_for_all_gather": "false",
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "16",
-    # A weight that a layer's backward needs twice, for its forward again and for the gradient of its input, is gathered
-    # once: those needs are up to 150 instructions apart. Further apart are forward and backward of a model whose
-    # activations are kept, and the weights gathered for one must not wait for the other.
+    # A weight that a layer's backward needs twice, for its forward again and for the gradient of its input, is
+    # gathered once: those needs are up to 150 instructions apart. Further apart are forward and backward of a model
+    # whose activations are kept, and the weights gathered for one must not wait for the other.
     "xla_tpu_spmd_threshold_for_allgather_cse": "150",
     # Float32 weights that only bfloat16 products read would be converted before a loop over the layers, those of all
     # layers, and the copies kept for as long as it runs: an eighth of the state. Without, as much memory is read and
