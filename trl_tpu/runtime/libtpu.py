@@ -13,7 +13,7 @@ VARIABLE = "LIBTPU_INIT_ARGS"
 FLAGS: Mapping[str, str] = {
     # A product with a weight that is split over n chips could be computed in pieces, while the weight goes around in a
     # ring, which sends n + 1 pieces where n - 1 are needed. Weights are gathered instead, while other work goes on; so
-    # do MaxText and AXLearn. Gradients of large weights do go around, over up to 32 chips: on 16 and more they would
+    # do MaxText and AXLearn. Gradients of large weights do go around, on up to 32 chips: on 16 and more they would
     # otherwise be added up whole on every chip, at twice the traffic, and nothing would be computed meanwhile.
     "xla_tpu_enable_windowed_einsum_for_all_gather": "false",
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "16",
@@ -27,6 +27,9 @@ FLAGS: Mapping[str, str] = {
     "xla_jf_bf16_propagation": "false",
 }
 """What the trainer adds."""
+
+MOST_SCATTERED = 32
+"""Chips over which gradients go around in rings: XLA's partitioner makes no longer ones."""
 
 _TORCH_XLA: Mapping[str, str] = {
     "xla_tpu_use_enhanced_launch_barrier": "false",
@@ -67,4 +70,4 @@ def with_flags(given: str, flags: Mapping[str, str]) -> str:
     return " ".join([*given.split(), *(f"--{name}={value}" for name, value in flags.items() if name not in said)])
 
 
-__all__ = ["FLAGS", "VARIABLE", "known", "set_flags", "torch_xla_flags", "with_flags"]
+__all__ = ["FLAGS", "MOST_SCATTERED", "VARIABLE", "known", "set_flags", "torch_xla_flags", "with_flags"]
