@@ -7,14 +7,13 @@ import sys
 from typing import Any
 
 import jax
-import jax._src.tpu_custom_call as kernels
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.sharding import SingleDeviceSharding
 
 from trl_tpu.runtime import splash
-from trl_tpu.runtime.placeholder import _KERNELS_VERSION
+from trl_tpu.runtime.placeholder import write_kernels_for_libtpu
 
 ROWS, HEADS, SIZE = 2, 4, 64
 
@@ -29,7 +28,7 @@ def block_sparse(q: Any, k: Any, v: Any, segment: Any) -> Any:
 
 
 def main() -> None:
-    kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
+    write_kernels_for_libtpu()
     topology, kernel, length = sys.argv[1:]
     attend = {"flash": flash, "splash": block_sparse}[kernel]
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from trl_tpu.preflight.compile import WITHOUT_A_TPU
+
 
 @pytest.mark.parametrize(("kernel", "kernels"), [("flash", 3), ("splash", 2)])
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_forward_and_backward_compile(topology: str, kernel: str, kernels: int) -> None:
     """jax's flash attention has two kernels in the backward, for queries and for keys; ours has one."""
-    alone = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     run = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("kernels.py")), topology, kernel, "2048"],
-        env=os.environ | alone,
+        env=os.environ | WITHOUT_A_TPU,
         capture_output=True,
         text=True,
     )

@@ -40,7 +40,7 @@ _WHOLE = {
     "ep_dispatch_experts",
 }
 
-TILE_ROWS = 16
+_TILE_ROWS = 16
 """Of bfloat16, of which a TPU moves no less. Of a gradient that is split so, libtpu adds up and scatters in one; split
 by columns it often is added up whole on every chip, at twice the traffic, and then cut."""
 
@@ -183,7 +183,7 @@ class Plan:
             of = f"of {list(shape)}" if left == list(shape) else f"left of {list(shape)}"
             return None, f"no dimension {of} is divisible by fsdp={self.mesh.fsdp}"
         for dim in free:
-            if dim < len(shape) - 1 and shape[dim] // self.mesh.fsdp % TILE_ROWS == 0:
+            if dim < len(shape) - 1 and shape[dim] // self.mesh.fsdp % _TILE_ROWS == 0:
                 return dim, "rows in whole tiles"
         return max(free, key=lambda dim: (shape[dim], -dim)), "largest divisible dimension"
 

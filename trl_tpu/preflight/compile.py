@@ -16,6 +16,10 @@ from ..runtime import libtpu
 from .program import CompiledProgram
 from .trace import TracedProgram, run_apart
 
+WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+"""The environment of a process that compiles. jax would otherwise look for a TPU; and several processes may use libtpu
+at once, since none has one."""
+
 
 def missing() -> str | None:
     """Why nothing can be compiled for a TPU here, for an error message; None if it can be."""
@@ -41,9 +45,7 @@ def compile_for(traced: TracedProgram, topology: str, *, keep: Path | None = Non
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "traced"), Path(folder, "compiled")
         asked.write_bytes(pickle.dumps(traced))
-        # jax would otherwise look for a TPU; and several processes may use libtpu at once, since none has one
-        environment = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-        environment[libtpu.VARIABLE] = flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
+        environment = {**WITHOUT_A_TPU, libtpu.VARIABLE: flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))}
         arguments = [topology, str(asked), str(answer), *([str(keep)] if keep is not None else [])]
         run_apart("trl_tpu.preflight.compile_child", arguments, environment)
         compiled: CompiledProgram = pickle.loads(answer.read_bytes())
@@ -56,4 +58,4 @@ def flags_for(topology: str, given: str = "") -> str:
     return libtpu.with_flags(given, {**libtpu.torch_xla_flags(version), **libtpu.FLAGS})
 
 
-__all__ = ["compile_for", "flags_for", "missing"]
+__all__ = ["WITHOUT_A_TPU", "compile_for", "flags_for", "missing"]

@@ -81,12 +81,9 @@ class PlaceholderRuntime(XlaRuntime):
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
-        import jax._src.tpu_custom_call as kernels
-
         from .splash import splash_attention
 
-        # on a TPU jax asks its libtpu which version of kernels it reads; elsewhere it would write its newest
-        kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
+        write_kernels_for_libtpu()
         return splash_attention
 
     def has_attention_kernel(self) -> bool:
@@ -219,6 +216,13 @@ class Batches:
         if isinstance(value, list):
             return [self._placed(name, part) for part in value]
         return self._place(name, value) if isinstance(value, torch.Tensor) else value
+
+
+def write_kernels_for_libtpu() -> None:
+    """Let jax write kernels that libtpu reads: on a TPU it asks for the version, elsewhere it writes its newest."""
+    import jax._src.tpu_custom_call as kernels
+
+    kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
 
 
 def _pending() -> list[torch.Tensor]:
