@@ -16,11 +16,13 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: the arrays that it gives each device, and the axes along which its groups reach."""
+    """One collective: the arrays that it gives each device, the axes along which its groups reach, and how many
+    devices the largest group has."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
     axes: frozenset[str]
+    devices: int
 
     @property
     def elements(self) -> int:
@@ -33,7 +35,8 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> Iterator[Collective]:
         if found := _OPERATION.search(line):
             arrays = _ARRAY.findall(re.sub(r"/\*.*?\*/", "", found["type"]))
             shapes = tuple(tuple(int(size) for size in sizes.split(",") if size) for _, sizes in arrays)
-            yield Collective(found["kind"], shapes, frozenset(_axes(_groups(line), mesh)))
+            groups = _groups(line)
+            yield Collective(found["kind"], shapes, frozenset(_axes(groups, mesh)), max(map(len, groups), default=0))
 
 
 def _groups(line: str) -> list[list[int]]:

@@ -13,9 +13,12 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 DUMPS = Path(tempfile.mkdtemp())
 if os.environ.get("USE_TORCH_XLA") != "0":  # before torch_xla is imported
@@ -62,6 +65,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed+dots": {**PACKED, "remat": "dots"},
     "padded+dots+scanned": {**PADDED, "remat": "dots", "scan_layers": True},
     "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
+    "packed+in steps": {**PACKED, "gradient_checkpointing": False},
+    "packed+accumulated+scanned+in steps": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
 }
 
 
@@ -130,6 +135,18 @@ class Walking(TrainerCallback):
     def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if runtime.is_xla() and state.global_step == STEPS:
             self.tensors = tensors_of(self.trainer)
+
+
+@contextmanager
+def scattered(variant: str) -> Iterator[None]:
+    """With "in steps": over four devices at once, however small a gradient is, so over eight in two steps."""
+    if "in steps" not in variant:
+        yield
+        return
+    from trl_tpu.runtime import layout, libtpu
+
+    with patch.object(layout, "MOST_SCATTERED", 4), patch.object(libtpu, "LEAST_SCATTERED", 1):
+        yield
 
 
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
@@ -220,7 +237,10 @@ def collectives(mesh: dict[str, int]) -> list[dict[str, Any]]:
     found = max((list(read_collectives(path.read_text(), mesh)) for path in programs), key=len, default=[])
     for path in DUMPS.iterdir():
         path.unlink()
-    return [{"kind": each.kind, "shapes": each.shapes, "axes": sorted(each.axes)} for each in found]
+    return [
+        {"kind": each.kind, "shapes": each.shapes, "axes": sorted(each.axes), "devices": each.devices}
+        for each in found
+    ]
 
 
 def main(out: str, *runs: str) -> None:
@@ -229,7 +249,7 @@ def main(out: str, *runs: str) -> None:
     for run in runs:
         name, mesh, variant = run.split(":")
         try:
-            with tempfile.TemporaryDirectory() as folder:
+            with tempfile.TemporaryDirectory() as folder, scattered(variant):
                 results[run] = train(name, mesh, variant, folder)
         except Exception:  # the test of this run fails with it, and the others go on
             results[run] = {"error": re.sub(r"(?s)^.{20000,}(?=.{4000}$)", "", traceback.format_exc())}

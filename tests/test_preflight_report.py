@@ -152,24 +152,6 @@ def test_hours_and_cost_follow_from_the_dataset(case: Case) -> None:
     assert Report(case, program).as_json()["hours"] is None
 
 
-@pytest.mark.parametrize(
-    ("mesh", "instead"),
-    [
-        (MeshShape(fsdp=64), "--mesh data=2,fsdp=32 sends less"),
-        (MeshShape(data=1, fsdp=64, tensor=4), "--mesh data=2,fsdp=32,tensor=4 sends less"),
-        (MeshShape(data=2, fsdp=32), None),
-    ],
-)
-def test_groups_of_chips_are_named_where_gradients_are_added_up_whole(
-    job: Job, mesh: MeshShape, instead: str | None
-) -> None:
-    topology = parse_topology({64: "v5p:4x4x4", 256: "v5p:4x8x8"}[mesh.devices])
-    case = job.case(topology, mesh, "full", 1)
-    text = text_of(Report(case, compiled(case)))
-    assert "Most is sent by:" in text
-    assert (instead in " ".join(text.split())) if instead else ("sends less" not in text)
-
-
 def test_the_text_says_all_that_is_asked_of_it(case: Case) -> None:
     text = text_of(Report(case, compiled(case), Training(1000, 1), "From somewhere."))
     for part in (

@@ -29,6 +29,8 @@ SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "adapters, tensor parallel": (8, "train", EXPANDED | ADAPTERS | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
     "layers as a loop": (8, "train", EXPANDED | {"scan_layers": True}),
     "large weights": (16, "train", EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
+    "large weights, many chips": (64, "train", EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
+    "large weights, many chips, one by one": (64, "train", EXPANDED | {"length": 2048, "sizes": LARGE}),
     "loop, tensor parallel": (8, "train", EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
     "evaluation": (8, "evaluate", EXPANDED),
     "packed, two axes": (256, "train", EXPANDED | {"mesh": "data=4,fsdp=64"}),
@@ -42,6 +44,8 @@ CASES = [
     ("adapters, tensor parallel", "v5e:2x4"),
     *(("layers as a loop", topology) for topology in ("v5p:2x2x2", "v6e:2x4")),
     *(("large weights", topology) for topology in ("v5p:2x2x4", "v6e:4x4")),
+    *(("large weights, many chips", topology) for topology in ("v5p:4x4x4", "v6e:8x8")),
+    ("large weights, many chips, one by one", "v5p:4x4x4"),
     ("loop, tensor parallel", "v5e:2x4"),
     ("evaluation", "v6e:2x4"),
     *(("packed, two axes", topology) for topology in ("v5e:16x16", "v5p:4x8x8", "v6e:16x16")),
@@ -164,6 +168,22 @@ def test_a_large_weight_is_gathered_twice_and_its_gradient_goes_where_it_stays(
     assert {each.dtype for each in scattered} == {"bf16"}
     moved = sum(each.bytes * each.count for each in scattered)
     assert 1 - 1 / chips <= moved / (3 * layers * one) <= 1 + 1 / chips
+
+
+@pytest.mark.parametrize(("name", "topology"), [case for case in CASES if "many chips" in case[0]])
+def test_over_many_chips_a_large_gradient_is_scattered_first_and_then_added_up_in_parts(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    """Over 64 chips: in bfloat16 over 32 of them, and then what each of these has over two.
+
+    libtpu pads what it scatters, so that parts do not begin within a tile: by some percent.
+    """
+    collectives = programs[name, topology].result().compiled.collectives
+    one, layers = LARGE["hidden_size"] * LARGE["intermediate_size"] * 2, 2 if "scan_layers" in SETTINGS[name][2] else 1
+    assert all(each.bytes < one for each in collectives if each.kind == "all-reduce")
+    scattered = [each for each in collectives if each.kind == "reduce-scatter" and each.bytes >= one]
+    assert {(each.dtype, len(each.groups[0])) for each in scattered} == {("bf16", 32)}
+    assert 1 <= sum(each.bytes * each.count for each in scattered) / (3 * layers * one) <= 1.05
 
 
 @pytest.mark.parametrize(("name", "topology"), [("padded", "v5e:2x2")])

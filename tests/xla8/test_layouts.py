@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ RUNS = [
     "llama_lora:tensor=8:padded",
     "llama_lora:fsdp=8:packed+accumulated+scanned",
     "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
+    "llama:fsdp=8:packed+in steps",
+    "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
 ]
 
 Results = dict[str, dict[str, Any]]
@@ -172,3 +174,18 @@ def test_no_activation_is_gathered_over_fsdp_and_no_logits_anywhere(result: dict
     # the table is looked up where it lies: once forward, and back where it is trained
     assert len(found["embeddings for rows"]) <= 2
     assert len(found["embeddings made whole"]) <= 1
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if "in steps" in run])
+def test_over_many_devices_gradients_are_scattered_first_and_then_added_up_in_parts(
+    result: dict[str, Any], run: str
+) -> None:
+    """Of matrices: over four devices at once, and each part, a quarter, over the two that have it."""
+    added = [each for each in result["collectives"] if explain(each, result["tokens"]) == "gradients of weights"]
+    sizes = {devices: sorted(_matrices(each for each in added if each["devices"] == devices)) for devices in (2, 4)}
+    assert sizes[4] and sizes[2] == [size // 4 for size in sizes[4]]
+    assert all(each["devices"] in sizes for each in added)
+
+
+def _matrices(added: Iterable[dict[str, Any]]) -> list[int]:
+    return [prod(shape) for each in added for shape in each["shapes"] if len(shape) == 2]

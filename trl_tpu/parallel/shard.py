@@ -1,6 +1,7 @@
 """Apply a plan to a model: its weights to their devices, and its activations kept where the weights expect them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,6 +149,17 @@ def keep_activations_split(
             _constrain(module, batch, None, runtime)
             if plan.mesh.tensor > 1:
                 module.register_forward_hook(cast_once.forget)
+
+
+def scatter_gradients(model: nn.Module, placements: Mapping[str, Placement], runtime: Runtime) -> None:
+    """Let gradients of weights that are split over `fsdp` be added up as `Runtime.scatter` says, by hooks.
+
+    Not those of embedding tables, of which each device adds up the features that it looks up.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in tables and "fsdp" in placements[name].names:
+            parameter.register_hook(partial(runtime.scatter, axes=placements[name].axes))
 
 
 class _CastOnce:

@@ -1,10 +1,7 @@
 """The report as text, for somebody who has not seen one before."""
 
 import textwrap
-from collections.abc import Iterator
 
-from ..parallel.mesh import MeshShape
-from ..runtime.libtpu import MOST_SCATTERED
 from .chips import GB, GiB, MiB, Topology
 from .report import UNSEEN, Report
 from .search import Attempt, Found
@@ -107,19 +104,8 @@ def _traffic(report: Report) -> str:
     lines = _table("Sent between chips in a step, to each chip, by mesh axis", rows)
     if too_much:
         largest = (f"{scaled(size)}B in {what}" for what, size in report.largest_collectives())
-        lines += "".join(f"\n{_indented(line)}" for line in ("Most is sent by:", *largest, *_in_groups(report)))
+        lines += "".join(f"\n{_indented(line)}" for line in ("Most is sent by:", *largest))
     return lines
-
-
-def _in_groups(report: Report) -> Iterator[str]:
-    """A mesh that sends less, where weights go over more chips than libtpu scatters gradients over."""
-    mesh = report.case.mesh
-    if mesh.fsdp > MOST_SCATTERED and mesh.fsdp % MOST_SCATTERED == 0:
-        groups = MeshShape(mesh.data * mesh.fsdp // MOST_SCATTERED, MOST_SCATTERED, mesh.tensor)
-        yield (
-            f"Over more than {MOST_SCATTERED} chips every chip adds up whole gradients: if it fits, --mesh {groups} "
-            "sends less."
-        )
 
 
 def _time(report: Report) -> str:

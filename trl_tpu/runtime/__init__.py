@@ -111,6 +111,12 @@ class Runtime(Protocol):
         Axes that do not divide their dimension are left out.
         """
 
+    def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
+        """``gradient`` on its way to where its weight is, laid out by ``axes`` over `fsdp`: how it is added up.
+
+        Where the compiler would not scatter it over so many devices at once, it is laid out over some of them.
+        """
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix multiplications in ``dtype`` over float32 weights; None changes nothing."""
 

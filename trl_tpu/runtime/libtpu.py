@@ -29,7 +29,11 @@ FLAGS: Mapping[str, str] = {
 """What the trainer adds."""
 
 MOST_SCATTERED = 32
-"""Chips over which gradients go around in rings: XLA's partitioner makes no longer ones."""
+"""Chips over which a gradient is scattered: of more, XLA's partitioner makes no rings, and libtpu no `reduce-scatter`,
+but adds it up whole on all of them, at twice the traffic."""
+
+LEAST_SCATTERED = 2**20
+"""Numbers of a gradient for which that matters; a smaller one takes longer to begin with than to send."""
 
 _TORCH_XLA: Mapping[str, str] = {
     "xla_tpu_use_enhanced_launch_barrier": "false",
@@ -70,4 +74,13 @@ def with_flags(given: str, flags: Mapping[str, str]) -> str:
     return " ".join([*given.split(), *(f"--{name}={value}" for name, value in flags.items() if name not in said)])
 
 
-__all__ = ["FLAGS", "MOST_SCATTERED", "VARIABLE", "known", "set_flags", "torch_xla_flags", "with_flags"]
+__all__ = [
+    "FLAGS",
+    "LEAST_SCATTERED",
+    "MOST_SCATTERED",
+    "VARIABLE",
+    "known",
+    "set_flags",
+    "torch_xla_flags",
+    "with_flags",
+]

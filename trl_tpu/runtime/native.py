@@ -61,6 +61,9 @@ class NativeRuntime:
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         return tensor
 
+    def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
+        return gradient
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

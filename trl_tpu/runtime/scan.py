@@ -22,18 +22,26 @@ from . import Axes
 from .remat import Keeping, Operations, Reusing, autocast_now, weights_of
 
 Tensors = list[torch.Tensor]
+LayOut = Callable[[torch.Tensor, Axes], torch.Tensor]
 
 
 def scan_layers(
     layer: nn.Module,
     axes: Mapping[str, Axes],
-    constrain: Callable[[torch.Tensor, Axes], torch.Tensor],
+    constrain: LayOut,
+    scatter: LayOut,
     keep: Operations,
     hidden: torch.Tensor,
     args: Any,
     kwargs: Any,
 ) -> torch.Tensor:
-    """``hidden`` after all layers whose weights ``layer`` has; see `Runtime.scan`. ``keep`` is as in `recompute`."""
+    """``hidden`` after all layers whose weights ``layer`` has; see `Runtime.scan`.
+
+    Args:
+        constrain: `Runtime.constrain`.
+        scatter: `Runtime.scatter`, for the gradients of each layer.
+        keep: As in `recompute`.
+    """
     leaves, structure = tree_flatten((args, kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     is_bool = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves]
@@ -56,14 +64,21 @@ def scan_layers(
             )
         return output
 
-    def laid_out(gradients: Tensors, stacked: bool) -> Tensors:
-        trained = [layout for layout, weight in zip(layouts, weights, strict=True) if weight.requires_grad]
+    trained = [layout for layout, weight in zip(layouts, weights, strict=True) if weight.requires_grad]
+
+    def of_layer(gradients: Tensors) -> Tensors:
         return [
-            each if layout is None else constrain(each, (None, *layout) if stacked else layout)
+            each if layout is None else constrain(scatter(each, layout), layout)
             for each, layout in zip(gradients, trained, strict=True)
         ]
 
-    return _Scan.apply(run, laid_out, keep, len(fixed), hidden, *fixed, *weights)
+    def of_all(gradients: Tensors) -> Tensors:
+        return [
+            each if layout is None else constrain(each, (None, *layout))
+            for each, layout in zip(gradients, trained, strict=True)
+        ]
+
+    return _Scan.apply(run, of_layer, of_all, keep, len(fixed), hidden, *fixed, *weights)
 
 
 @contextmanager
@@ -80,9 +95,16 @@ def _once(layer: nn.Module) -> Iterator[None]:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, run: Any, laid_out: Any, keep: Operations, count: int, hidden: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any,
+        run: Any,
+        of_layer: Any,
+        of_all: Any,
+        keep: Operations,
+        count: int,
+        hidden: torch.Tensor,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.run, ctx.laid_out, ctx.keep, ctx.count = run, laid_out, keep, count
+        ctx.run, ctx.of_layer, ctx.of_all, ctx.keep, ctx.count = run, of_layer, of_all, keep, count
         ctx.autocast = autocast_now()
         fixed, weights = list(tensors[:count]), list(tensors[count:])
         ctx.trained = [weight.requires_grad for weight in weights]
@@ -117,12 +139,12 @@ class _Scan(torch.autograd.Function):
             wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
             found = zip(wanted, torch.autograd.grad(output, wanted, gradient, allow_unused=True), strict=True)
             gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in found]
-            return [gradients[0], *fixed], ctx.laid_out(gradients[1:], stacked=False)
+            return [gradients[0], *fixed], ctx.of_layer(gradients[1:])
 
         carry, found = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
-        gradients = iter(ctx.laid_out(found, stacked=True))
+        gradients = iter(ctx.of_all(found))
         weights = [next(gradients) if is_trained else None for is_trained in trained]
-        return (None, None, None, None, carry[0], *(None for _ in fixed), *weights)
+        return (None, None, None, None, None, carry[0], *(None for _ in fixed), *weights)
 
 
 def _as_parameters(weights: Tensors, trained: list[bool]) -> list[nn.Parameter]:

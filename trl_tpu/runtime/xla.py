@@ -7,7 +7,6 @@ import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value, hosts, libtpu, shards
 from .kernels import MATMULS, contract, segment_attention
+from .layout import MeshSharding, laid_out, mesh_of_first_scatter
 from .manual import by_device
 from .remat import recompute
 from .scan import scan_layers
@@ -36,43 +36,6 @@ _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 def _contract(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # below autograd torch would take its own einsum, of reshapes; torch_xla's one dot is registered with autograd's
     return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
-
-
-class MeshSharding(xs.ShardingSpec):
-    """A ShardingSpec that also accepts specs which leave mesh axes out.
-
-    torch_xla 2.9 computes the tile assignment of a spec without a None dimension as if it named every axis
-    (https://github.com/pytorch/xla/issues/8012); the mesh's own method handles that case.
-    """
-
-    def __post_init__(self) -> None:
-        # a scalar has no dimensions to ask about
-        spec = self.partition_spec or (None,)
-        tiles, groups, replication, kind = self.mesh._get_op_sharding_args(spec)
-        self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
-        self._sharding_type = xs.ShardingType(kind)
-
-
-class _Constrained(torch.autograd.Function):
-    """A copy of an activation whose layout is fixed, as is its gradient's.
-
-    torch_xla's own (`mark_sharding_with_gradients`) writes the mesh to a string and reads it back at every call.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
-        ctx.sharding = sharding
-        return _laid_out(tensor, sharding)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _laid_out(gradient, ctx.sharding), None
-
-
-def _laid_out(tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
-    copy = tensor.clone()
-    torch_xla._XLAC._xla_mark_sharding(copy, sharding)
-    return copy
 
 
 class DeviceLoader:
@@ -143,6 +106,7 @@ class XlaRuntime:
 
     name = "xla"
     _mesh: xs.Mesh  # of `set_mesh`
+    _first_scatter: xs.Mesh | None = None
 
     def start(self) -> None:
         if xr.is_spmd():
@@ -186,6 +150,7 @@ class XlaRuntime:
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         self._mesh = make_mesh(sizes, slices)
+        self._first_scatter = mesh_of_first_scatter(self._mesh)
         xs.set_global_mesh(self._mesh)
 
     def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
@@ -197,14 +162,12 @@ class XlaRuntime:
     def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
         if tensor.device.type != "xla" or not hasattr(self, "_mesh"):
             return tensor  # on the host, or outside a trainer
-        sizes = self._mesh.shape()
-        parts = (prod(sizes[axis] for axis in ((over,) if isinstance(over, str) else over or ())) for over in axes)
-        fitting = tuple(
-            None if size % count else over for size, over, count in zip(tensor.shape, axes, parts, strict=True)
-        )
-        if torch_xla._XLAC._get_xla_sharding_spec(tensor):
-            tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
-        return _Constrained.apply(tensor, self._mesh.get_op_sharding(fitting))
+        return laid_out(tensor, self._mesh, axes)
+
+    def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
+        if self._first_scatter is None or gradient.numel() < libtpu.LEAST_SCATTERED:
+            return gradient
+        return laid_out(gradient, self._first_scatter, axes)
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -252,7 +215,7 @@ class XlaRuntime:
         **kwargs: Any,
     ) -> torch.Tensor:
         keep = MATMULS if policy == "dots" else frozenset()
-        return scan_layers(layer, axes, self.constrain, keep, hidden, args, kwargs)
+        return scan_layers(layer, axes, self.constrain, self.scatter, keep, hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))

@@ -22,7 +22,7 @@ from ..data.loader import host_batches, outlive_sigterm, read_own, skip_batches,
 from ..modeling.stacked import LayerStack
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
-from ..parallel.shard import keep_activations_split, place_model, plan_model
+from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..runtime import Axes, Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
@@ -88,6 +88,7 @@ class DeviceTrainer(SkippingTrainer):
         self.shard_report = place_model(model, plan, self.runtime, device)
         if self.runtime.name == "xla":
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
+            scatter_gradients(model, self.shard_report.placements, self.runtime)
 
     # ---- loading
 

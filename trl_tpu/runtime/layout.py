@@ -1,0 +1,79 @@
+"""How tensors are laid out over the mesh: what torch_xla's own ways to say so leave out."""
+
+from math import prod
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+
+from . import Axes
+from .libtpu import MOST_SCATTERED
+
+
+class MeshSharding(xs.ShardingSpec):
+    """A ShardingSpec that also accepts specs which leave mesh axes out.
+
+    torch_xla 2.9 computes the tile assignment of a spec without a None dimension as if it named every axis
+    (https://github.com/pytorch/xla/issues/8012); the mesh's own method handles that case.
+    """
+
+    def __post_init__(self) -> None:
+        # a scalar has no dimensions to ask about
+        spec = self.partition_spec or (None,)
+        tiles, groups, replication, kind = self.mesh._get_op_sharding_args(spec)
+        self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
+        self._sharding_type = xs.ShardingType(kind)
+
+
+def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+    """A copy of ``tensor``, dimension d of which, and of whose gradient, is over ``axes[d]`` where these divide it."""
+    sizes = mesh.shape()
+    parts = (prod(sizes[axis] for axis in ((over,) if isinstance(over, str) else over or ())) for over in axes)
+    fitting = tuple(
+        None if size % count else over for size, over, count in zip(tensor.shape, axes, parts, strict=True)
+    )
+    if torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
+    copy: torch.Tensor = _LaidOut.apply(tensor, mesh.get_op_sharding(fitting))
+    return copy
+
+
+class _LaidOut(torch.autograd.Function):
+    """torch_xla's own (`mark_sharding_with_gradients`) writes the mesh to a string and reads it back at every call."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
+        ctx.sharding = sharding
+        return _marked(tensor, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _marked(gradient, ctx.sharding), None
+
+
+def _marked(tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
+    copy = tensor.clone()
+    torch_xla._XLAC._xla_mark_sharding(copy, sharding)
+    return copy
+
+
+def mesh_of_first_scatter(mesh: xs.Mesh) -> xs.Mesh | None:
+    """The mesh over whose `fsdp` a gradient is scattered first, where ``mesh`` has more chips there than are scattered
+    over at once; None where it has not.
+
+    Each of its parts belongs to a run of chips of the whole `fsdp`, over which it is added up and cut again.
+    """
+    sizes = mesh.shape()
+    count = sizes.get("fsdp", 1)
+    first = max(size for size in range(1, MOST_SCATTERED + 1) if count % size == 0)
+    if first in (1, count):
+        return None
+    shape: list[int] = []
+    for axis, size in sizes.items():
+        shape += [first, count // first] if axis == "fsdp" else [size]
+    names = [name for axis in sizes for name in ([axis, "fsdp within"] if axis == "fsdp" else [axis])]
+    return xs.Mesh(mesh.device_ids, tuple(shape), tuple(names))
+
+
+__all__ = ["MeshSharding", "laid_out", "mesh_of_first_scatter"]
