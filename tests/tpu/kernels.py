@@ -19,25 +19,32 @@ ROWS, HEADS, SIZE = 2, 4, 64
 
 
 def flash(q: Any, k: Any, v: Any, segment: Any) -> Any:
+    """The gradients of the sum of attention's outputs, by jax's kernel."""
     segments = flash_attention.SegmentIds(segment, segment)
-    return flash_attention.flash_attention(q, k, v, segment_ids=segments, causal=True, sm_scale=SIZE**-0.5)
+
+    def total(q: Any, k: Any, v: Any) -> Any:
+        output = flash_attention.flash_attention(q, k, v, segment_ids=segments, causal=True, sm_scale=SIZE**-0.5)
+        return output.astype(jnp.float32).sum()
+
+    return jax.grad(total, (0, 1, 2))(q, k, v)
 
 
-def block_sparse(q: Any, k: Any, v: Any, segment: Any) -> Any:
-    return splash._attend(q * SIZE**-0.5, k, v, segment, jnp.ones_like(segment), None, None)
+def block_sparse(*given: Any) -> Any:
+    """The same by ours."""
+    given = (*given, jnp.ones_like(given[-1]))
+    forward, backward = splash.attention_functions(SIZE**-0.5, None, None, given)
+    outputs = forward(*given)
+    return backward(jnp.ones_like(outputs[0]), *outputs, *given)
 
 
 def main() -> None:
     write_kernels_for_libtpu()
     topology, kernel, length = sys.argv[1:]
-    attend = {"flash": flash, "splash": block_sparse}[kernel]
+    gradients = {"flash": flash, "splash": block_sparse}[kernel]
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
     def given(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
-
-    def gradients(*tensors: Any) -> Any:
-        return jax.grad(lambda q, k, v: attend(q, k, v, tensors[3]).astype(jnp.float32).sum(), (0, 1, 2))(*tensors[:3])
 
     heads = [given(ROWS, HEADS, int(length), SIZE) for _ in range(3)]
     compiled = jax.jit(gradients).lower(*heads, given(ROWS, int(length), dtype=jnp.int32)).compile()

@@ -7,11 +7,28 @@ import pytest
 import torch
 
 from trl_tpu import runtime
-from trl_tpu.runtime.kernels import segment_attention
+from trl_tpu.modeling.expanded_rows import ExpandedRows
+from trl_tpu.runtime.kernels import attend_in_rows
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None, reason="kernels in Pallas need jax: pip install 'trl-tpu[tpu]'"
 )
+
+
+def two_copies(rows: int, length: int) -> ExpandedRows:
+    """Every token twice, beside other tokens in each copy, which see each other; of some, no output is taken."""
+    column_L = torch.arange(length, dtype=torch.int32)
+    is_first_RL = torch.randint(0, 2, (rows, length)) == 1
+    is_taken_RL = torch.ones(rows, length, dtype=torch.bool)
+    is_taken_RL[0, : length // 2] = is_taken_RL[1, length // 3 :] = False
+    segment_R2L = torch.randint(0, 4, (rows, 2, length), dtype=torch.int32).sort(-1).values
+    home_R2L = torch.stack([is_first_RL & is_taken_RL, ~is_first_RL & is_taken_RL], 1)
+    return ExpandedRows(
+        column_L.expand(rows, 2, length).contiguous(),
+        segment_R2L,
+        torch.where(home_R2L, column_L, -1),
+        torch.where(is_taken_RL, column_L + length * ~is_first_RL, -1).int(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +50,7 @@ def test_splash_attention_equals_plain_attention(
     is_fused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Outputs that are needed, and gradients, with segments, grouped heads, and lengths and heads that are padded.
+    """Outputs and gradients, with copies, segments, grouped heads, and lengths and heads that are padded.
 
     The backward is our kernel, or jax's two. 640 columns are five blocks, of which those are left out that no segment
     joins, or whose queries are not needed.
@@ -49,20 +66,17 @@ def test_splash_attention_equals_plain_attention(
     monkeypatch.setattr(splash, "has_fused_backward", lambda *_: is_fused)
     splash._programs.cache_clear()
     torch.manual_seed(0)
-    q, k, v, weight = (torch.randn(2, heads, length, size) for heads in (4, 2, 2, 4))
-    segment = torch.randint(0, 4, (2, length), dtype=torch.int32).sort(-1).values
-    needed = torch.ones(2, length, dtype=torch.bool)
-    needed[0, : length // 2] = needed[1, length // 3 :] = False
-    weight = weight * needed[:, None, :, None]
+    q, k, v = (torch.randn(2, heads, length, size) for heads in (4, 2, 2))
+    weight, rows = torch.randn(2, length, 4, size), two_copies(2, length)
 
     def outputs_and_gradients(kernel: object, device: str) -> list[torch.Tensor]:
         leaves = [tensor.to(device).requires_grad_() for tensor in (q, k, v)]
-        places = segment.to(device), size**-0.5, window, softcap, needed.to(device)
-        output = kernel(*leaves, *places) * needed.to(device)[:, None, :, None]  # type: ignore[operator]
+        places = ExpandedRows(*(place.to(device) for place in rows))
+        output = kernel(*leaves, places, size**-0.5, window, softcap)  # type: ignore[operator]
         return [output, *torch.autograd.grad((output * weight.to(device)).sum(), leaves)]
 
     found = runtime.current().fetch(outputs_and_gradients(splash.splash_attention, "xla"))
-    for ours, theirs in zip(found, outputs_and_gradients(segment_attention, "cpu"), strict=True):
+    for ours, theirs in zip(found, outputs_and_gradients(attend_in_rows, "cpu"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
 

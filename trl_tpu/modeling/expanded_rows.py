@@ -33,6 +33,10 @@ class ExpandedRows(NamedTuple):
         x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
         return _Gather.apply(x_RNHD, self.back_RL, self.home_R2L.flatten(1))
 
+    def spread(self, x_RLHD: torch.Tensor) -> torch.Tensor:
+        """The way of `outputs` back: [2R, H, L, D], zeros at places whose output is not taken."""
+        return self._as_rows(_take(x_RLHD, self.home_R2L.flatten(1)))
+
     @property
     def segment_2RL(self) -> torch.Tensor:
         """The segments of the expanded rows."""

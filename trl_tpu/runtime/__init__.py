@@ -11,11 +11,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from .kernels import KernelRows
 
 #: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
 Axes = tuple[str | tuple[str, ...] | None, ...]
@@ -122,16 +125,15 @@ class Runtime(Protocol):
 
     def attention(
         self,
-        q_BHLD: torch.Tensor,
-        k_BGLD: torch.Tensor,
-        v_BGLD: torch.Tensor,
-        segment_BL: torch.Tensor,
+        q_RHLD: torch.Tensor,
+        k_RGLD: torch.Tensor,
+        v_RGLD: torch.Tensor,
+        rows: "KernelRows",
         scale: float,
         window: int | None,
         softcap: float | None,
-        needed_BL: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Causal attention within segments by the device's best kernel, equal to `kernels.segment_attention`."""
+        """Attention by the device's best kernel, equal to `kernels.attend_in_rows`."""
 
     def has_attention_kernel(self) -> bool:
         """Whether `attention` needs less memory than a mask for each query and key."""

@@ -3,7 +3,7 @@
 Letters: B rows, H query heads, G key and value heads, L length, D size of a head.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -55,6 +55,44 @@ MATMULS = frozenset(
 )
 
 
+class KernelRows(Protocol):
+    """The rows that a kernel attends in, two for each of R rows of tokens, and the moves there and back."""
+
+    @property
+    def segment_2RL(self) -> torch.Tensor:
+        """A number for each place: those that see each other have the same."""
+
+    @property
+    def needed_2RL(self) -> torch.Tensor:
+        """The places whose outputs are taken: one of each token's."""
+
+    def queries(self, x_RHLD: torch.Tensor) -> torch.Tensor:
+        """A query for each place, [2R, H, L, D], of which only those count that are needed."""
+
+    def copies(self, x_RHLD: torch.Tensor) -> torch.Tensor:
+        """A copy for each place, [2R, H, L, D]."""
+
+    def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
+        """What is taken for each token: [R, L, H, D]."""
+
+    def spread(self, x_RLHD: torch.Tensor) -> torch.Tensor:
+        """The way of `outputs` back, [2R, H, L, D]: zeros at places that are not needed."""
+
+
+def attend_in_rows(
+    q_RHLD: torch.Tensor,
+    k_RGLD: torch.Tensor,
+    v_RGLD: torch.Tensor,
+    rows: KernelRows,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of tokens by `segment_attention` in other rows, [R, L, H, D]."""
+    moved = rows.queries(q_RHLD), rows.copies(k_RGLD), rows.copies(v_RGLD)
+    return rows.outputs(segment_attention(*moved, rows.segment_2RL, scale, window, softcap))
+
+
 def segment_attention(
     q_BHLD: torch.Tensor,
     k_BGLD: torch.Tensor,
@@ -63,7 +101,6 @@ def segment_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    needed_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention within the segments of each row, [B, H, L, D].
 
@@ -73,8 +110,6 @@ def segment_attention(
         scale: Of the logits.
         window: How many tokens a token sees, itself among them, counted in columns; None for all.
         softcap: The bound that tanh puts on the logits; None for none.
-        needed_BL: Queries whose outputs count; of the others a kernel may return any numbers. None for all. Here all
-            are computed.
     """
     column = torch.arange(segment_BL.shape[1], device=segment_BL.device)
     before_LL = column[:, None] - column[None, :]

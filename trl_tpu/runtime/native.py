@@ -13,7 +13,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value
-from .kernels import MATMULS, segment_attention
+from .kernels import MATMULS, attend_in_rows
 from .state import read_state, write_state
 
 
@@ -68,7 +68,7 @@ class NativeRuntime:
         return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
     def attention(self, *args: Any) -> torch.Tensor:
-        return segment_attention(*args)
+        return attend_in_rows(*args)
 
     def has_attention_kernel(self) -> bool:
         return False

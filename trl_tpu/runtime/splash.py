@@ -5,7 +5,8 @@ forward again in the backward. Here jax traces forward and backward once for eac
 runs, and torch_xla takes the result into its own program.
 https://github.com/jax-ml/jax/tree/jax-v0.7.1/jax/experimental/pallas/ops/tpu/splash_attention
 
-Letters: B rows, H query heads, G key and value heads, L length, D size of a head.
+Letters: R rows of tokens, B rows that the kernel attends in, T their tokens end to end, H query heads, G key and value
+heads, L length, D size of a head.
 """
 
 import functools
@@ -15,56 +16,89 @@ from typing import Any
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
+import torch_xla.core.xla_model as xm
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
 from .blocks import block_size, has_fused_backward, padded, padded_head
+from .kernels import KernelRows
+from .remat import is_recomputing
 
 _PLATFORM = "tpu"
 """jax would lower for the device that it finds, which need not be the one that is compiled for."""
 
 
 def splash_attention(
-    q_BHLD: torch.Tensor,
-    k_BGLD: torch.Tensor,
-    v_BGLD: torch.Tensor,
-    segment_BL: torch.Tensor,
+    q_RHLD: torch.Tensor,
+    k_RGLD: torch.Tensor,
+    v_RGLD: torch.Tensor,
+    rows: KernelRows,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    needed_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`kernels.segment_attention` in memory linear in L.
+    """`kernels.attend_in_rows` in memory linear in L.
 
     Blocks of queries and keys that no segment has in common cost nothing, nor do those above the diagonal, outside the
     window, or of queries that are not needed. Rows whose length is a multiple of 512 are computed without waste.
     """
-    length, size = q_BHLD.shape[2], v_BGLD.shape[-1]
-    columns = padded(length) - length
-    # zeros add nothing to products; columns without tokens see each other only
-    q, k, v = (
-        pad(tensor, (0, padded_head(tensor.shape[-1]) - tensor.shape[-1], 0, columns)).contiguous()
-        for tensor in (q_BHLD, k_BGLD, v_BGLD)
-    )
-    segment = pad(segment_BL, (0, columns), value=-1).int()
-    needed = torch.ones_like(segment_BL) if needed_BL is None else needed_BL
-    needed = pad(needed.int(), (0, columns))
-    return _Splash.apply(q, k, v, segment, needed, scale, window, softcap)[:, :, :length, :size]
+    result: torch.Tensor = _Splash.apply(q_RHLD, k_RGLD, v_RGLD, rows, scale, window, softcap)
+    return result
 
 
 class _Splash(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        *tensors, scale, window, softcap = args
-        forward, ctx.gradients = _programs(scale, window, softcap, tuple(map(to_jax_shape_dtype_struct, tensors)))
-        output, *residuals = forward(tensors)
-        ctx.save_for_backward(*residuals)
-        return output
+    """Keeps what it is given and what it returns, and for a later backward moves these to the kernel's rows again.
+
+    There they take twice the memory, since what dialogues share has a copy for each. Heads are kept side by side, as
+    products give and take them: a head of 64 features would have all of a vector's 128 lanes to itself.
+    """
 
     @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        q, k, v, rows, *settings = args
+        moved = _moved(q, k, v, rows)
+        forward, ctx.gradients = _programs(*settings, tuple(map(to_jax_shape_dtype_struct, moved)))
+        output, *kept = forward(moved)
+        result: torch.Tensor = rows.outputs(output[:, :, : q.shape[2], : v.shape[-1]])
+        ctx.rows, ctx.heads, ctx.waits = rows, [tensor.shape[1] for tensor in (q, k, v)], not is_recomputing()
+        ctx.save_for_backward(*(tensor.transpose(1, 2).flatten(2) for tensor in (q, k, v)), result.flatten(2), *kept)
+        return result
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return (*ctx.gradients([gradient.contiguous(), *ctx.saved_tensors]), *(None,) * 5)
+        given = [tensor.clone() for tensor in (gradient, *ctx.saved_tensors)]
+        if ctx.waits:  # without a barrier the compiler keeps what the forward moved
+            xm.optimization_barrier_(given)
+        gradient, q, k, v, result, *kept = given
+        q, k, v = leaves = [
+            tensor.unflatten(2, (heads, -1)).transpose(1, 2).requires_grad_()
+            for tensor, heads in zip((q, k, v), ctx.heads, strict=True)
+        ]
+        with torch.enable_grad():
+            moved = _moved(q, k, v, ctx.rows)
+        spread = [_padded(ctx.rows.spread(tensor)) for tensor in (gradient, result.view_as(gradient))]
+        found = ctx.gradients([*spread, *kept, *(tensor.detach() for tensor in moved)])
+        return (*torch.autograd.grad(moved[:3], leaves, found), *(None,) * 4)
+
+
+def _moved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: KernelRows) -> list[torch.Tensor]:
+    """What the kernel takes: queries, keys and values, and of each place its segment and whether it is needed."""
+    segment = rows.segment_2RL
+    columns = padded(segment.shape[1]) - segment.shape[1]
+    return [
+        *map(_padded, (rows.queries(q), rows.copies(k), rows.copies(v))),
+        pad(segment, (0, columns), value=-1).int(),  # columns without tokens see each other only
+        pad(rows.needed_2RL.int(), (0, columns)),
+    ]
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """With as many columns, and features of heads, as the kernel takes: zeros add nothing to products."""
+    length, size = tensor.shape[2:]
+    return pad(tensor, (0, padded_head(size) - size, 0, padded(length) - length)).contiguous()
 
 
 Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -75,61 +109,101 @@ Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 def _programs(
     scale: float, window: int | None, softcap: float | None, inputs: tuple[Any, ...]
 ) -> tuple[Program, Program]:
-    """The forward, which returns the output and what the backward needs, and the backward, for one set of shapes."""
+    """`attention_functions` for one set of shapes, as functions of XLA tensors."""
     import jax
 
+    forward, backward = attention_functions(scale, window, softcap, inputs)
+    outputs = jax.eval_shape(forward, *inputs)
+    return _lowered(forward, inputs), _lowered(backward, (outputs[0], *outputs, *inputs))
+
+
+Function = Callable[..., tuple[Any, ...]]
+
+
+def attention_functions(
+    scale: float, window: int | None, softcap: float | None, inputs: Sequence[Any]
+) -> tuple[Function, Function]:
+    """Attention in jax, and its backward.
+
+    Args:
+        inputs: Shapes and types of q, k and v, [B, H or G, L, D], and of segment and needed, [B, L].
+
+    Returns:
+        A function of these, which returns the output, and what else the backward takes. And one of a gradient, of all
+        that the first returned, and of the same inputs, which returns the gradients of q, k and v. The gradient is 0
+        where no output is needed.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from .splash_backward import gradients_of
+
+    (rows, heads, length, size), values = inputs[0].shape, inputs[2].shape[-1]
+    is_fused = has_fused_backward(length, (size, values), inputs[0].dtype.itemsize)
+
+    def joined(each: Any) -> Any:
+        return jnp.swapaxes(each, 0, 1).reshape(each.shape[1], rows * length, -1)
+
+    def parted(each: Any) -> Any:
+        return jnp.swapaxes(each.reshape(len(each), rows, length, -1), 0, 1)
+
+    def kernel_of(segment: Any, needed: Any) -> tuple[Any, Any, Any]:
+        return _kernel(heads, segment, needed, window, softcap, save_residuals=is_fused)
+
+    def attend(q: Any, k: Any, v: Any, segment: Any, needed: Any) -> tuple[Any, ...]:
+        kernel, segments, is_run_T = kernel_of(segment, needed)
+        found = kernel(joined(q * scale), joined(k), joined(v), segments)
+        output, kept = found if is_fused else (found, ())
+        return parted(jnp.where(is_run_T[:, None], output, 0)), *kept
+
+    def backward(gradient: Any, output: Any, logsumexp: Any, q: Any, k: Any, v: Any, *places: Any) -> tuple[Any, ...]:
+        kernel, segments, _ = kernel_of(*places)
+        tensors = tuple(map(joined, (q * scale, k, v, output, gradient)))
+        dq, dk, dv = map(parted, gradients_of(kernel, tensors, segments, logsumexp, rows, window))
+        return dq * scale, dk, dv
+
+    if is_fused:
+        return attend, backward
     pullback: list[Any] = []
 
-    def forward(q: Any, k: Any, v: Any, segment: Any, needed: Any) -> tuple[Any, ...]:
-        output, pull = jax.vjp(lambda q, k, v: _attend(q * scale, k, v, segment, needed, window, softcap), q, k, v)
+    def forward(q: Any, k: Any, v: Any, *places: Any) -> tuple[Any, ...]:
+        output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *places)[0], q, k, v)
         residuals, structure = jax.tree.flatten(pull)
         pullback[:] = [structure]
         return output, *residuals
 
-    def backward(gradient: Any, *residuals: Any) -> tuple[Any, ...]:
-        return jax.tree.unflatten(pullback[0], residuals)(gradient)
+    def pull(gradient: Any, _output: Any, *others: Any) -> tuple[Any, ...]:
+        return jax.tree.unflatten(pullback[0], others[: -len(inputs)])(gradient)
 
-    outputs = jax.eval_shape(forward, *inputs)
-    return _lowered(forward, inputs), _lowered(backward, outputs)
+    return forward, pull
 
 
-def _attend(q: Any, k: Any, v: Any, segment: Any, needed: Any, window: int | None, softcap: float | None) -> Any:
-    """The kernel, in jax, on rows put end to end."""
+def _kernel(heads: int, segment: Any, needed: Any, window: int | None, softcap: float | None, **kwargs: Any) -> Any:
+    """jax's kernel for rows end to end; the tokens' segments for it; and which tokens it computes."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    from . import splash_backward
     from .splash_blocks import meeting_blocks, with_blocks
 
-    rows, heads, length, size = q.shape
-    is_fused = has_fused_backward(length, (size, v.shape[-1]), q.dtype.itemsize)
-    shape = (length, length)
+    shape = (segment.shape[1],) * 2
     mask = (
         splash_attention_mask.CausalMask(shape)
         if window is None
         else splash_attention_mask.LocalMask(shape, (window - 1, 0), 0)
     )
-    block = block_size(length)
+    block = block_size(segment.shape[1])
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = splash_attention_kernel.make_splash_mha(
         splash_attention_mask.MultiHeadMask([mask] * heads),
         block_sizes=splash_attention_kernel.BlockSizes(**{f"block_{name}": block for name in names}),
         attn_logits_soft_cap=softcap,
-        save_residuals=is_fused,
         head_shards=1,
         q_seq_shards=1,
+        **kwargs,
     )
-
     meets = meeting_blocks(segment, needed > 0, block)
-    q, k, v = (jnp.swapaxes(each, 0, 1).reshape(each.shape[1], rows * length, -1) for each in (q, k, v))
     segments = splash_attention_kernel.SegmentIds(segment.ravel(), segment.ravel())
-    kernel = with_blocks(kernel, meets)
-    if is_fused:
-        output = splash_backward.attend(kernel, q, k, v, segments, rows, block, window)
-    else:
-        output = kernel(q, k, v, segments)
-    output = jnp.where(jnp.repeat(meets.any(2).ravel(), block)[:, None], output, 0)
-    return jnp.swapaxes(output.reshape(heads, rows, length, -1), 0, 1)
+    return with_blocks(kernel, meets), segments, jnp.repeat(meets.any(2).ravel(), block)
 
 
 def _lowered(function: Callable[..., Any], inputs: Sequence[Any]) -> Program:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .blocks import LANES, row_bytes
+from .blocks import LANES, block_size, row_bytes
 
 _SUBLANES = 8
 _FOR_BLOCKS = 16 * 2**20
@@ -28,101 +28,50 @@ _FIRST_WITH_FIRST = (((0,), (0,)), ((), ()))
 _LAST_WITH_LAST = (((1,), (1,)), ((), ()))
 
 
-def attend(kernel: Any, q_HTD: Any, k_GTD: Any, v_GTD: Any, segments: Any, rows: int, block: int, window: Any) -> Any:
-    """What ``kernel`` (a SplashAttentionKernel that returns logsumexp too) computes, with the backward of this module.
+def gradients_of(
+    kernel: Any, tensors: tuple[Any, ...], segments: Any, logsumexp_HT: Any, rows: int, window: int | None
+) -> Any:
+    """Gradients of queries, keys and values, [H or G, T, D], through ``kernel``, a SplashAttentionKernel.
 
     Args:
-        segments: The kernel's SegmentIds.
+        tensors: Queries, keys and values, what it returned, and the gradient of that.
+        segments: Its SegmentIds.
+        logsumexp_HT: What it returned too, of the logits of each query.
         rows: How many rows the tokens are of.
-        block: Queries, and keys, of a block.
         window: How many tokens a token sees; None for all.
     """
-
-    @jax.custom_vjp
-    def run(kernel: Any, segments: Any, q: Any, k: Any, v: Any) -> Any:
-        return kernel(q, k, v, segments)[0]
-
-    def forward(kernel: Any, segments: Any, q: Any, k: Any, v: Any) -> Any:
-        output, (logsumexp,) = kernel(q, k, v, segments)
-        return output, (kernel, segments, q, k, v, output, logsumexp)
-
-    def backward(residuals: Any, gradient: Any) -> Any:
-        kernel, segments, q, k, v, output, logsumexp = residuals
-        weighed_HT = jnp.einsum("htd,htd->ht", output.astype(jnp.float32), gradient.astype(jnp.float32))
-        given = (q, k, v, segments, logsumexp, gradient, weighed_HT)
-        return None, None, *_gradients(kernel, *given, rows=rows, block=block, window=window)
-
-    run.defvjp(forward, backward)
-    return run(kernel, segments, q_HTD, k_GTD, v_GTD)
-
-
-def _gradients(
-    kernel: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    segments: Any,
-    logsumexp_HT: Any,
-    gradient: Any,
-    weighed_HT: Any,
-    *,
-    rows: int,
-    block: int,
-    window: int | None,
-) -> Any:
-    """Of queries, keys and values. ``weighed_HT`` is the product of each output with its gradient."""
+    q, k, v, output, gradient = tensors
     (heads, tokens, keys), (groups, _, values) = q.shape, v.shape
-    length, in_group = tokens // rows, heads // groups
-    blocks, lists = length // block, kernel.dkv_mask_info
-    other_TW, kind_TW = (jnp.swapaxes(each[0], 0, 1) for each in (lists.data_next, lists.block_mask))
-    width = other_TW.shape[1]
-
-    def entry(row: Any, column: Any, place: Any) -> Any:
-        return (row * blocks + column) * width + place
-
-    def of_queries(g: Any, row: Any, h: Any, column: Any, place: Any, other: Any, _kind: Any) -> Any:
-        return g * in_group + h, other[entry(row, column, place)], 0
-
-    def lanes_of_queries(g: Any, row: Any, h: Any, column: Any, place: Any, other: Any, _kind: Any) -> Any:
-        return g * in_group + h, 0, other[entry(row, column, place)]
-
-    def of_keys(g: Any, row: Any, _h: Any, column: Any, *_: Any) -> Any:
-        return g, row * blocks + column, 0
-
-    def row_of_queries(g: Any, row: Any, h: Any, *_: Any) -> Any:
-        return g * in_group + h, row, 0
-
-    def row_of_keys(g: Any, row: Any, *_: Any) -> Any:
-        return g, row, 0
-
-    numbers = pl.BlockSpec((None, _SUBLANES, block), lanes_of_queries)
-    run = functools.partial(
-        _block,
-        entry=entry,
-        grid=(in_group, blocks, width),
-        window=window,
-        softcap=kernel.kwargs["attn_logits_soft_cap"],
-        masked=kernel.kwargs["mask_value"],
-    )
+    length = tokens // rows
+    block = block_size(length)
+    at = _Places(heads // groups, length // block, kernel.dkv_mask_info)
+    weighed_HT = jnp.einsum("htd,htd->ht", output.astype(jnp.float32), gradient.astype(jnp.float32))
+    numbers = pl.BlockSpec((None, _SUBLANES, block), at.lanes_of_queries)
     return pl.pallas_call(
-        run,
+        functools.partial(
+            _block,
+            at=at,
+            window=window,
+            softcap=kernel.kwargs["attn_logits_soft_cap"],
+            masked=kernel.kwargs["mask_value"],
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(groups, rows, in_group, blocks, width),
+            grid=(groups, rows, at.in_group, at.blocks, at.width),
             in_specs=[
-                pl.BlockSpec((None, block, keys), of_queries),
-                pl.BlockSpec((None, block, keys), of_keys),
-                pl.BlockSpec((None, block, values), of_keys),
-                pl.BlockSpec((_SUBLANES, block), lambda *at: lanes_of_queries(*at)[1:]),
-                pl.BlockSpec((block, LANES), lambda *at: of_keys(*at)[1:]),
+                pl.BlockSpec((None, block, keys), at.queries),
+                pl.BlockSpec((None, block, keys), at.keys),
+                pl.BlockSpec((None, block, values), at.keys),
+                pl.BlockSpec((_SUBLANES, block), lambda *step: at.lanes_of_queries(*step)[1:]),
+                pl.BlockSpec((block, LANES), lambda *step: at.keys(*step)[1:]),
                 numbers,
-                pl.BlockSpec((None, block, values), of_queries),
+                pl.BlockSpec((None, block, values), at.queries),
                 numbers,
             ],
             out_specs=[
-                pl.BlockSpec((None, length, keys), row_of_queries),
-                pl.BlockSpec((None, length, keys), row_of_keys),
-                pl.BlockSpec((None, length, values), row_of_keys),
+                pl.BlockSpec((None, length, keys), at.row_of_queries),
+                pl.BlockSpec((None, length, keys), at.row_of_keys),
+                pl.BlockSpec((None, length, values), at.row_of_keys),
             ],
             scratch_shapes=[pltpu.VMEM((length, size), jnp.float32) for size in (keys, keys, values)],
         ),
@@ -134,8 +83,7 @@ def _gradients(
         name="splash_backward",
         interpret=kernel.kwargs["interpret"],
     )(
-        other_TW.ravel(),
-        kind_TW.ravel(),
+        *at.lists,
         q,
         k,
         v,
@@ -145,6 +93,41 @@ def _gradients(
         gradient,
         jnp.broadcast_to(weighed_HT[:, None], (heads, _SUBLANES, tokens)),
     )
+
+
+class _Places:
+    """Which blocks a step of the grid takes: its group, row, head of the group, block of keys, and place in that
+    block's list.
+
+    Args:
+        in_group: Query heads of a group.
+        blocks: Of a row.
+        info: The kernel's MaskInfo for gradients of keys and values.
+    """
+
+    def __init__(self, in_group: int, blocks: int, info: Any) -> None:
+        other_TW, kind_TW = (jnp.swapaxes(each[0], 0, 1) for each in (info.data_next, info.block_mask))
+        self.in_group, self.blocks, self.width = in_group, blocks, other_TW.shape[1]
+        self.lists = other_TW.ravel(), kind_TW.ravel()
+
+    def entry(self, row: Any, column: Any, place: Any) -> Any:
+        """In the lists."""
+        return (row * self.blocks + column) * self.width + place
+
+    def queries(self, g: Any, row: Any, h: Any, column: Any, place: Any, other: Any, _kind: Any) -> Any:
+        return g * self.in_group + h, other[self.entry(row, column, place)], 0
+
+    def lanes_of_queries(self, g: Any, row: Any, h: Any, column: Any, place: Any, other: Any, _kind: Any) -> Any:
+        return g * self.in_group + h, 0, other[self.entry(row, column, place)]
+
+    def keys(self, g: Any, row: Any, _h: Any, column: Any, *_: Any) -> Any:
+        return g, row * self.blocks + column, 0
+
+    def row_of_queries(self, g: Any, row: Any, h: Any, *_: Any) -> Any:
+        return g * self.in_group + h, row, 0
+
+    def row_of_keys(self, g: Any, row: Any, *_: Any) -> Any:
+        return g, row, 0
 
 
 def _block(
@@ -165,18 +148,16 @@ def _block(
     dk_sum: Any,
     dv_sum: Any,
     *,
-    entry: Any,
-    grid: tuple[int, int, int],
+    at: _Places,
     window: int | None,
     softcap: float | None,
     masked: float,
 ) -> None:
     """One block of keys with one block of queries; products are [keys, queries]."""
     row, h, column, place = (pl.program_id(axis) for axis in range(1, 5))
-    in_group, blocks, width = grid
     block = k.shape[0]
     is_first = (column == 0) & (place == 0)
-    is_last = (column == blocks - 1) & (place == width - 1)
+    is_last = (column == at.blocks - 1) & (place == at.width - 1)
 
     @pl.when(is_first)
     def _() -> None:
@@ -187,11 +168,11 @@ def _block(
         dk_sum[...] = jnp.zeros_like(dk_sum)
         dv_sum[...] = jnp.zeros_like(dv_sum)
 
-    at = entry(row, column, place)
+    entry = at.entry(row, column, place)
 
-    @pl.when(kind[at] > 0)
+    @pl.when(kind[entry] > 0)
     def _() -> None:
-        first_query, first_key = (other[at] - row * blocks) * block, column * block
+        first_query, first_key = (other[entry] - row * at.blocks) * block, column * block
         queries, keys = (pl.ds(pl.multiple_of(first, block), block) for first in (first_query, first_key))
         ahead = jax.lax.broadcasted_iota(jnp.int32, (block, block), 1) + first_query
         ahead -= jax.lax.broadcasted_iota(jnp.int32, (block, block), 0) + first_key
@@ -214,7 +195,7 @@ def _block(
     def _() -> None:
         dq[...] = dq_sum[...].astype(dq.dtype)
 
-    @pl.when(is_last & (h == in_group - 1))
+    @pl.when(is_last & (h == at.in_group - 1))
     def _() -> None:
         dk[...] = dk_sum[...].astype(dk.dtype)
         dv[...] = dv_sum[...].astype(dv.dtype)
@@ -224,4 +205,4 @@ def _dot(first: Any, second: Any, dimensions: Any) -> Any:
     return jax.lax.dot_general(first, second, dimensions, preferred_element_type=jnp.float32)
 
 
-__all__ = ["attend"]
+__all__ = ["gradients_of"]

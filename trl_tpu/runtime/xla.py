@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value, hosts, libtpu, shards
-from .kernels import MATMULS, contract, segment_attention
+from .kernels import MATMULS, attend_in_rows, contract
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter
 from .manual import by_device
 from .remat import recompute
@@ -176,14 +176,14 @@ class XlaRuntime:
     def attention_kernel(self) -> Callable[..., torch.Tensor]:
         """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
         if xr.device_type() != "TPU":
-            return segment_attention
+            return attend_in_rows
         from .splash import splash_attention  # imports jax, which must not come before torch_xla has the TPU
 
         return splash_attention
 
-    def attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:
-        kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
-        return kernel(q_BHLD, *others)
+    def attention(self, q_RHLD: torch.Tensor, *others: Any) -> torch.Tensor:
+        kernel = self.attention_kernel if q_RHLD.device.type == "xla" else attend_in_rows
+        return kernel(q_RHLD, *others)
 
     def has_attention_kernel(self) -> bool:
         return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
