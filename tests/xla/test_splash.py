@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,20 @@ from trl_tpu.runtime.kernels import attend_in_rows
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None, reason="kernels in Pallas need jax: pip install 'trl-tpu[tpu]'"
 )
+
+
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, whose kernels then run on a CPU."""
+    runtime.current().start()
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    from trl_tpu.runtime import splash
+
+    make = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
+    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", make)
+    monkeypatch.setattr(splash, "_PLATFORM", "cpu")
+    splash._programs.cache_clear()
+    return splash
 
 
 def two_copies(rows: int, length: int) -> ExpandedRows:
@@ -55,16 +70,8 @@ def test_splash_attention_equals_plain_attention(
     The backward is our kernel, or jax's two. 640 columns are five blocks, of which those are left out that no segment
     joins, or whose queries are not needed.
     """
-    runtime.current().start()
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-    from trl_tpu.runtime import splash
-
-    interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", interpreted)
-    monkeypatch.setattr(splash, "_PLATFORM", "cpu")
+    splash = interpreted(monkeypatch)
     monkeypatch.setattr(splash, "has_fused_backward", lambda *_: is_fused)
-    splash._programs.cache_clear()
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, length, size) for heads in (4, 2, 2))
     weight, rows = torch.randn(2, length, 4, size), two_copies(2, length)
@@ -78,6 +85,24 @@ def test_splash_attention_equals_plain_attention(
     found = runtime.current().fetch(outputs_and_gradients(splash.splash_attention, "xla"))
     for ours, theirs in zip(found, outputs_and_gradients(attend_in_rows, "cpu"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+def test_tokens_are_kept_for_the_backward_and_not_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys, values and outputs, heads of 16 features side by side; and a number for each query of a copy."""
+    splash = interpreted(monkeypatch)
+    length, size, rows = 256, 16, two_copies(2, 256)
+    q, k, v = (torch.randn(2, heads, length, size).to("xla").requires_grad_() for heads in (4, 2, 2))
+    kept: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        places = ExpandedRows(*(place.to("xla") for place in rows))
+        splash.splash_attention(q, k, v, places, size**-0.5)
+    of_tokens = [(2, length, heads * size) for heads in (4, 2, 2, 4)]
+    assert kept == [*of_tokens, (4, 2 * 2 * length)]
 
 
 def test_blocks_are_run_where_a_needed_query_sees_a_key_and_nowhere_else() -> None:
