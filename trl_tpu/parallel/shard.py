@@ -151,14 +151,14 @@ def keep_activations_split(
                 module.register_forward_hook(cast_once.forget)
 
 
-def scatter_gradients(model: nn.Module, placements: Mapping[str, Placement], runtime: Runtime) -> None:
+def scatter_gradients(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
     """Let gradients of weights that are split over `fsdp` be added up as `Runtime.scatter` says, by hooks.
 
     Not those of embedding tables, of which each device adds up the features that it looks up.
     """
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in tables and "fsdp" in placements[name].names:
+        is_table = bare_name(name) in plan.embeddings
+        if parameter.requires_grad and not is_table and "fsdp" in placements[name].names:
             parameter.register_hook(partial(runtime.scatter, axes=placements[name].axes))
 
 

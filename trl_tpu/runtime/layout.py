@@ -26,12 +26,16 @@ class MeshSharding(xs.ShardingSpec):
         self._sharding_type = xs.ShardingType(kind)
 
 
+def parts_of(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
+    """In how many parts the axes of one dimension cut it."""
+    sizes = mesh.shape()
+    return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))
+
+
 def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
     """A copy of ``tensor``, dimension d of which, and of whose gradient, is over ``axes[d]`` where these divide it."""
-    sizes = mesh.shape()
-    parts = (prod(sizes[axis] for axis in ((over,) if isinstance(over, str) else over or ())) for over in axes)
     fitting = tuple(
-        None if size % count else over for size, over, count in zip(tensor.shape, axes, parts, strict=True)
+        None if size % parts_of(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
     )
     if torch_xla._XLAC._get_xla_sharding_spec(tensor):
         tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
@@ -69,11 +73,9 @@ def mesh_of_first_scatter(mesh: xs.Mesh) -> xs.Mesh | None:
     first = max(size for size in range(1, MOST_SCATTERED + 1) if count % size == 0)
     if first in (1, count):
         return None
-    shape: list[int] = []
-    for axis, size in sizes.items():
-        shape += [first, count // first] if axis == "fsdp" else [size]
-    names = [name for axis in sizes for name in ([axis, "fsdp within"] if axis == "fsdp" else [axis])]
-    return xs.Mesh(mesh.device_ids, tuple(shape), tuple(names))
+    cut = {"fsdp": first, "fsdp within": count // first}
+    sizes = {name: size for axis in sizes for name, size in (cut if axis == "fsdp" else {axis: sizes[axis]}).items()}
+    return xs.Mesh(mesh.device_ids, tuple(sizes.values()), tuple(sizes))
 
 
-__all__ = ["MeshSharding", "laid_out", "mesh_of_first_scatter"]
+__all__ = ["MeshSharding", "laid_out", "mesh_of_first_scatter", "parts_of"]

@@ -5,13 +5,13 @@ tensor is laid out so already. https://docs.pytorch.org/xla/release/r2.9/perf/sp
 """
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 import torch_xla.distributed.spmd as xs
 
 from . import Axes
+from .layout import parts_of
 
 
 def by_device(
@@ -55,7 +55,7 @@ def _to_parts(whole: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
 
 
 def _to_whole(part: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
-    shape = torch.Size(size * _shards(mesh, over) for size, over in zip(part.shape, axes, strict=True))
+    shape = torch.Size(size * parts_of(mesh, over) for size, over in zip(part.shape, axes, strict=True))
     return xs.disable_manual_sharding(part, axes, shape, mesh=mesh).global_tensor
 
 
@@ -65,14 +65,9 @@ def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequenc
     for tensor, over_all in zip(tensors, axes, strict=True):
         for over, size in zip(over_all, tensor.shape, strict=True):
             sizes.setdefault(over, set()).add(size)
-    shards = {over: _shards(mesh, over) for over in sizes}
+    shards = {over: parts_of(mesh, over) for over in sizes}
     return {over for over, count in shards.items() if count > 1 and all(size % count == 0 for size in sizes[over])}
 
 
 def _only(axes: Axes, dividing: set[Any]) -> Axes:
     return tuple(over if over in dividing else None for over in axes)
-
-
-def _shards(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
-    sizes = mesh.shape()
-    return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
 from . import Axes
+from .layout import parts_of
 from .xla import XlaRuntime
 
 _C = torch_xla._XLAC
@@ -119,8 +119,7 @@ class PlaceholderRuntime(XlaRuntime):
         return Batches(batches, partial(self._batch, batch_axes), self.step_boundary)
 
     def _batch(self, batch_axes: tuple[str, ...], name: str, tensor: torch.Tensor) -> torch.Tensor:
-        sizes = self._mesh.shape()
-        shards = prod(sizes[axis] for axis in batch_axes)
+        shards = parts_of(self._mesh, batch_axes)
         device = torch_xla.device()
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
             axes: Axes = (batch_axes, *([None] * (tensor.dim() - 1)))

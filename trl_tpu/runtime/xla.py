@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value, hosts, libtpu, shards
 from .kernels import MATMULS, attend_in_rows, contract
-from .layout import MeshSharding, laid_out, mesh_of_first_scatter
+from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
 from .manual import by_device
 from .remat import recompute
 from .scan import scan_layers
@@ -227,7 +226,7 @@ class XlaRuntime:
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
         host has 0, 1, 4 and 5.
         """
-        shards = int(np.prod([self._mesh.shape()[axis] for axis in batch_axes]))
+        shards = parts_of(self._mesh, batch_axes)
         sharding = None
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
             spec = (batch_axes, *([None] * (tensor.dim() - 1)))

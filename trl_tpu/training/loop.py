@@ -88,7 +88,7 @@ class DeviceTrainer(SkippingTrainer):
         self.shard_report = place_model(model, plan, self.runtime, device)
         if self.runtime.name == "xla":
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
-            scatter_gradients(model, self.shard_report.placements, self.runtime)
+            scatter_gradients(model, plan, self.shard_report.placements, self.runtime)
 
     # ---- loading
 
