@@ -1,6 +1,6 @@
 """What two depths cost is extended to all layers, exactly where costs are a straight line."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
 from trl_tpu.preflight.program import Collective, CompiledProgram
+from trl_tpu.preflight.report import peak_memory
 
 PAIRS, ALL = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
 
@@ -64,6 +65,15 @@ def test_what_shrinks_with_depth_does_not_become_negative() -> None:
     made = compile_deep(shrinking, (2, 4), 48)
     assert made.temporary == 0
     assert made.collectives == ()
+
+
+def test_memory_is_no_less_than_what_all_layers_need() -> None:
+    """As where two layers need most for their embeddings, and 48 for what they keep."""
+    straight = compile_deep(program, (2, 4), 48)
+    assert compile_deep(program, (2, 4), 48, least=1000) == straight
+    raised = compile_deep(program, (2, 4), 48, least=5000)
+    assert peak_memory(raised) == 5000 + raised.generated_code
+    assert raised == replace(straight, temporary=raised.temporary)
 
 
 def config(model_type: str, layers: int, **settings: Any) -> Any:

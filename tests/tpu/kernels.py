@@ -1,6 +1,6 @@
 """Compiles attention of expanded rows, forward and backward, by one of jax's kernels for one chip of a topology.
 
-Prints how many kernels the program runs. Arguments: the topology, "flash" or "splash", the length of rows.
+Prints how many kernels the program runs. Arguments: the topology, "flash" or "splash", how many rows, their length.
 """
 
 import sys
@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from trl_tpu.runtime import splash
 from trl_tpu.runtime.placeholder import write_kernels_for_libtpu
 
-ROWS, HEADS, SIZE = 2, 4, 64
+HEADS, SIZE = 4, 64
 
 
 def flash(q: Any, k: Any, v: Any, segment: Any) -> Any:
@@ -33,21 +33,23 @@ def block_sparse(*given: Any) -> Any:
     """The same by ours."""
     given = (*given, jnp.ones_like(given[-1]))
     forward, backward = splash.attention_functions(SIZE**-0.5, None, None, given)
-    outputs = forward(*given)
-    return backward(jnp.ones_like(outputs[0]), *outputs, *given)
+    output, *kept = forward(*given)
+    gradient, weighed = jnp.ones_like(output), output.astype(jnp.float32).sum(-1)
+    return backward(gradient, weighed, *kept, *given)
 
 
 def main() -> None:
     write_kernels_for_libtpu()
-    topology, kernel, length = sys.argv[1:]
+    topology, kernel = sys.argv[1:3]
+    rows, length = map(int, sys.argv[3:])
     gradients = {"flash": flash, "splash": block_sparse}[kernel]
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
     def given(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
-    heads = [given(ROWS, HEADS, int(length), SIZE) for _ in range(3)]
-    compiled = jax.jit(gradients).lower(*heads, given(ROWS, int(length), dtype=jnp.int32)).compile()
+    heads = [given(rows, HEADS, length, SIZE) for _ in range(3)]
+    compiled = jax.jit(gradients).lower(*heads, given(rows, length, dtype=jnp.int32)).compile()
     print("kernels:", compiled.as_text().count('custom_call_target="tpu_custom_call"'))
 
 

@@ -10,15 +10,25 @@ import pytest
 from trl_tpu.preflight.compile import WITHOUT_A_TPU
 
 
-@pytest.mark.parametrize(("kernel", "kernels"), [("flash", 3), ("splash", 2)])
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_forward_and_backward_compile(topology: str, kernel: str, kernels: int) -> None:
-    """jax's flash attention has two kernels in the backward, for queries and for keys; ours has one."""
+def count_of_kernels(topology: str, kernel: str, rows: int, length: int) -> int:
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kernels.py")), topology, kernel, "2048"],
+        [sys.executable, str(Path(__file__).with_name("kernels.py")), topology, kernel, str(rows), str(length)],
         env=os.environ | WITHOUT_A_TPU,
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.splitlines()[-1] == f"kernels: {kernels}"
+    return int(run.stdout.splitlines()[-1].removeprefix("kernels: "))
+
+
+@pytest.mark.parametrize(("kernel", "kernels"), [("flash", 3), ("splash", 2)])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_forward_and_backward_compile(topology: str, kernel: str, kernels: int) -> None:
+    """jax's flash attention has two kernels in the backward, for queries and for keys; ours has one."""
+    assert count_of_kernels(topology, kernel, 2, 2048) == kernels
+
+
+@pytest.mark.parametrize(("rows", "length", "kernels"), [(512, 2048, 8), (2, 131072, 6)])
+def test_lists_of_blocks_fit_in_scalar_memory(rows: int, length: int, kernels: int) -> None:
+    """Many rows, and long ones, are taken in groups; of rows that long the backward is jax's two kernels."""
+    assert count_of_kernels("v5e:2x2", "splash", rows, length) == kernels

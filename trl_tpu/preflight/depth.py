@@ -6,9 +6,11 @@ Compiling all layers of a large model takes long; what two depths need is extend
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from .program import Collective, CompiledProgram
+from .report import peak_memory
 
 _FEW = 8  # layers that are compiled as they are
 
@@ -37,12 +39,14 @@ def with_layers(config: Any, layers: int) -> Any:
 
 
 def compile_deep(
-    compile_layers: Callable[[int], CompiledProgram], depths: tuple[int, int], layers: int
+    compile_layers: Callable[[int], CompiledProgram], depths: tuple[int, int], layers: int, least: int = 0
 ) -> CompiledProgram:
     """The program of ``layers`` layers, from those of two ``depths``.
 
     Args:
         compile_layers: Compiles a number of layers.
+        least: Bytes that all layers need at least. Where few layers need most for something else, as for embeddings,
+            the straight line says less.
     """
     less, more = depths
     first, second = compile_layers(less), compile_layers(more)
@@ -52,7 +56,7 @@ def compile_deep(
         start, end = getattr(first, name), getattr(second, name)
         return max(start + (end - start) * times, 0)
 
-    return CompiledProgram(
+    made = CompiledProgram(
         arguments=round(extended("arguments")),
         outputs=round(extended("outputs")),
         aliased=round(extended("aliased")),
@@ -68,6 +72,8 @@ def compile_deep(
         idle=round(extended("idle")),
         largest_buffers=second.largest_buffers,
     )
+    missing = least + made.generated_code - peak_memory(made)
+    return replace(made, temporary=made.temporary + max(missing, 0))
 
 
 def _extended(first: Iterable[Collective], second: Iterable[Collective], times: float) -> tuple[Collective, ...]:
@@ -93,7 +99,8 @@ def depth_note(depths: tuple[int, int], layers: int) -> str:
     """What a report says of it."""
     return (
         f"Compiled were {depths[0]} and {depths[1]} of the {layers} layers, and all figures, the time of compiling "
-        "too, extended in a straight line. With --scan_layers, or --all_layers, the whole program is compiled."
+        "too, extended in a straight line; memory may be off, but is not said to be less than what is needed at least. "
+        "With --scan_layers, or --all_layers, the whole program is compiled."
     )
 
 

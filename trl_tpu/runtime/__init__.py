@@ -120,6 +120,9 @@ class Runtime(Protocol):
         Where the compiler would not scatter it over so many devices at once, it is laid out over some of them.
         """
 
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let nothing be computed from any of ``tensors``, in place, before all of them are there."""
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         """Matrix multiplications in ``dtype`` over float32 weights; None changes nothing."""
 

@@ -43,3 +43,13 @@ def row_bytes(length: int, head_dims: tuple[int, int], itemsize: int) -> int:
 def has_fused_backward(length: int, head_dims: tuple[int, int], itemsize: int) -> bool:
     """Whether the backward is one kernel, which keeps a row's gradients on the chip; else it is two."""
     return row_bytes(length, head_dims, itemsize) <= MOST_ROW_BYTES
+
+
+MOST_LIST_BYTES = 2**19
+"""Of a TPU's memory for scalars, 1 MiB, for the lists of the blocks that are computed."""
+
+
+def rows_at_once(length: int) -> int:
+    """How many rows of ``length`` one call of the kernel takes: of each block it has two lists, of whole vectors."""
+    blocks = padded(length) // block_size(length)
+    return max(1, MOST_LIST_BYTES // (2 * 4 * blocks * padded(blocks)))

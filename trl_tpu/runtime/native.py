@@ -64,6 +64,9 @@ class NativeRuntime:
     def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
         return gradient
 
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+        """They are: operations run in order."""
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

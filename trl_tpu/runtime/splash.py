@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
-from .blocks import block_size, has_fused_backward, padded, padded_head
+from .blocks import block_size, has_fused_backward, padded, padded_head, rows_at_once
 from .kernels import KernelRows
 from .remat import is_recomputing
 
@@ -61,8 +61,11 @@ class _Splash(torch.autograd.Function):
         moved = _moved(q, k, v, rows)
         forward, ctx.gradients = _programs(*settings, tuple(map(to_jax_shape_dtype_struct, moved)))
         output, *kept = forward(moved)
+        ctx.waits = any(ctx.needs_input_grad) and not is_recomputing()
+        if ctx.waits:  # what is kept would be cut out of all that the kernel wrote, 128 lanes of it, when it is read
+            xm.optimization_barrier_([output, *kept])
         result: torch.Tensor = rows.outputs(output[:, :, : q.shape[2], : v.shape[-1]])
-        ctx.rows, ctx.heads, ctx.waits = rows, [tensor.shape[1] for tensor in (q, k, v)], not is_recomputing()
+        ctx.rows, ctx.heads = rows, [tensor.shape[1] for tensor in (q, k, v)]
         ctx.save_for_backward(*(tensor.transpose(1, 2).flatten(2) for tensor in (q, k, v)), result.flatten(2), *kept)
         return result
 
@@ -79,8 +82,11 @@ class _Splash(torch.autograd.Function):
         ]
         with torch.enable_grad():
             moved = _moved(q, k, v, ctx.rows)
-        spread = [_padded(ctx.rows.spread(tensor)) for tensor in (gradient, result.view_as(gradient))]
-        found = ctx.gradients([*spread, *kept, *(tensor.detach() for tensor in moved)])
+        # of each token once, for its copy whose output was taken
+        weighed = (gradient.float() * result.view_as(gradient)).sum(-1, keepdim=True)
+        spread, weights = ctx.rows.spread(gradient), ctx.rows.spread(weighed)[..., 0]
+        weights = pad(weights, (0, padded(weights.shape[-1]) - weights.shape[-1]))
+        found = ctx.gradients([_padded(spread), weights, *kept, *(tensor.detach() for tensor in moved)])
         return (*torch.autograd.grad(moved[:3], leaves, found), *(None,) * 4)
 
 
@@ -111,10 +117,12 @@ def _programs(
 ) -> tuple[Program, Program]:
     """`attention_functions` for one set of shapes, as functions of XLA tensors."""
     import jax
+    import jax.numpy as jnp
 
     forward, backward = attention_functions(scale, window, softcap, inputs)
-    outputs = jax.eval_shape(forward, *inputs)
-    return _lowered(forward, inputs), _lowered(backward, (outputs[0], *outputs, *inputs))
+    output, *kept = jax.eval_shape(forward, *inputs)
+    weighed = jax.ShapeDtypeStruct(output.shape[:-1], jnp.float32)
+    return _lowered(forward, inputs), _lowered(backward, (output, weighed, *kept, *inputs))
 
 
 Function = Callable[..., tuple[Any, ...]]
@@ -129,9 +137,10 @@ def attention_functions(
         inputs: Shapes and types of q, k and v, [B, H or G, L, D], and of segment and needed, [B, L].
 
     Returns:
-        A function of these, which returns the output, and what else the backward takes. And one of a gradient, of all
-        that the first returned, and of the same inputs, which returns the gradients of q, k and v. The gradient is 0
-        where no output is needed.
+        A function of these, which returns the output, and what else the backward takes. And one of the output's
+        gradient, of the products of that with the output in each head, [B, H, L], of what the first returned beside
+        the output, and of the same inputs. It returns the gradients of q, k and v. Both it is given are 0 where no
+        output is needed.
     """
     import jax
     import jax.numpy as jnp
@@ -142,10 +151,10 @@ def attention_functions(
     is_fused = has_fused_backward(length, (size, values), inputs[0].dtype.itemsize)
 
     def joined(each: Any) -> Any:
-        return jnp.swapaxes(each, 0, 1).reshape(each.shape[1], rows * length, -1)
+        return jnp.swapaxes(each, 0, 1).reshape(each.shape[1], -1, *each.shape[3:])
 
     def parted(each: Any) -> Any:
-        return jnp.swapaxes(each.reshape(len(each), rows, length, -1), 0, 1)
+        return jnp.swapaxes(each.reshape(len(each), -1, length, *each.shape[2:]), 0, 1)
 
     def kernel_of(segment: Any, needed: Any) -> tuple[Any, Any, Any]:
         return _kernel(heads, segment, needed, window, softcap, save_residuals=is_fused)
@@ -154,14 +163,16 @@ def attention_functions(
         kernel, segments, is_run_T = kernel_of(segment, needed)
         found = kernel(joined(q * scale), joined(k), joined(v), segments)
         output, kept = found if is_fused else (found, ())
-        return parted(jnp.where(is_run_T[:, None], output, 0)), *kept
+        return parted(jnp.where(is_run_T[:, None], output, 0)), *map(parted, kept)
 
-    def backward(gradient: Any, output: Any, logsumexp: Any, q: Any, k: Any, v: Any, *places: Any) -> tuple[Any, ...]:
+    def backward(gradient: Any, weighed: Any, logsumexp: Any, q: Any, k: Any, v: Any, *places: Any) -> tuple[Any, ...]:
         kernel, segments, _ = kernel_of(*places)
-        tensors = tuple(map(joined, (q * scale, k, v, output, gradient)))
-        dq, dk, dv = map(parted, gradients_of(kernel, tensors, segments, logsumexp, rows, window))
+        tensors, numbers = map(joined, (q * scale, k, v, gradient)), map(joined, (logsumexp, weighed))
+        found = gradients_of(kernel, tuple(tensors), segments, tuple(numbers), len(q), window)
+        dq, dk, dv = map(parted, found)
         return dq * scale, dk, dv
 
+    attend, backward = (_in_groups(each, rows, rows_at_once(length)) for each in (attend, backward))
     if is_fused:
         return attend, backward
     pullback: list[Any] = []
@@ -172,10 +183,22 @@ def attention_functions(
         pullback[:] = [structure]
         return output, *residuals
 
-    def pull(gradient: Any, _output: Any, *others: Any) -> tuple[Any, ...]:
+    def pull(gradient: Any, _weighed: Any, *others: Any) -> tuple[Any, ...]:
         return jax.tree.unflatten(pullback[0], others[: -len(inputs)])(gradient)
 
     return forward, pull
+
+
+def _in_groups(function: Function, rows: int, most: int) -> Function:
+    """``function`` of tensors whose first dimension is ``rows``, called with at most ``most`` of them."""
+    import jax.numpy as jnp
+
+    def of_all(*tensors: Any) -> tuple[Any, ...]:
+        groups = [slice(first, first + most) for first in range(0, rows, most)]
+        found = [function(*(each[group] for each in tensors)) for group in groups]
+        return tuple(map(jnp.concatenate, zip(*found, strict=True)))
+
+    return of_all
 
 
 def _kernel(heads: int, segment: Any, needed: Any, window: int | None, softcap: float | None, **kwargs: Any) -> Any:

@@ -29,24 +29,25 @@ _LAST_WITH_LAST = (((1,), (1,)), ((), ()))
 
 
 def gradients_of(
-    kernel: Any, tensors: tuple[Any, ...], segments: Any, logsumexp_HT: Any, rows: int, window: int | None
+    kernel: Any, tensors: tuple[Any, ...], segments: Any, numbers: tuple[Any, Any], rows: int, window: int | None
 ) -> Any:
     """Gradients of queries, keys and values, [H or G, T, D], through ``kernel``, a SplashAttentionKernel.
 
     Args:
-        tensors: Queries, keys and values, what it returned, and the gradient of that.
+        tensors: Queries, keys and values, and the gradient of what it returned.
         segments: Its SegmentIds.
-        logsumexp_HT: What it returned too, of the logits of each query.
+        numbers: Of each query, [H, T]: the logsumexp of its logits, which the kernel returned too, and the product of
+            its output with the gradient.
         rows: How many rows the tokens are of.
         window: How many tokens a token sees; None for all.
     """
-    q, k, v, output, gradient = tensors
+    q, k, v, gradient = tensors
+    logsumexp_HT, weighed_HT = numbers
     (heads, tokens, keys), (groups, _, values) = q.shape, v.shape
     length = tokens // rows
     block = block_size(length)
     at = _Places(heads // groups, length // block, kernel.dkv_mask_info)
-    weighed_HT = jnp.einsum("htd,htd->ht", output.astype(jnp.float32), gradient.astype(jnp.float32))
-    numbers = pl.BlockSpec((None, _SUBLANES, block), at.lanes_of_queries)
+    of_queries = pl.BlockSpec((None, _SUBLANES, block), at.lanes_of_queries)
     return pl.pallas_call(
         functools.partial(
             _block,
@@ -64,9 +65,9 @@ def gradients_of(
                 pl.BlockSpec((None, block, values), at.keys),
                 pl.BlockSpec((_SUBLANES, block), lambda *step: at.lanes_of_queries(*step)[1:]),
                 pl.BlockSpec((block, LANES), lambda *step: at.keys(*step)[1:]),
-                numbers,
+                of_queries,
                 pl.BlockSpec((None, block, values), at.queries),
-                numbers,
+                of_queries,
             ],
             out_specs=[
                 pl.BlockSpec((None, length, keys), at.row_of_queries),

@@ -168,6 +168,9 @@ class XlaRuntime:
             return gradient
         return laid_out(gradient, self._first_scatter, axes)
 
+    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+        xm.optimization_barrier_(list(tensors))
+
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 

@@ -53,6 +53,7 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxe
         _feed_learning_rate(optimizer, runtime)
     else:
         _keep_rates_from_0_and_1(optimizer)
+    _let_state_wait(optimizer, runtime)
     if not _create_state(optimizer, runtime, axes):
         _lay_out_new_state(optimizer, runtime, axes)
     runtime.step_boundary()
@@ -113,6 +114,22 @@ def _first_state(
             columns = runtime.constrain(columns, (*axes[:-2], axes[-1]))
         return state | {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
     return None
+
+
+def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
+    """Let each step touch a parameter's state only when its gradient is there.
+
+    libtpu copies state whose layout is not that of the gradient, as of an embedding table. Left alone, it does so when
+    a step begins, and holds the copies until it ends.
+    """
+
+    def wait(*_: object) -> None:
+        for parameter, state in optimizer.state.items():
+            if parameter.grad is not None:
+                alike = (each for each in state.values() if getattr(each, "shape", None) == parameter.shape)
+                runtime.tie([parameter.grad, *(each for each in alike if each.device == parameter.device)])
+
+    optimizer.register_step_pre_hook(wait)
 
 
 def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> None:
