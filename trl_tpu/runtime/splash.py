@@ -60,14 +60,15 @@ class _Splash(torch.autograd.Function):
         q, k, v, rows, *settings = args
         moved = _moved(q, k, v, rows)
         forward, ctx.gradients = _programs(*settings, tuple(map(to_jax_shape_dtype_struct, moved)))
-        output, *kept = forward(moved)
-        ctx.waits = any(ctx.needs_input_grad) and not is_recomputing()
-        if ctx.waits:  # what is kept would be cut out of all that the kernel wrote, 128 lanes of it, when it is read
-            xm.optimization_barrier_([output, *kept])
-        result: torch.Tensor = rows.outputs(output[:, :, : q.shape[2], : v.shape[-1]])
+        output, *others = forward(moved)
+        result = rows.outputs(output[:, :, : q.shape[2], : v.shape[-1]]).flatten(2)
+        kept = [*(tensor.transpose(1, 2).flatten(2) for tensor in (q, k, v)), result, *others]
         ctx.rows, ctx.heads = rows, [tensor.shape[1] for tensor in (q, k, v)]
-        ctx.save_for_backward(*(tensor.transpose(1, 2).flatten(2) for tensor in (q, k, v)), result.flatten(2), *kept)
-        return result
+        ctx.waits = any(ctx.needs_input_grad) and not is_recomputing()
+        if ctx.waits:  # left alone, the compiler makes what is kept when it is read, and holds what it is made of
+            xm.optimization_barrier_(kept)
+        ctx.save_for_backward(*kept)
+        return result.unflatten(2, (q.shape[1], -1))
 
     @staticmethod
     @once_differentiable
