@@ -116,6 +116,17 @@ def test_a_copy_that_begins_and_ends_is_one() -> None:
     assert memory_traffic(module(text)) == 2 * 4096
 
 
+@pytest.mark.parametrize("there", ["f32[1024]{0:T(1024)S(1)}, f32[1024]{0}", "f32[1024]{0}, f32[1024]{0:T(1024)S(1)}"])
+def test_a_copy_to_or_from_the_chip_itself_costs_memory_once(there: str) -> None:
+    written, read = there.split(", ")
+    text = f"""
+        %a = {read} parameter(0)
+        %s = ({there}, u32[]{{:S(2)}}) copy-start(%a)
+        ROOT %d = {written} copy-done(%s)
+    """
+    assert memory_traffic(module(text)) == 4096
+
+
 def test_of_a_stack_only_the_slice_moves_that_is_read() -> None:
     layer, stack = 2 * 64 * 64, "bf16[24,64,64]{2,1,0}"
     slice_ = "bf16[1,64,64]{2,1,0} dynamic-slice(%w, %i), dynamic_slice_sizes={1,64,64}"

@@ -100,8 +100,8 @@ def _moved(each: Instruction, around: Computation, computations: Mapping[str, Co
     if each.operation.endswith("slice-start"):
         yield from _slice_moved(each.shape)
         return
-    if each.operation.endswith("-start"):  # its shape repeats its operand
-        yield 2 * _stored(around.instructions[each.operands[0]].shape) if each.operands else 0
+    if each.operation.endswith("-start"):  # its shape is what it reads and what it writes, each with its place
+        yield _stored(each.shape)
         return
     fused = computations.get(each.attribute("calls")) if each.operation == "fusion" else None
     passed = {int(operand): result for result, operand in _PASSED_ON.findall(each.rest)}

@@ -99,7 +99,7 @@ def depth_note(depths: tuple[int, int], layers: int) -> str:
     """What a report says of it."""
     return (
         f"Compiled were {depths[0]} and {depths[1]} of the {layers} layers, and all figures, the time of compiling "
-        "too, extended in a straight line; memory may be off, but is not said to be less than what is needed at least. "
+        "too, extended in a straight line; memory may be off, but is at least what is needed. "
         "With --scan_layers, or --all_layers, the whole program is compiled."
     )
 

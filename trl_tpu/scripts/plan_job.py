@@ -17,9 +17,9 @@ from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.load import set_eos_token, set_pad_token
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
-from trl_tpu.preflight.memory import least_memory
 from trl_tpu.preflight.job import LONG_ROW, Batching, DataRows, FullRows, Job, PaddedRows, attends_by_kernel
 from trl_tpu.preflight.lengths import PairLengths
+from trl_tpu.preflight.memory import least_memory
 from trl_tpu.preflight.program import CompiledProgram
 from trl_tpu.preflight.search import CompileStep
 from trl_tpu.scripts.datafiles import pick_split
