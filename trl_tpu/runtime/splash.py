@@ -191,13 +191,24 @@ def attention_functions(
 
 
 def _in_groups(function: Function, rows: int, most: int) -> Function:
-    """``function`` of tensors whose first dimension is ``rows``, called with at most ``most`` of them."""
+    """``function`` of tensors whose first dimension is ``rows``, called with at most ``most`` of them.
+
+    Groups are a loop, so that the kernel is compiled once for all, and once for the rows that are left over.
+    """
+    if rows <= most:
+        return function
+    import jax
     import jax.numpy as jnp
 
+    whole = rows - rows % most
+
     def of_all(*tensors: Any) -> tuple[Any, ...]:
-        groups = [slice(first, first + most) for first in range(0, rows, most)]
-        found = [function(*(each[group] for each in tensors)) for group in groups]
-        return tuple(map(jnp.concatenate, zip(*found, strict=True)))
+        groups = [each[:whole].reshape(-1, most, *each.shape[1:]) for each in tensors]
+        found = jax.lax.map(lambda group: function(*group), groups)
+        parts = [[each.reshape(whole, *each.shape[2:]) for each in found]]
+        if whole < rows:
+            parts.append(function(*(each[whole:] for each in tensors)))
+        return tuple(map(jnp.concatenate, zip(*parts, strict=True)))
 
     return of_all
 
