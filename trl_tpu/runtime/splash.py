@@ -207,7 +207,7 @@ def _in_groups(function: Function, rows: int, most: int) -> Function:
         found = jax.lax.map(lambda group: function(*group), groups)
         parts = [[each.reshape(whole, *each.shape[2:]) for each in found]]
         if whole < rows:
-            parts.append(function(*(each[whole:] for each in tensors)))
+            parts.append([*function(*(each[whole:] for each in tensors))])
         return tuple(map(jnp.concatenate, zip(*parts, strict=True)))
 
     return of_all
