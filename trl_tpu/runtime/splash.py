@@ -85,9 +85,9 @@ class _Splash(torch.autograd.Function):
             moved = _moved(q, k, v, ctx.rows)
         # of each token once, for its copy whose output was taken
         weighed = (gradient.float() * result.view_as(gradient)).sum(-1, keepdim=True)
-        spread, weights = ctx.rows.spread(gradient), ctx.rows.spread(weighed)[..., 0]
-        weights = pad(weights, (0, padded(weights.shape[-1]) - weights.shape[-1]))
-        found = ctx.gradients([_padded(spread), weights, *kept, *(tensor.detach() for tensor in moved)])
+        spread, weighed = ctx.rows.spread(gradient), ctx.rows.spread(weighed)[..., 0]
+        weighed = pad(weighed, (0, padded(weighed.shape[-1]) - weighed.shape[-1]))
+        found = ctx.gradients([_padded(spread), weighed, *kept, *(tensor.detach() for tensor in moved)])
         return (*torch.autograd.grad(moved[:3], leaves, found), *(None,) * 4)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..runtime import Runtime
+from .step import state_on_device
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,4 @@ def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
-            for value in optimizer.state.get(parameter, {}).values():
-                if isinstance(value, torch.Tensor) and value.device == parameter.device:
-                    yield value
+            yield from state_on_device(optimizer, parameter)

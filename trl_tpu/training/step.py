@@ -6,7 +6,7 @@ are sometimes absent. Each function here removes one of these; on plain torch th
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -124,12 +124,19 @@ def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
     """
 
     def wait(*_: object) -> None:
-        for parameter, state in optimizer.state.items():
+        for parameter in optimizer.state:
             if parameter.grad is not None:
-                alike = (each for each in state.values() if getattr(each, "shape", None) == parameter.shape)
-                runtime.tie([parameter.grad, *(each for each in alike if each.device == parameter.device)])
+                state = state_on_device(optimizer, parameter)
+                runtime.tie([parameter.grad, *(each for each in state if each.shape == parameter.shape)])
 
     optimizer.register_step_pre_hook(wait)
+
+
+def state_on_device(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of the state of ``parameter`` the tensors that are where it is; a count of steps may be on the host."""
+    for value in optimizer.state.get(parameter, {}).values():
+        if isinstance(value, torch.Tensor) and value.device == parameter.device:
+            yield value
 
 
 def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> None:
