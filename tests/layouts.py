@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
     "packed+in steps": {**PACKED, "gradient_checkpointing": False},
     "packed+accumulated+scanned+in steps": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
+    "packed+in parts": PACKED,
+    "packed+scanned+in steps+in parts": {**PACKED, "scan_layers": True},
 }
 
 
@@ -138,14 +140,22 @@ class Walking(TrainerCallback):
 
 
 @contextmanager
-def scattered(variant: str) -> Iterator[None]:
-    """With "in steps": over four devices at once, however small a gradient is, so over eight in two steps."""
-    if "in steps" not in variant:
-        yield
-        return
-    from trl_tpu.runtime import layout, libtpu
+def as_if_large(variant: str) -> Iterator[None]:
+    """As models and meshes are treated that are larger.
 
-    with patch.object(layout, "MOST_SCATTERED", 4), patch.object(libtpu, "LEAST_SCATTERED", 1):
+    With "in steps" gradients are scattered over four devices at once, however small they are, so over eight in two
+    steps. With "in parts" at most a third of a feed-forward block's weight is gathered at a time in the backward.
+    """
+    with ExitStack() as stack:
+        if "in steps" in variant:
+            from trl_tpu.runtime import layout, libtpu
+
+            stack.enter_context(patch.object(layout, "MOST_SCATTERED", 4))
+            stack.enter_context(patch.object(libtpu, "LEAST_SCATTERED", 1))
+        if "in parts" in variant:
+            from trl_tpu.runtime import feed_forward
+
+            stack.enter_context(patch.object(feed_forward, "MOST_GATHERED", 168 * 56 * 4 // 3))
         yield
 
 
@@ -249,7 +259,7 @@ def main(out: str, *runs: str) -> None:
     for run in runs:
         name, mesh, variant = run.split(":")
         try:
-            with tempfile.TemporaryDirectory() as folder, scattered(variant):
+            with tempfile.TemporaryDirectory() as folder, as_if_large(variant):
                 results[run] = train(name, mesh, variant, folder)
         except Exception:  # the test of this run fails with it, and the others go on
             results[run] = {"error": re.sub(r"(?s)^.{20000,}(?=.{4000}$)", "", traceback.format_exc())}

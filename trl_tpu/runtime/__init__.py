@@ -117,7 +117,8 @@ class Runtime(Protocol):
     def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
         """``gradient`` on its way to where its weight is, laid out by ``axes`` over `fsdp`: how it is added up.
 
-        Where the compiler would not scatter it over so many devices at once, it is laid out over some of them.
+        Where the compiler would not scatter it over so many devices at once, it is laid out over some of them. What is
+        laid out already stays so.
         """
 
     def tie(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -163,6 +164,16 @@ class Runtime(Protocol):
         """Make layers that transformers marked for activation checkpointing recompute in a way the device supports.
 
         With "dots" they keep what their matrix products return.
+        """
+
+    def divide(self, block: nn.Module, last: str, axes: Mapping[str, Axes]) -> None:
+        """Let the backward of a feed-forward block take its features in parts where its weights, gathered, are large.
+
+        Args:
+            block: Products of its input with one or more weights, a function of single features of what they give,
+                and a product of that with a last weight, without a bias. It has no other parameters.
+            last: The name of the module that makes the last product.
+            axes: Of each parameter, by name, the mesh axes that its dimensions go over; `tensor` is none of them.
         """
 
     def scan(

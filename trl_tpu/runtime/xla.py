@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value, hosts, libtpu, shards
+from .feed_forward import FeedForward
 from .kernels import MATMULS, attend_in_rows, contract
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
 from .manual import by_device
@@ -164,7 +165,8 @@ class XlaRuntime:
         return laid_out(tensor, self._mesh, axes)
 
     def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
-        if self._first_scatter is None or gradient.numel() < libtpu.LEAST_SCATTERED:
+        is_small = gradient.numel() < libtpu.LEAST_SCATTERED
+        if self._first_scatter is None or is_small or torch_xla._XLAC._get_xla_sharding_spec(gradient):
             return gradient
         return laid_out(gradient, self._first_scatter, axes)
 
@@ -206,6 +208,14 @@ class XlaRuntime:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
+
+    def divide(self, block: nn.Module, last: str, axes: Mapping[str, Axes]) -> None:
+        in_order = [axes[name] for name, _ in block.named_parameters()]
+        shards = {parts_of(self._mesh, axes[name][0]) for name in axes if name != f"{last}.weight"}
+        if len(shards) == 1:  # or else shards do not have the same features of all weights
+            block.forward = FeedForward(  # type: ignore[assignment]
+                block, last, in_order, shards.pop(), self.constrain, self.scatter
+            )
 
     def scan(
         self,

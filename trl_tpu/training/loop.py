@@ -22,7 +22,7 @@ from ..data.loader import host_batches, outlive_sigterm, read_own, skip_batches,
 from ..modeling.stacked import LayerStack
 from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
-from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
+from ..parallel.shard import divide_feed_forward, keep_activations_split, place_model, plan_model, scatter_gradients
 from ..runtime import Axes, Remat
 from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
@@ -89,6 +89,8 @@ class DeviceTrainer(SkippingTrainer):
         if self.runtime.name == "xla":
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
             scatter_gradients(model, plan, self.shard_report.placements, self.runtime)
+            if self.remat == "full":
+                divide_feed_forward(model, plan, self.shard_report.placements, self.runtime)
 
     # ---- loading
 
