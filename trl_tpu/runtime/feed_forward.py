@@ -57,6 +57,7 @@ class FeedForward:
         self._block, self._last, self._axes, self._shards = block, last, axes, shards
         self._constrain, self._scatter = constrain, scatter
         self._at = [name for name, _ in block.named_parameters()].index(f"{last}.weight")
+        block.get_submodule(last).register_forward_pre_hook(_round_gradient)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         weights = list(self._block.parameters())
@@ -77,7 +78,7 @@ class FeedForward:
         firsts = [at for at in range(len(weights)) if at != self._at]
         cut = {at: _cut(weights[at].detach(), 0, self._shards, parts) for at in firsts}
         of_inner = _cut(self._gradient_of_inner(weights, gradient), -1, self._shards, parts)
-        xm.optimization_barrier_(of_inner)  # as it is rounded: float32, in which it goes on, takes twice as much
+        xm.optimization_barrier_(of_inner)  # as in `_round_gradient`
         done, inner, found = of_inner[-1], [], []
         for part in range(parts):
             own = {at: cut[at][part] for at in firsts}
@@ -160,6 +161,21 @@ class _InParts(torch.autograd.Function):
         hidden, *weights = ctx.saved_tensors
         with torch.enable_grad(), ctx.autocast():
             return None, None, *ctx.block.gradients(ctx.parts, hidden, weights, gradient)
+
+
+def _round_gradient(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Let the gradient of what the last product takes be rounded to its own type as soon as it is made.
+
+    What it is multiplied with next is in float32, so libtpu may hold it in that, and copy it, at twice the memory.
+    """
+
+    def round_now(gradient: torch.Tensor) -> torch.Tensor:
+        rounded = gradient.clone()
+        xm.optimization_barrier_([rounded])
+        return rounded
+
+    if inputs[0].requires_grad:
+        inputs[0].register_hook(round_now)
 
 
 def _computed_in(weight: torch.Tensor) -> torch.dtype:
