@@ -94,8 +94,8 @@ def test_plain_blocks_are_divided(name: str, is_divided: bool) -> None:
         model = family(name, tiny_tokenizer(made_up_pairs(20)["chosen"], vocab_size=320))
     runtime = current()
     runtime.start()
-    runtime.set_mesh({"data": 1, "fsdp": 1, "tensor": 1}, 1)
-    mesh = MeshShape(data=1, fsdp=1, tensor=1)
+    mesh = MeshShape(fsdp=runtime.device_count())
+    runtime.set_mesh(mesh.sizes, mesh.slices)
     plan = plan_model(model, mesh)
     report = place_model(model, plan, runtime, torch.device("xla"))
     for _ in range(2):  # as when the same model is trained again

@@ -5,7 +5,7 @@ product of that with a last weight. Where layers are computed again, the backwar
 twice, and each stays gathered from the one need to the other, beside the others and their gradients: in a model of
 70B these are 448 MiB each. But features meet in the last product only. So this backward takes the last weight by
 itself, and of the others some features at a time: what `tensor` does on several chips
-(https://arxiv.org/abs/1909.08053), one after the other. It gathers and computes as much as any.
+(https://arxiv.org/abs/1909.08053), one after the other. It computes as much, and gathers nothing more often.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
