@@ -81,6 +81,7 @@ def llama(**settings: object) -> PreTrainedModel:
         ("qwen3", True),
         ("gemma3_text", False),  # a norm takes what the block gives
         ("qwen3_moe", False),  # experts and a router
+        ("llama with two in one", False),  # parts of its features would not be those of the last product
         ("llama with biases", False),  # the last product's would be added for every part
         ("llama with dropout", False),  # parts would not have the same random numbers
     ],
@@ -88,6 +89,8 @@ def llama(**settings: object) -> PreTrainedModel:
 def test_plain_blocks_are_divided(name: str, is_divided: bool) -> None:
     if name.startswith("llama with"):
         model = llama(mlp_bias=name.endswith("biases"))
+        if name.endswith("two in one"):
+            model.model.layers[0].mlp.gate_proj = nn.Linear(16, 64, bias=False)
         if name.endswith("dropout"):
             model.model.layers[0].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1))
     else:

@@ -190,15 +190,13 @@ def _last_product(block: nn.Module, name: str, plan: Plan) -> str | None:
     products = {child: module for child, module in block.named_children() if any(True for _ in module.parameters())}
     styles = {child: plan.style_of(f"{bare_name(name)}.{child}.weight") for child in products}
     lasts = [child for child, style in styles.items() if style == "rowwise"]
-    is_known = (
-        len(lasts) == 1 < len(products)
-        and set(styles.values()) == {"colwise", "rowwise"}
-        and all(type(module) is nn.Linear for module in products.values())
-        and products[lasts[0]].bias is None
-        and not block._parameters
-        and not any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
-    )
-    return lasts[0] if is_known else None
+    is_random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
+    is_plain = all(type(module) is nn.Linear for module in products.values()) and not block._parameters
+    if len(lasts) != 1 or set(styles.values()) != {"colwise", "rowwise"} or is_random or not is_plain:
+        return None
+    last = products.pop(lasts[0])
+    are_single = all(first.out_features == last.in_features for first in products.values())  # not two in one weight
+    return lasts[0] if are_single and last.bias is None else None
 
 
 class _CastOnce:
