@@ -23,7 +23,7 @@ from .remat import autocast_now, weights_of
 from .scan import LayOut
 
 MOST_GATHERED = 128 * 2**20
-"""Bytes of a weight that are gathered at a time: a part's own gradients take longer than gathering the next part."""
+"""Bytes of a weight in one part. The next part is gathered while the gradients of this one's weights are computed."""
 
 _TILE_ROWS = 16
 """Of bfloat16, of which a TPU moves no less."""
