@@ -169,6 +169,8 @@ class Runtime(Protocol):
     def divide(self, block: nn.Module, last: str, axes: Mapping[str, Axes]) -> None:
         """Let the backward of a feed-forward block take its features in parts where its weights, gathered, are large.
 
+        Everywhere it rounds the gradient of what the last product takes as soon as that is made.
+
         Args:
             block: Products of its input with one or more weights, a function of single features of what they give,
                 and a product of that with a last weight, without a bias. It has no other parameters.
