@@ -61,6 +61,17 @@ def test_gradients_are_those_of_the_block_as_a_whole(
     assert (program.count(" opt-barrier(") > 1) == (parts > 1)  # the one rounds the gradient of the last product
 
 
+def test_a_divided_block_works_on_the_host_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_forward, "MOST_GATHERED", 1)
+    plain, divided = block().cpu(), block().cpu()
+    divided.forward = FeedForward(divided, "down_proj", [ON_ONE] * 3, 1, current().constrain, current().scatter)
+    hidden = torch.randn(2, 4, HIDDEN)
+    for mlp in (plain, divided):
+        mlp(hidden).square().sum().backward()
+    for weight, other in zip(plain.parameters(), divided.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, weight.grad, atol=0, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("features", "shards", "parts"), [(28672, 256, 7), (28672, 1, 4), (29568, 64, 7), (8192, 1, 1)]
 )
