@@ -118,4 +118,5 @@ def test_plain_blocks_are_divided(name: str, is_divided: bool) -> None:
     divided = [layer.mlp.forward for layer in layers if isinstance(layer.mlp.forward, FeedForward)]
     assert len(divided) == (len(layers) if is_divided else 0)
     assert all(not isinstance(each.whole, FeedForward) for each in divided)
+    assert all(len(layer.mlp.down_proj._forward_pre_hooks) == 1 for layer in layers if is_divided)
     assert all(not isinstance(layer.self_attn.forward, FeedForward) for layer in layers)

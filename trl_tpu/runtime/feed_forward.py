@@ -8,7 +8,7 @@ itself, and of the others some features at a time: what `tensor` does on several
 (https://arxiv.org/abs/1909.08053), one after the other. It computes as much, and gathers nothing more often.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import gcd
 from typing import Any
@@ -26,7 +26,7 @@ MOST_GATHERED = 128 * 2**20
 """Bytes of a weight in one part. The next part is gathered while the gradients of this one's weights are computed."""
 
 _TILE_ROWS = 16
-"""Of bfloat16, of which a TPU moves no less."""
+"""Of bfloat16, of which a TPU moves no less: as in `parallel.plan`, which knows no device."""
 
 Gradients = list[torch.Tensor | None]
 
@@ -53,11 +53,15 @@ class FeedForward:
         constrain: LayOut,
         scatter: LayOut,
     ) -> None:
-        self.whole = getattr(block.forward, "whole", block.forward)  # of an earlier training's, its own
+        own: Any = block.forward
+        if isinstance(own, FeedForward):  # of an earlier training
+            own = own.whole
+        else:
+            block.get_submodule(last).register_forward_pre_hook(_round_gradient)
+        self.whole: Callable[[torch.Tensor], torch.Tensor] = own
         self._block, self._last, self._axes, self._shards = block, last, axes, shards
         self._constrain, self._scatter = constrain, scatter
         self._at = [name for name, _ in block.named_parameters()].index(f"{last}.weight")
-        block.get_submodule(last).register_forward_pre_hook(_round_gradient)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         weights = list(self._block.parameters())
@@ -78,7 +82,7 @@ class FeedForward:
         firsts = [at for at in range(len(weights)) if at != self._at]
         cut = {at: _cut(weights[at].detach(), 0, self._shards, parts) for at in firsts}
         of_inner = _cut(self._gradient_of_inner(weights, gradient), -1, self._shards, parts)
-        xm.optimization_barrier_(of_inner)  # as in `_round_gradient`
+        xm.optimization_barrier_(of_inner)  # for the parts what `_round_gradient` is for the whole
         done, inner, found = of_inner[-1], [], []
         for part in range(parts):
             own = {at: cut[at][part] for at in firsts}
