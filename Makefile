@@ -25,7 +25,7 @@ test: test-native test-xla test-xla8
 
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) tests --ignore=tests/xla --ignore=tests/xla8 --ignore=tests/tpu
+	USE_TORCH_XLA=0 $(PYTEST) tests/unit tests/train
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)
@@ -52,7 +52,7 @@ typecheck: $(READY)
 
 # 2,000 steps with saves and evaluations on one XLA:CPU device, in which nothing may grow
 long-run: $(READY)
-	PJRT_DEVICE=CPU HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2 $(BIN)/python tests/long_run.py
+	PJRT_DEVICE=CPU HF_HUB_OFFLINE=1 OMP_NUM_THREADS=2 $(BIN)/python tests/support/long_run.py
 
 # each benchmark in a process of its own
 BENCHMARKS := $(sort $(wildcard tests/benchmarks/bench_*.py))

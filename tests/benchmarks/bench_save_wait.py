@@ -23,7 +23,7 @@ def run() -> None:
     import tiny
 
     from trl_tpu import RewardConfig, RewardTrainer
-    from trl_tpu.training.checkpoint import optimizer_tensors, trained_tensors
+    from trl_tpu.checkpoint.state_dict import optimizer_tensors, trained_tensors
 
     class Timed(RewardTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ def run() -> None:
 
 def main() -> None:
     environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "HF_HUB_OFFLINE": "1"}
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "support"), *filter(None, sys.path)])
     output = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.bench_save_wait", "run"],
         env=os.environ | environment | {"PYTHONPATH": paths},

@@ -24,7 +24,7 @@ def measure(layers: int, scan: bool, accumulation: int) -> None:
 
     Compiling counts twice: by the clock, and by the processors, which other processes do not slow down.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     import tempfile
     import time
 

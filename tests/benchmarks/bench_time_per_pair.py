@@ -28,7 +28,7 @@ from datasets import Dataset, disable_progress_bars
 
 import trl_tpu
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import tiny  # noqa: E402
 

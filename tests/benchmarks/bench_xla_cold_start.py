@@ -82,7 +82,7 @@ def compare() -> None:
 
 if __name__ == "__main__":
     os.environ |= {"PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     if len(sys.argv) == 3:
         run(*sys.argv[1:])
     else:

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.sharding import SingleDeviceSharding
 
-from trl_tpu.runtime import splash
+from trl_tpu.runtime.kernels import splash
 from trl_tpu.runtime.placeholder import write_kernels_for_libtpu
 
 HEADS, SIZE = 4, 64

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ahead import AT_ONCE, asked_for
+from places import ROOT
 from transformers import LlamaConfig
 
 from trl_tpu.preflight.trace import Rows, StepRequest, TracedProgram, pass_of, trace_programs
@@ -118,7 +119,7 @@ def programs_of_a_real_run(request: StepRequest, folder: Path) -> list[bytes]:
         [sys.executable, str(Path(__file__).parent / "real_step.py"), str(folder / "request"), str(folder / "dump")],
         env=os.environ
         | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(request.chips), "USE_TORCH_XLA": "1"}
-        | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -5,13 +5,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 from device_fixtures import config, model_folder
-
-TESTS = Path(__file__).parents[1]
+from places import ROOT, SUPPORT
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +19,8 @@ def steps_apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
     def take(runs: Sequence[str]) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("steps") / "out.json"
         process = subprocess.run(
-            [sys.executable, str(TESTS / "remat_programs.py"), str(out), *runs],
-            env=os.environ | {"CPU_NUM_DEVICES": "1", "PYTHONPATH": str(TESTS.parent)},
+            [sys.executable, str(SUPPORT / "remat_programs.py"), str(out), *runs],
+            env=os.environ | {"CPU_NUM_DEVICES": "1", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
         )

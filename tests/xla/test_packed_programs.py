@@ -12,9 +12,9 @@ from counters import CountAtSteps, count
 from datasets import Dataset
 
 from trl_tpu import RewardTrainer, runtime
-from trl_tpu.data.row_plan import RowPlan
-from trl_tpu.data.row_shapes import RowShape
-from trl_tpu.training.step import passes_of
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+from trl_tpu.training.optimizer import passes_of
 
 
 def uneven_pairs(count: int, seed: int = 0) -> Dataset:

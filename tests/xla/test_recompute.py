@@ -6,7 +6,7 @@ import torch_xla
 import torch_xla.debug.metrics as met
 from transformers import PreTrainedModel
 
-from trl_tpu.modeling.attention import use_static_attention
+from trl_tpu.modeling.attention.static import use_static_attention
 from trl_tpu.runtime import current
 
 

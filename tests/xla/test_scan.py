@@ -12,7 +12,7 @@ from layouts import family
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardTrainer
-from trl_tpu.modeling.scan import ScanImpossible, find_layers
+from trl_tpu.modeling.layers import ScanImpossible, find_layers
 
 CASES = {
     "llama:padded": {},

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trl_tpu import runtime
-from trl_tpu.modeling.expanded_rows import ExpandedRows
-from trl_tpu.runtime.kernels import attend_in_rows
+from trl_tpu.modeling.attention.expanded_rows import ExpandedRows
+from trl_tpu.runtime.kernels.plain import attend_in_rows
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("jax") is None, reason="kernels in Pallas need jax: pip install 'trl-tpu[tpu]'"
@@ -21,7 +21,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     runtime.current().start()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    from trl_tpu.runtime import splash
+    from trl_tpu.runtime.kernels import splash
 
     make = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", make)
@@ -132,7 +132,7 @@ def test_blocks_are_run_where_a_needed_query_sees_a_key_and_nowhere_else() -> No
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
-    from trl_tpu.runtime.splash_blocks import meeting_blocks, with_blocks
+    from trl_tpu.runtime.kernels.splash_blocks import meeting_blocks, with_blocks
 
     block, length, window = 128, 1024, 300
     ends = np.array([[100, 420, 700, 1024], [384, 385, 900, 900]])

@@ -12,12 +12,12 @@ import killed_runs
 import pytest
 import tiny
 import torch
+from places import SUPPORT
 from safetensors import safe_open
 from torch import nn
 
 from trl_tpu import RewardTrainer
 
-TESTS = Path(__file__).parents[1]
 SETTINGS = {
     "max_steps": 8,
     "logging_steps": 3,
@@ -108,7 +108,7 @@ def test_elsewhere_resumes_to_rounding(
     environment = {"CPU_NUM_DEVICES": str(devices)} if devices else {"USE_TORCH_XLA": "0"}
     words = [model_folder, f"{whole.args.output_dir}/checkpoint-4", str(tmp_path), json.dumps(SETTINGS | settings)]
     process = subprocess.run(
-        [sys.executable, str(TESTS / "resume_elsewhere.py"), *words],
+        [sys.executable, str(SUPPORT / "resume_elsewhere.py"), *words],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
         text=True,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from places import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from trl_tpu import RewardTrainer
-from trl_tpu.training import export
-from trl_tpu.training.checkpoint import trained_tensors
+from trl_tpu.checkpoint import model_writer as export
+from trl_tpu.checkpoint.state_dict import trained_tensors
 
-TESTS = Path(__file__).parents[1]
 OFFLINE = """
 import sys
 sys.modules["torch_xla"] = None  # as if it were not installed
@@ -55,7 +55,7 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
     trainer.model.save_pretrained(checkpoint, state_dict={})
     runtime.write(runtime.snapshot(trained_tensors(trainer.model)), checkpoint / "state")
     assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
-    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OFFLINE, str(checkpoint), str(tmp_path / "offline")]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-4000:]

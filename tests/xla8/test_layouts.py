@@ -16,12 +16,11 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import ROOT, SUPPORT
 
-TESTS = Path(__file__).parents[1]
 RUNS = [
     "llama:fsdp=8:padded",
     "llama:data=2,fsdp=4:packed",
@@ -65,8 +64,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]
     }
     processes = {
         name: subprocess.Popen(
-            [sys.executable, str(TESTS / "layouts.py"), str(folder / f"{name}.json"), *runs],
-            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)},
+            [sys.executable, str(SUPPORT / "layouts.py"), str(folder / f"{name}.json"), *runs],
+            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.DEVNULL,
             stderr=(folder / f"{name}.log").open("w"),
         )

@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS))
-
 import tiny  # noqa: E402
+from places import ROOT, SUPPORT
 
 PLAIN_TORCH = {"USE_TORCH_XLA": "0"}
 EIGHT_DEVICES = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
@@ -25,8 +22,8 @@ EIGHT_DEVICES = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": 
 def run_old_script(folder: Path, environment: dict[str, str], pairs_per_device: int) -> dict[str, Any]:
     out = folder / "out.json"
     process = subprocess.run(
-        [sys.executable, str(TESTS / "old_script.py"), str(folder / "model"), str(pairs_per_device), str(out)],
-        env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)},
+        [sys.executable, str(SUPPORT / "old_script.py"), str(folder / "model"), str(pairs_per_device), str(out)],
+        env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )

@@ -9,16 +9,15 @@ import os
 import subprocess
 import sys
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from places import ROOT, SUPPORT
 
 from trl_tpu.runtime import current
-from trl_tpu.training.step import prepare_optimizer
+from trl_tpu.training.optimizer import prepare_optimizer
 
-TESTS = Path(__file__).parents[1]
 KNOWN = {
     "momentum": {"momentum_buffer"},
     "adagrad": {"sum"},
@@ -40,8 +39,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     }
     for name, environment in settings.items():
         process = subprocess.run(
-            [sys.executable, str(TESTS / "optimizers.py"), str(folder / f"{name}.json"), *KNOWN, *OWN_WAY],
-            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)},
+            [sys.executable, str(SUPPORT / "optimizers.py"), str(folder / f"{name}.json"), *KNOWN, *OWN_WAY],
+            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
         )

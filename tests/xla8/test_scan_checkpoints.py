@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
 from trl_tpu.runtime import current
-from trl_tpu.runtime.state import tensors_in
+from trl_tpu.runtime.storage import tensors_in
 
 SETTINGS: dict[str, Any] = {
     "mesh": "data=2,fsdp=2,tensor=2",

@@ -10,7 +10,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 
 from trl_tpu import RewardTrainer
-from trl_tpu.training.step import passes_of
+from trl_tpu.training.optimizer import passes_of
 
 
 def bytes_on_a_device(tensor: torch.Tensor) -> int:

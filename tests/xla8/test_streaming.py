@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 import torch_xla.distributed.spmd as xs
+from places import ROOT, SUPPORT
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -27,12 +28,9 @@ from transformers import (
 )
 
 from trl_tpu import RewardTrainer
+from trl_tpu.checkpoint.model_writer import export_model
 from trl_tpu.modeling.chat_template import clone_chat_template
 from trl_tpu.parallel.shard import WeightPlacer
-from trl_tpu.training.export import export_model
-
-TESTS = Path(__file__).parents[1]
-
 
 # ---- what the host holds
 
@@ -86,9 +84,9 @@ def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 def measure(model: str, out: Path, way: str) -> dict[str, int]:
     # memory that is freed goes back to the system at once, so that it is not counted
     allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)}
+    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.run(
-        [sys.executable, str(TESTS / "host_memory.py"), model, str(out), way],
+        [sys.executable, str(SUPPORT / "host_memory.py"), model, str(out), way],
         env=os.environ | allocator | devices,
         capture_output=True,
         text=True,

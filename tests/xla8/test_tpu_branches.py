@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
+from places import ROOT, SUPPORT
 
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
     process = subprocess.run(
-        [sys.executable, str(TESTS / "tpu_branches.py"), str(folder), kind],
-        env=plain
-        | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(TESTS.parent)},
+        [sys.executable, str(SUPPORT / "tpu_branches.py"), str(folder), kind],
+        env=plain | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -15,12 +15,11 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from places import ROOT, SUPPORT
 
 from trl_tpu import runtime
-from trl_tpu.parallel.hosts import Host
 from trl_tpu.parallel.mesh import MeshShape
-
-TESTS = Path(__file__).parents[1]
+from trl_tpu.training.agreement import Host
 
 
 def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:
@@ -32,13 +31,13 @@ def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": "2",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(TESTS.parent),
+        "PYTHONPATH": str(ROOT),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
 
     def run(index: int) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(TESTS / "one_of_two_hosts.py"), str(index), str(folder), kind]
+        command = [sys.executable, str(SUPPORT / "one_of_two_hosts.py"), str(index), str(folder), kind]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
     with ThreadPoolExecutor() as pool:

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
-from .expansion import Expansion, expand_rows
-from .packing import PackedPass, pack, pack_tight
-from .row_plan import RowPlan
+from ..packing.expand import Expansion, expand_rows
+from ..packing.pack import PackedPass, pack, pack_tight
+from ..packing.schedule import RowPlan
 
 LEGACY_KEYS = (
     "input_ids_chosen",
@@ -214,12 +214,12 @@ class PairRows:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Pack a batch's pairs into rows of planned shapes, every shared prefix once (see `trl_tpu.data.packing`).
+    """Pack a batch's pairs into rows of planned shapes, every shared prefix once (see `trl_tpu.packing.pack`).
 
     The batch has `passes`, of which each has `input_ids`, `position_ids` and `subtree_end` [R, L], `last_row` and
     `last_column` [P, 2], `pair_mask`, `tokens` and, where the data has it, `margin` [P], and `batch_pairs` [1]; and a
     `pair_mask` of all real pairs [P]. With `expands`, each pass also has `expand`, `segment` and `home` [R, 2, L] and
-    `back` [R, L] (see `trl_tpu.data.expansion`).
+    `back` [R, L] (see `trl_tpu.packing.expand`).
 
     Args:
         plan: From `plan_rows`.

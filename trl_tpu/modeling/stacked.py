@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..runtime import Axes, Remat, Runtime
-from .scan import ScanImpossible, find_layers
+from .layers import ScanImpossible, find_layers
 
 #: torch's optimizers whose update of a number depends on that number's own gradients, so that what is stacked is
 #: updated as if it were not.

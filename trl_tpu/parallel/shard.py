@@ -10,9 +10,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..runtime import Runtime
 from .mesh import MeshShape, check_heads, names_of
-from .plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
-from .report import ShardReport
 from .rules import Rules
+from .shard_report import ShardReport
+from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
 
 _FEED_FORWARD = {"mlp", "feed_forward"}
 """What transformers' layers name them."""

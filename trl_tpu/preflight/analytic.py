@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..parallel.plan import bare_name
+from ..parallel.sharding_plan import bare_name
 from .lengths import PairLengths
 
 

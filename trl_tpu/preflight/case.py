@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..parallel.mesh import MeshShape
-from ..parallel.plan import Placement
+from ..parallel.sharding_plan import Placement
 from .analytic import ModelShape
 from .chips import Topology
 from .lengths import PairLengths

@@ -7,17 +7,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..data.row_plan import plan_rows
+from ..packing.schedule import plan_rows
 from ..parallel.mesh import MeshShape
-from ..parallel.plan import Placement
 from ..parallel.rules import Rules
 from ..parallel.shard import plan_model
+from ..parallel.sharding_plan import Placement
 from .analytic import ModelShape, read_model
 from .case import Case
 from .chips import Topology
 from .lengths import PairLengths
 
-# rows of this length and more attend by a kernel on a TPU, see `trl_tpu.trainer.packing`
+# rows of this length and more attend by a kernel on a TPU, see `trl_tpu.trainer.batch_plan`
 LONG_ROW = 2048
 
 

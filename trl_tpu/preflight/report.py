@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from .analytic import Flops, count_flops
-from .blocks import kernel_flops
+from .attention_blocks import kernel_flops
 from .case import Case
 from .memory import Memory, least_memory
 from .program import CompiledProgram

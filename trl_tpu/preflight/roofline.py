@@ -6,7 +6,7 @@ https://doi.org/10.1145/1498765.1498785 (the roofline model)
 from dataclasses import dataclass
 
 from .analytic import count_flops
-from .blocks import kernel_unit_flops
+from .attention_blocks import kernel_unit_flops
 from .case import Case
 from .program import CompiledProgram
 from .traffic import least_traffic, received

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from .. import runtime
-from ..data.row_plan import RowPlan
-from ..data.row_shapes import RowShape
+from ..packing.schedule import RowPlan
+from ..packing.shapes import RowShape
 from ..runtime.placeholder import Input, PlaceholderRuntime, Program
 from ..trainer.reward_config import RewardConfig
 from ..trainer.reward_trainer import RewardTrainer

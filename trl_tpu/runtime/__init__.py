@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
-    from .kernels import KernelRows
+    from .kernels.plain import KernelRows
 
 #: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
 Axes = tuple[str | tuple[str, ...] | None, ...]

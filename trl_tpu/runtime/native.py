@@ -13,8 +13,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value
-from .kernels import MATMULS, attend_in_rows
-from .state import read_state, write_state
+from .kernels.plain import MATMULS, attend_in_rows
+from .storage import read_state, write_state
 
 
 class NativeRuntime:

@@ -81,7 +81,7 @@ class PlaceholderRuntime(XlaRuntime):
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
-        from .splash import splash_attention
+        from .kernels.splash import splash_attention
 
         write_kernels_for_libtpu()
         return splash_attention

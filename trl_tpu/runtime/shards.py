@@ -13,7 +13,7 @@ from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDS
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
 
 from . import hosts
-from .state import read_state, write_state
+from .storage import read_state, write_state
 
 
 class _SavePlanner(SPMDSavePlanner):

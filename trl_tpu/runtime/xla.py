@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from . import Axes, Remat, Value, hosts, libtpu, shards
 from .feed_forward import FeedForward
-from .kernels import MATMULS, attend_in_rows, contract
+from .kernels.plain import MATMULS, attend_in_rows, contract
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
 from .manual import by_device
 from .remat import recompute
@@ -181,7 +181,7 @@ class XlaRuntime:
         """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
         if xr.device_type() != "TPU":
             return attend_in_rows
-        from .splash import splash_attention  # imports jax, which must not come before torch_xla has the TPU
+        from .kernels.splash import splash_attention  # imports jax, which must not come before torch_xla has the TPU
 
         return splash_attention
 

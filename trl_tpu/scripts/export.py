@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
     if args.out is not None:
         import torch
 
-        from trl_tpu.training.offline import export_checkpoint
+        from trl_tpu.checkpoint.consolidate import export_checkpoint
 
         export_checkpoint(
             args.checkpoint,

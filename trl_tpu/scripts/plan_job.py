@@ -10,11 +10,11 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu.data.measure import common_beginning, pair_sizes
-from trl_tpu.data.row_shapes import round_up
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.load import set_eos_token, set_pad_token
+from trl_tpu.packing.shapes import round_up
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
 from trl_tpu.preflight.job import LONG_ROW, Batching, DataRows, FullRows, Job, PaddedRows, attends_by_kernel
@@ -24,7 +24,7 @@ from trl_tpu.preflight.program import CompiledProgram
 from trl_tpu.preflight.search import CompileStep
 from trl_tpu.scripts.datafiles import pick_split
 from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
-from trl_tpu.trainer.packing import attention_length
+from trl_tpu.trainer.batch_plan import attention_length
 
 if TYPE_CHECKING:
     from trl_tpu.scripts.plan import Asked

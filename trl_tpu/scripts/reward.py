@@ -38,10 +38,10 @@ def main(
         Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
         SavesFailed: The model was trained and saved, but not every checkpoint on the way.
     """
+    from trl_tpu.checkpoint.background import SavesFailed
     from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
     from trl_tpu.scripts.datafiles import pick_split
     from trl_tpu.trainer.reward_trainer import RewardTrainer
-    from trl_tpu.training.background import SavesFailed
 
     if not model_args.model_name_or_path:
         raise ValueError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")

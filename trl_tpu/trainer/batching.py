@@ -17,13 +17,13 @@ from ..data.collators import (
     RewardDataCollatorWithPadding,
     TightRow,
 )
-from ..data.row_plan import RowPlan
 from ..modeling.adapters import without_adapters
-from ..modeling.packed_pairs import PackedPairs
+from ..modeling.attention.packed_pairs import PackedPairs
 from ..modeling.rewards import PairBatch
+from ..packing.schedule import RowPlan
 from ..training.loop import DeviceTrainer
-from .build import planned_lengths
-from .packing import attention_length, expands_rows, plan_rows_of, takes_tight_rows
+from .batch_plan import attention_length, expands_rows, plan_rows_of, takes_tight_rows
+from .builders import planned_lengths
 from .reward_config import RewardConfig
 
 

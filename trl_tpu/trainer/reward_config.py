@@ -11,10 +11,10 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
+from ..checkpoint.remote import is_url, staging_folder
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from ..training.remote import is_url, staging_folder
 from ..training.stops import parse_duration
 from .limits import check_ranges, check_remat, check_xla_limits
 

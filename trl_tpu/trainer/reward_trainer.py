@@ -24,25 +24,17 @@ from transformers import (
 from transformers.trainer_utils import PredictionOutput
 
 from .. import runtime
-from ..data.collators import (
-    LEGACY_KEYS,
-    DataCollatorForPreference,
-)
-from ..data.legacy import _tokenize
+from ..checkpoint.remote import RemoteRun
+from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
+from ..data.old_columns import _tokenize
 from ..modeling.adapters import without_adapters
+from ..modeling.attention.packed_pairs import PackedPairs
 from ..modeling.losses import pairwise_losses
-from ..modeling.packed_pairs import PackedPairs
-from ..training.remote import RemoteRun
-from .build import (
-    build_dataset,
-    build_reward_model,
-    check_arguments,
-    default_folder,
-)
+from .batch_plan import packing_obstacle, report_obstacle, try_to_pack
+from .builders import build_dataset, build_reward_model, check_arguments, default_folder
 from .evaluation import PairEvaluation
 from .legacy import today_args, today_processing_class, uses_old_columns
 from .model_card import make_model_card
-from .packing import packing_obstacle, report_obstacle, try_to_pack
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)

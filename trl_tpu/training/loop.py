@@ -20,15 +20,15 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from ..data.collators import PairRows
 from ..data.loader import host_batches, outlive_sigterm, read_own, skip_batches, training_order
 from ..modeling.stacked import LayerStack
-from ..parallel.report import ShardReport
 from ..parallel.rules import Rules
 from ..parallel.shard import divide_feed_forward, keep_activations_split, place_model, plan_model, scatter_gradients
+from ..parallel.shard_report import ShardReport
 from ..runtime import Axes, Remat
-from .guard import RecompileGuard
 from .metrics import RewardMetrics, RewardSums, on_host
 from .nonfinite import DeviceSkip
+from .optimizer import GradientBuffers, passes_of, prepare_optimizer
+from .recompile_guard import RecompileGuard
 from .skipping import SkippingTrainer
-from .step import GradientBuffers, passes_of, prepare_optimizer
 
 
 class DeviceTrainer(SkippingTrainer):

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..runtime import Runtime
-from .step import state_on_device
+from .optimizer import state_on_device
 
 
 @dataclass(frozen=True)

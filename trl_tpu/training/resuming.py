@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME
 
-from ..parallel.hosts import Host
-from ..runtime import Runtime, Value
-from .checkpoint import (
+from ..checkpoint.manifest import check_given, checkpoints_in, faults, newest_good
+from ..checkpoint.remote import RemoteRun, is_url, staging_folder
+from ..checkpoint.state_dict import (
     STATE_FOLDER,
     read_optimizer,
     read_progress,
@@ -26,9 +26,9 @@ from .checkpoint import (
     read_torch_optimizer,
     read_weights,
 )
-from .manifest import check_given, checkpoints_in, faults, newest_good
+from ..runtime import Runtime, Value
+from .agreement import Host
 from .metrics import RewardMetrics, RewardSums
-from .remote import RemoteRun, is_url, staging_folder
 
 logger = logging.getLogger(__name__)
 

@@ -21,20 +21,8 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from ..modeling.adapters import is_peft_model
-from ..modeling.stacked import by_layer, is_stacked
-from ..runtime import Runtime
-from .background import BackgroundSaves
-from .checkpoint import (
-    SCHEDULER_FILE,
-    STATE_FOLDER,
-    optimizer_numbers,
-    optimizer_tensors,
-    trained_tensors,
-    write_progress,
-)
-from .export import export_model, exported_tensors, stream_model
-from .manifest import (
+from ..checkpoint.background import BackgroundSaves
+from ..checkpoint.manifest import (
     ASIDE_FOLDER,
     MANIFEST_FILE,
     digests,
@@ -44,7 +32,19 @@ from .manifest import (
     seal,
     surplus_checkpoints,
 )
-from .remote import RemoteRun, is_url, staging_folder
+from ..checkpoint.model_writer import export_model, exported_tensors, stream_model
+from ..checkpoint.remote import RemoteRun, is_url, staging_folder
+from ..checkpoint.state_dict import (
+    SCHEDULER_FILE,
+    STATE_FOLDER,
+    optimizer_numbers,
+    optimizer_tensors,
+    trained_tensors,
+    write_progress,
+)
+from ..modeling.adapters import is_peft_model
+from ..modeling.stacked import by_layer, is_stacked
+from ..runtime import Runtime
 from .resuming import ResumingTrainer
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .nonfinite import Counted, drop_gradients
+from .optimizer import passes_of
 from .replay import REPLAY_FILE, HeldBatches, Replay, same_tensors, write_replay
-from .step import passes_of
 from .stops import StoppingTrainer
 
 

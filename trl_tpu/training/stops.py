@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.utils import logging
 
-from .background import NOT_SAVED
+from ..checkpoint.background import NOT_SAVED
 from .together import TogetherTrainer
 
 logger = logging.get_logger(__name__)

@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..parallel.hosts import Host, agreed, check_alike
 from ..parallel.mesh import MeshShape
+from .agreement import Host, agreed, check_alike
 from .saving import SavingTrainer
 
 _STOPS = ("should_training_stop", "should_epoch_stop")

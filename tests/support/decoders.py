@@ -1,0 +1,156 @@
+"""Tiny random decoders of many families in float64, and the padded and packed rewards of pairs by them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.functional import logsigmoid
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.modeling.attention.expanded_rows import ExpandedRows
+from trl_tpu.modeling.attention.masked import packed_rewards
+from trl_tpu.packing.expand import expand_rows
+from trl_tpu.packing.pack import PackedPass, pack
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+
+PAD = 0
+VOCAB = 32
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "num_labels": 1,
+}
+LAYERS = ["sliding_attention", "full_attention"]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", {}),
+    "Llama, scaled RoPE": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "Qwen2": ("Qwen2", {}),
+    "Qwen2, mixed windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": LAYERS}),
+    "Qwen3": ("Qwen3", {}),
+    "Mistral, sliding window": ("Mistral", {"sliding_window": 4}),
+    "Gemma2, soft cap, mixed windows": (
+        "Gemma2",
+        {
+            "sliding_window": 3,
+            "layer_types": LAYERS,
+            "attn_logit_softcapping": 0.2,
+            "query_pre_attn_scalar": 4,
+            "attn_implementation": "eager",
+        },
+    ),
+    "Gemma3, mixed windows": (
+        "Gemma3Text",
+        {"sliding_window": 3, "layer_types": LAYERS, "query_pre_attn_scalar": 4},
+    ),
+    "Phi-3, sliding window": ("Phi3", {"sliding_window": 5}),
+    "OLMo2": ("Olmo2", {}),
+    "GPT-NeoX": ("GPTNeoX", {}),
+    "GPT-2, learned positions": ("GPT2", {"n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "Qwen3-MoE": (
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "decoder_sparse_step": 1,
+            "experts_implementation": "eager",
+        },
+    ),
+}
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+KNOWN_PAIRS = [
+    (PROMPT + [1, 2, 3, 4], PROMPT + [4, 3]),  # two tails
+    (PROMPT + [1, 2, 12], PROMPT + [13]),  # another pair of that prompt
+    (PROMPT, PROMPT + [14, 15, 16]),  # one a prefix of the other
+    ([17, 18, 19], [17, 18, 19]),  # identical
+    ([20], [21]),  # single tokens
+    ([22] * 9, [23] * 11),  # nothing shared
+    ([24, PAD, 25, PAD, PAD], [24, PAD, PAD]),  # the pad token in the text
+]
+Pairs = Sequence[tuple[list[int], list[int]]]
+
+
+def random_decoder(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
+    """A random reward model, its weights large enough that attention is far from uniform."""
+    name, settings = FAMILIES[family]
+    settings = {**TINY, **settings, **changes}
+    implementation = settings.pop("attn_implementation", "sdpa")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**settings)
+    classes = transformers.AutoModelForSequenceClassification
+    model = classes.from_config(config, attn_implementation=implementation, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
+    """The rewards [P, 2] as TRL computes them."""
+    batch = DataCollatorForPreference(PAD)([{"chosen_ids": one, "rejected_ids": other} for one, other in pairs])
+    return model(**batch).logits.view(2, len(pairs)).T
+
+
+def in_rows(pairs: Pairs, *shapes: RowShape) -> PackedPass:
+    """The pairs in one pass of the first shape that holds them."""
+    (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), len(pairs), PAD, room_for_dialogues=True)
+    return rows
+
+
+def packed(model: nn.Module, rows: PackedPass, expand: bool, device: str = "cpu", **kwargs: Any) -> torch.Tensor:
+    """The rewards [P, 2] from packed rows, with their expansion or without."""
+    names = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2")
+    arrays = [torch.from_numpy(getattr(rows, name)).to(device) for name in names]
+    if expand:
+        expansion = expand_rows(rows.subtree_end_RL, rows.last_row_P2, rows.last_column_P2, rows.pair_mask_P)
+        kwargs["expanded"] = ExpandedRows(*(torch.from_numpy(array).to(device) for array in vars(expansion).values()))
+    return packed_rewards(model, *arrays, **kwargs)
+
+
+def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient of a loss in which each reward counts."""
+    chosen, rejected = rewards_P2.unbind(-1)
+    loss = (-logsigmoid(chosen - rejected) + 0.1 * (chosen + rejected) ** 2).mean()
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+
+
+class StayInFloat64(TorchFunctionMode):
+    """Norms and routers compute in float32 whatever the model's type is, which would hide errors up to 1e-7."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensor = args[0] if args else None
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
+            if function is torch.Tensor.float or (function is torch.Tensor.to and torch.float32 in args[1:]):
+                return tensor
+            if kwargs.get("dtype") == torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)

@@ -1,0 +1,76 @@
+"""Read a checkpoint onto the devices of this process and write how much of it the host held: run by a test.
+
+python tests/support/host_memory.py MODEL OUT {streamed,whole}
+
+"streamed" places weights as they are read; "whole" reads the model to the host first. On virtual devices the shards
+are in the host's memory too, so they are taken off.
+"""
+
+import gc
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+import torch_xla
+from transformers.utils import logging
+
+from trl_tpu.modeling.load import load_model
+from trl_tpu.parallel.mesh import parse_mesh
+from trl_tpu.parallel.shard import WeightPlacer, place_model, plan_model
+from trl_tpu.runtime import Axes, current
+from trl_tpu.runtime.xla import XlaRuntime
+
+
+def private_bytes() -> int:
+    """What this process has allocated; files that it maps are not in it."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+class Measured(XlaRuntime):
+    """Notes what the host holds beside the devices' shards, before and after each tensor goes."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        gc.collect()
+        self.held: list[int] = []
+        self.placed = 0
+        self.before = private_bytes()
+
+    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+        if tensor.device.type == "xla":
+            return super().place(tensor, axes, device)
+        self.held.append(private_bytes() - self.before - self.placed)
+        result = super().place(tensor, axes, device)
+        copies = 1 if any(axes) else current().device_count()
+        self.placed += copies * tensor.numel() * tensor.element_size()
+        self.held.append(private_bytes() - self.before - self.placed)
+        return result
+
+
+def main(model: str, out: str, way: str) -> None:
+    current().start()
+    logging.disable_progress_bar()
+    mesh = parse_mesh("fsdp=4,tensor=2", current().device_count())
+    runtime = Measured()
+    runtime.set_mesh(mesh.sizes, mesh.slices)
+    device = torch_xla.device()
+    runtime.place(torch.zeros(8), (None,), device)  # what the first transfer starts is not the weights'
+    runtime.begin()
+    if way == "streamed":
+        placer = WeightPlacer(mesh, None, runtime, device)
+        loaded = load_model(model, place=placer)
+        placer.finish(loaded)
+    else:
+        loaded = load_model(model)
+        place_model(loaded, plan_model(loaded, mesh), runtime, device)
+    sizes = [parameter.numel() * parameter.element_size() for parameter in loaded.parameters()]
+    Path(out).write_text(json.dumps({"held": max(runtime.held), "model": sum(sizes), "largest": max(sizes)}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

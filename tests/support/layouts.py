@@ -1,0 +1,274 @@
+"""Train tiny models of several families in this process and write what happened: one process for each set of devices.
+
+python tests/support/layouts.py OUT [MODEL:MESH:VARIANT ...]
+
+Every feature dimension of the models is a multiple of 7 (after division over the devices too), and no number or length
+of rows, no number of experts or words is: so a program's arrays show what they are.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+DUMPS = Path(tempfile.mkdtemp())
+if os.environ.get("USE_TORCH_XLA") != "0":  # before torch_xla is imported
+    # machine code without optimisation: the same programs and collectives, compiled in a sixth of the time
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {quick}"
+
+import torch  # noqa: E402
+from collectives import read_collectives  # noqa: E402
+from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainerState,
+    set_seed,
+)
+
+from trl_tpu import (  # noqa: E402
+    RewardConfig,
+    RewardTrainer,
+    runtime,  # noqa: E402
+)
+from trl_tpu.training.optimizer import passes_of  # noqa: E402
+
+STEPS = 20
+PAIRS = 16  # in a step
+LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
+PADDED: dict[str, Any] = {"packing": False, "pad_to_multiple_of": LENGTH}
+PACKED: dict[str, Any] = {"packing": True, "row_length": LENGTH}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_grouped": {"num_key_value_heads": 4},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 56},
+    "llama_lora": {},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "padded": {**PADDED, "gradient_checkpointing": False},
+    "packed": {**PACKED, "gradient_checkpointing": False},
+    "accumulated": {**PADDED, "gradient_accumulation_steps": 2},
+    "packed+accumulated": {**PACKED, "gradient_accumulation_steps": 2},
+    "packed+accumulated+scanned": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
+    "packed+dots": {**PACKED, "remat": "dots"},
+    "padded+dots+scanned": {**PADDED, "remat": "dots", "scan_layers": True},
+    "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
+    "packed+in steps": {**PACKED, "gradient_checkpointing": False},
+    "packed+accumulated+scanned+in steps": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
+    "packed+in parts": PACKED,
+    "packed+scanned+in steps+in parts": {**PACKED, "scan_layers": True},
+}
+
+
+def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "vocab_size": 328,
+        "hidden_size": 56,
+        "intermediate_size": 168,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 14,
+        "max_position_embeddings": 512,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "num_labels": 1,
+    }
+    model_type = name.removesuffix("_lora").removesuffix("_grouped")
+    config = AutoConfig.for_model(model_type, **(sizes | FAMILIES[name]))
+    set_seed(0)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+class Watched(RewardTrainer):
+    """Keeps each step's loss on the device, and the shapes of the passes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.shapes: set[Any] = set()
+        super().__init__(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        *partial, final = passes_of(inputs)
+        for is_final, rows in [*((False, rows) for rows in partial), (True, final)]:
+            sizes = ((name, tuple(value.shape)) for name, value in rows.items() if isinstance(value, torch.Tensor))
+            self.shapes.add((is_final, tuple(sizes)))
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class Counting(TrainerCallback):
+    """How often the device compiled, and how often something was read from it, when each step begins."""
+
+    def __init__(self) -> None:
+        self.at: list[tuple[int, int]] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if runtime.is_xla():
+            import torch_xla.core.xla_model as xm
+            import torch_xla.debug.metrics as met
+
+            xm.wait_device_ops()
+            count = [(met.metric_data(name) or [0])[0] for name in ("CompileTime", "TransferFromDeviceTime")]
+            self.at.append((count[0], count[1]))
+
+
+class Walking(TrainerCallback):
+    """Looks at every tensor at the end of the last step, where layers that run as a loop are held as one."""
+
+    trainer: RewardTrainer
+
+    def __init__(self) -> None:
+        self.tensors: list[dict[str, Any]] = []
+
+    def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        if runtime.is_xla() and state.global_step == STEPS:
+            self.tensors = tensors_of(self.trainer)
+
+
+@contextmanager
+def as_if_large(variant: str) -> Iterator[None]:
+    """As models and meshes are treated that are larger.
+
+    With "in steps" gradients are scattered over four devices at once, however small they are, so over eight in two
+    steps. With "in parts" at most a third of a feed-forward block's weight is gathered at a time in the backward.
+    """
+    with ExitStack() as stack:
+        if "in steps" in variant:
+            from trl_tpu.runtime import layout, libtpu
+
+            stack.enter_context(patch.object(layout, "MOST_SCATTERED", 4))
+            stack.enter_context(patch.object(libtpu, "LEAST_SCATTERED", 1))
+        if "in parts" in variant:
+            from trl_tpu.runtime import feed_forward
+
+            stack.enter_context(patch.object(feed_forward, "MOST_GATHERED", 168 * 56 * 4 // 3))
+        yield
+
+
+def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
+    tokenizer = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320)
+    settings = VARIANTS[variant]
+    args = RewardConfig(
+        folder,
+        mesh=mesh,
+        bf16=False,
+        learning_rate=1e-3,
+        max_steps=STEPS,
+        logging_steps=STEPS // 2,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **settings,
+    )
+    args.per_device_train_batch_size = PAIRS // settings.get("gradient_accumulation_steps", 1)
+    args.per_device_train_batch_size //= args.mesh_shape.batch_shards
+    peft_config = None
+    if name.endswith("_lora"):
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear")
+    counting, walking = Counting(), Walking()
+    trainer = Watched(
+        family(name, tokenizer),
+        args,
+        train_dataset=made_up_pairs(256),
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        callbacks=[counting, walking],
+    )
+    walking.trainer = trainer
+    started = time.perf_counter()
+    trainer.train()
+    micro = torch.stack(trainer.runtime.fetch(trainer.losses)).view(STEPS, -1)
+    scale = args.gradient_accumulation_steps  # the loop divides each micro-batch's loss by it
+    return {
+        "seconds": time.perf_counter() - started,
+        "losses": (micro.sum(1) if scale == micro.shape[1] else micro.mean(1)).tolist(),
+        "shapes": len(trainer.shapes),
+        "sizes": sorted({size for _, shapes in trainer.shapes for _, shape in shapes for size in shape}),
+        "tokens": max(prod(shape) for _, shapes in trainer.shapes for _, shape in shapes),
+        "counts": counting.at,
+        "tensors": walking.tensors,
+        "collectives": collectives(args.mesh_shape.sizes),
+    }
+
+
+def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
+    """Every tensor of model, gradients and optimizer: its bytes, those of its shards, and those that were planned."""
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+
+    torch_xla.sync(wait=True)
+    report = trainer.shard_report
+    assert report is not None
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    found = []
+    for name, parameter in trainer.model.named_parameters():
+        buffers = trainer._gradients._buffers if trainer._gradients is not None else {}
+        kinds = {"weight": parameter.detach(), "gradient": buffers.get(parameter)}
+        kinds |= {kind: value for kind, value in optimizer.state.get(parameter, {}).items() if kind != "step"}
+        for kind, tensor in kinds.items():
+            if tensor is None:
+                continue
+            whole = tensor.numel() * tensor.element_size()
+            shards = [shard.data.numel() * tensor.element_size() for shard in xs.wrap_if_sharded(tensor).local_shards]
+            found.append(
+                {
+                    "name": f"{kind} of {name}",
+                    "kind": kind,
+                    "trained": parameter.requires_grad,
+                    "spec": torch_xla._XLAC._get_xla_sharding_spec(tensor),
+                    "spec of the weight": torch_xla._XLAC._get_xla_sharding_spec(parameter.detach()),
+                    "whole": whole,
+                    "shards": shards,
+                    "planned": whole // report.placements[name].parts(report.mesh),
+                }
+            )
+    return found
+
+
+def collectives(mesh: dict[str, int]) -> list[dict[str, Any]]:
+    """Those of the program, of all compiled since the last call, that has most: the one that computes gradients."""
+    programs = DUMPS.glob("*after_optimizations.txt")
+    found = max((list(read_collectives(path.read_text(), mesh)) for path in programs), key=len, default=[])
+    for path in DUMPS.iterdir():
+        path.unlink()
+    return [
+        {"kind": each.kind, "shapes": each.shapes, "axes": sorted(each.axes), "devices": each.devices}
+        for each in found
+    ]
+
+
+def main(out: str, *runs: str) -> None:
+    torch.set_num_threads(1)
+    results = {}
+    for run in runs:
+        name, mesh, variant = run.split(":")
+        try:
+            with tempfile.TemporaryDirectory() as folder, as_if_large(variant):
+                results[run] = train(name, mesh, variant, folder)
+        except Exception:  # the test of this run fails with it, and the others go on
+            results[run] = {"error": re.sub(r"(?s)^.{20000,}(?=.{4000}$)", "", traceback.format_exc())}
+        Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

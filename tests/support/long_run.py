@@ -1,0 +1,130 @@
+"""Train for 2,000 steps with evaluations and saves, and see that nothing grows: `make long-run`, or
+
+PJRT_DEVICE=CPU python tests/support/long_run.py [STEPS]
+
+After the first fifth, in which programs are compiled and pools fill up, these are measured every 50 steps: memory of
+the host (RssAnon: what the process has allocated), open file descriptors, threads, and memory maps. Their medians over
+the first and over the last ten measurements are compared. Prints a table; the exit status says whether all is flat.
+"""
+
+import gc
+import logging
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tiny
+from transformers import TrainerCallback
+
+from trl_tpu import RewardConfig, RewardTrainer, runtime
+
+EVERY = 50
+PROCESS = Path("/proc/self")
+
+
+def memory() -> float:
+    """MiB."""
+    return int(re.search(r"RssAnon:\s+(\d+) kB", (PROCESS / "status").read_text())[1]) / 1024  # type: ignore[index]
+
+
+MEASURES: dict[str, Callable[[], float]] = {
+    "memory (MiB)": memory,
+    "open files": lambda: len(os.listdir(PROCESS / "fd")),
+    "threads": lambda: len(os.listdir(PROCESS / "task")),
+    "memory maps": lambda: len((PROCESS / "maps").read_text().splitlines()),
+    "compiles": lambda: runtime.current().compile_count(),
+    "objects": lambda: len(gc.get_objects()),
+}
+#: How much of each may have come after the warm-up: a part of what was there, and a number.
+ALLOWED = {
+    "memory (MiB)": (0.05, 0),
+    "open files": (0, 0),
+    "threads": (0, 0),
+    "memory maps": (0.05, 0),
+    "compiles": (0, 0),
+    "objects": (0.05, 0),
+}
+
+
+class Measure(TrainerCallback):
+    """What the process holds, every `EVERY` steps."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._begun = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % EVERY:
+            return
+        gc.collect()
+        row = {name: measure() for name, measure in MEASURES.items()}
+        self.rows.append({"step": state.global_step, "s": time.monotonic() - self._begun, **row})
+        print({name: round(value, 1) for name, value in self.rows[-1].items()}, file=sys.stderr, flush=True)
+
+
+class Warnings(logging.Handler):
+    """What was said of recompiling."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def run(steps: int, folder: str) -> tuple[list[dict[str, float]], list[str]]:
+    pairs = tiny.made_up_pairs(600)
+    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
+    model = tiny.save_tiny(Path(folder, "model"), texts, hidden=16, layers=1)
+    args = RewardConfig(
+        str(Path(folder, "out")),
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        max_steps=steps,
+        max_shapes=2,
+        logging_steps=10,
+        eval_strategy="steps",
+        eval_steps=100,
+        save_strategy="steps",
+        save_steps=50,
+        save_total_limit=2,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    measure, warnings = Measure(), Warnings()
+    logging.getLogger("trl_tpu.training.recompile_guard").addHandler(warnings)
+    train, held_out = pairs.select(range(560)), pairs.select(range(560, 600))
+    RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out, callbacks=[measure]).train()
+    return measure.rows, warnings.said
+
+
+def judge(rows: list[dict[str, float]]) -> list[str]:
+    """A table row for each measure; what grew too much ends with "GROWS"."""
+    settled = rows[len(rows) // 5 :]
+    some = min(10, len(settled) // 2)
+    lines = [f"{'after warm-up':<14} {'first':>10} {'last':>10} {'growth':>8}"]
+    for name, (part, number) in ALLOWED.items():
+        first, last = (statistics.median(row[name] for row in chosen) for chosen in (settled[:some], settled[-some:]))
+        grows = last > first * (1 + part) + number
+        lines.append(f"{name:<14} {first:>10.1f} {last:>10.1f} {last / max(first, 1) - 1:>+8.2%}{' GROWS' * grows}")
+    return lines
+
+
+def main(steps: int) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        rows, warnings = run(steps, folder)
+    lines = judge(rows)
+    print(f"{steps} steps in {rows[-1]['s']:.0f} s on {runtime.current().hardware()}")
+    print("\n".join(lines), f"late recompiles: {len(warnings)}", *warnings, sep="\n")
+    return int(bool(warnings) or any(line.endswith("GROWS") for line in lines))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000))

@@ -1,0 +1,112 @@
+"""One of two hosts that train together, as far as one machine can.
+
+    python tests/support/one_of_two_hosts.py INDEX FOLDER KIND
+
+Each host has a mesh of its own virtual devices, over which the batch is not split; so both compute the same, as hosts
+do, and no network joins their devices. Everything else is as on a pod: their indices, the group in which they meet, a
+folder that both write to. Prints as JSON what this host did.
+
+Of KIND "stop in a step" host 1 alone wishes to stop between two micro-batches, "stop after a log" when it has seen the
+second log; "SIGTERM" comes to host 1 alone while it evaluates; "other data" has host 1 started with other pairs, and
+"resume" goes on from the newest checkpoint.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch_xla.runtime as xr
+
+index, folder, kind = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+xr.process_index = lambda: index  # type: ignore[assignment]
+xr.process_count = lambda: 2  # type: ignore[assignment]
+
+from tiny import made_up_pairs, save_tiny  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from trl_tpu import (  # noqa: E402
+    RewardConfig,
+    RewardTrainer,
+    runtime,  # noqa: E402
+)
+from trl_tpu.checkpoint.manifest import faults  # noqa: E402
+
+
+class Own(TrainerCallback):
+    """What a callback of one host alone wishes, and what this host was told to do."""
+
+    def __init__(self) -> None:
+        self.logged: list[int] = []
+        self.saved: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save |= index == 1 and state.global_step == 2
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= kind == "stop in a step" and index == 1 and state.global_step == 4
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if kind == "SIGTERM" and index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        control.should_training_stop |= kind == "stop after a log" and index == 1 and state.global_step == 4
+        if state.is_world_process_zero:
+            self.logged.append(state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # the other host has written it, and is through
+        checkpoint = folder / "out" / f"checkpoint-{state.global_step}"
+        self.saved.append(len(list((checkpoint / "state").iterdir())) if not faults(checkpoint) else 0)
+
+
+def main() -> None:
+    pairs = made_up_pairs(48, seed=index if kind == "other data" else 0)
+    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
+    model = save_tiny(folder / f"model{index}", texts)
+    own = Own()
+    args = RewardConfig(
+        str(folder / "out"),
+        mesh="tensor=2",
+        per_device_train_batch_size=4,
+        max_steps=8,
+        logging_steps=2,
+        save_strategy="steps",
+        save_steps=4,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+        report_to="none",
+        max_length=32,
+        eval_strategy="steps" if kind == "SIGTERM" else "no",
+        eval_steps=3,
+    )
+    trainer = RewardTrainer(
+        model,
+        args,
+        train_dataset=pairs,
+        eval_dataset=pairs,
+        callbacks=[own],
+        compute_metrics=lambda prediction: {"host": index},
+    )
+    trainer.train(resume_from_checkpoint=kind == "resume")
+    trainer.save_model(str(folder / "final"))
+    runtime.current().barrier()
+    print(
+        json.dumps(
+            {
+                "steps": trainer.state.global_step,
+                "logged": own.logged,
+                "saved": own.saved,
+                "should_save": args.should_save,
+                "whose metrics": trainer.evaluate(pairs.select(range(8)))["eval_host"],
+                "rewards": [float(value) for value in trainer.predict(pairs).predictions.flatten()[:6]],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

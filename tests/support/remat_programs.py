@@ -1,0 +1,79 @@
+"""Take one step of plain gradient descent under several settings, in this process, and write what it took.
+
+python tests/support/remat_programs.py OUT FAMILY:VARIANT:SETTINGS ...     SETTINGS is JSON, of RewardConfig
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from layouts import DUMPS, family  # first: it sets XLA_FLAGS
+from tiny import made_up_pairs, tiny_tokenizer
+
+from trl_tpu import RewardConfig, RewardTrainer
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "padded": {"pad_to_multiple_of": 64, "packing": False},
+    "packed": {"packing": True},
+}
+
+
+def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The loss, the gradients (what a step at rate 1 takes off), and the matrix products of the optimised program."""
+    tokenizer = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320)
+    args = RewardConfig(
+        folder,
+        **({"bf16": False} | VARIANTS[variant] | settings),
+        optim="sgd",
+        lr_scheduler_type="constant",
+        learning_rate=1.0,
+        max_grad_norm=0.0,
+        max_steps=1,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    args.per_device_train_batch_size = 16 // args.mesh_shape.batch_shards
+    peft_config = None
+    if name.endswith("_lora"):
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear", init_lora_weights=False)
+    trainer = RewardTrainer(
+        family(name, tokenizer),
+        args,
+        train_dataset=made_up_pairs(64),
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+    trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    before = trainer.runtime.to_host(trained)
+    for path in DUMPS.iterdir():
+        path.unlink()
+    trainer.train()
+    after = trainer.runtime.to_host({name: weight.detach() for name, weight in trained.items()})
+    programs = sorted(DUMPS.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
+    program = programs[-1].read_text()
+    return {
+        "loss": trainer.state.log_history[0]["loss"],
+        "gradients": {name: (before[name] - after[name]).tolist() for name in trained},
+        "dots": program.count(" dot("),
+        "loops": program.count(" while("),
+        "program": len(program),
+    }
+
+
+def main(out: str, *runs: str) -> None:
+    results = {}
+    for run in runs:
+        name, variant, settings = run.split(":", 2)
+        with tempfile.TemporaryDirectory() as folder:
+            results[run] = step(name, variant, json.loads(settings), folder)
+    Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,25 @@
+"""Resume a checkpoint where the environment says.
+
+    python tests/support/resume_elsewhere.py MODEL CHECKPOINT FOLDER SETTINGS
+
+Prints as JSON what was logged since, and where the weights ended.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import tiny
+import torch
+
+from trl_tpu import RewardConfig, RewardTrainer
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model, checkpoint, folder, settings = sys.argv[1:]
+    args = RewardConfig(folder, report_to="none", disable_tqdm=True, **json.loads(settings))
+    trainer = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(64))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    weights = trainer.runtime.to_host(dict(trainer.model.named_parameters()))
+    sums = {name: weight.double().abs().sum().item() for name, weight in weights.items()}
+    print(json.dumps({"logs": trainer.state.log_history, "sums": sums, "folder": Path(checkpoint).name}))

@@ -1,0 +1,88 @@
+"""Tiny models, tokenizers and data for tests: made on the spot, seeded, no hub."""
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
+
+SHARED_DATA = Path(os.environ.get("TRL_TPU_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
+HH_FILE = SHARED_DATA / "hh_harmless_test.jsonl.gz"
+needs_hh = pytest.mark.skipif(not HH_FILE.exists(), reason=f"the real preference pairs are not at {HH_FILE}")
+
+
+def hh_pairs(start: int, stop: int) -> Dataset:
+    """Rows of the real data, plain text in "implicit prompt" form."""
+    with gzip.open(HH_FILE, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return Dataset.from_list(rows[start:stop])
+
+
+def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
+    """Pairs of different lengths, with explicit prompts; the chosen answer counts on, the rejected one does not."""
+    chooser = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        start, length = chooser.randrange(50), chooser.randrange(2, 9)
+        counted = [str(start + step) for step in range(1, length)]
+        rows.append(
+            {
+                "prompt": f"Count on from {start}:",
+                "chosen": " " + " ".join(counted),
+                "rejected": " " + " ".join(chooser.sample(counted, len(counted))) + " stop" * chooser.randrange(1, 3),
+            }
+        )
+        if margin:
+            rows[-1]["margin"] = chooser.random()
+    return Dataset.from_list(rows)
+
+
+def tiny_tokenizer(texts: list[str], vocab_size: int = 2000) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on ``texts``, with a pad token of its own and a plain chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    return fast
+
+
+def tiny_model(
+    tokenizer: PreTrainedTokenizerFast, hidden: int = 32, layers: int = 2, **config: Any
+) -> LlamaForSequenceClassification:
+    """A random Llama reward model whose dimensions 8 devices divide."""
+    set_seed(0)
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer) + -len(tokenizer) % 8,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "num_labels": 1,
+    }
+    return LlamaForSequenceClassification(LlamaConfig(**(settings | config)))
+
+
+def save_tiny(folder: Path, texts: list[str], hidden: int = 32, layers: int = 2, **config: Any) -> str:
+    """A tiny model and its tokenizer in ``folder``, as a hub checkpoint would be."""
+    tokenizer = tiny_tokenizer(texts)
+    tiny_model(tokenizer, hidden, layers, **config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

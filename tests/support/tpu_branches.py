@@ -1,0 +1,168 @@
+"""Train where accelerate and transformers believe in a TPU: python tests/support/tpu_branches.py FOLDER {stock,KIND}
+
+They take other branches there than on XLA's CPU; only their question whether there is a TPU is answered otherwise
+here. A KIND of training trains, saves, resumes, evaluates and predicts, then prints as JSON what type everything has.
+"stock" prints what accelerate itself does when it is asked for bfloat16: the danger that the others must be clear of.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import accelerate.accelerator
+import accelerate.state
+import accelerate.utils
+import accelerate.utils.imports
+import transformers.utils.import_utils
+
+asked: list[str] = []
+
+
+def believe_in_a_tpu(module: Any) -> None:
+    original = module.is_torch_xla_available
+
+    def available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+        if check_is_tpu:
+            asked.append(module.__name__)
+        return not check_is_gpu if check_is_tpu or check_is_gpu else original()
+
+    module.is_torch_xla_available = available
+
+
+for each in (accelerate.accelerator, accelerate.state, accelerate.utils, accelerate.utils.imports):
+    believe_in_a_tpu(each)
+believe_in_a_tpu(transformers.utils.import_utils)
+
+import torch  # noqa: E402
+import torch_xla  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny import made_up_pairs, save_tiny  # noqa: E402
+
+from trl_tpu import RewardConfig, RewardTrainer  # noqa: E402
+
+KINDS: dict[str, dict[str, Any]] = {  # packed rows and bfloat16 compute unless they say otherwise
+    "full": {},
+    "lora": {},
+    "padded": {"packing": False},
+    "float32": {"bf16": False},
+    "padded_float32": {"bf16": False, "packing": False},
+    "adafactor": {"optim": "adafactor"},
+}
+FINE = 1 + 2**-20  # bfloat16 would make it 1
+
+
+def environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
+
+
+def kinds(named: Any) -> list[str]:
+    return sorted({str(tensor.dtype) for _, tensor in named if isinstance(tensor, torch.Tensor)})
+
+
+def keeps_float32(tensor: torch.Tensor) -> bool:
+    """Whether the device stores 32 bits of a parameter's numbers, whatever torch says its type is."""
+    with torch.no_grad():
+        tensor.fill_(FINE)
+    torch_xla.sync(wait=True)
+    return bool((tensor.detach().cpu() == FINE).all())
+
+
+def types_inside(trainer: RewardTrainer) -> dict[str, str]:
+    """What type things have while a step computes: filled in by the last step that ran."""
+    found: dict[str, str] = {}
+
+    def note(name: str) -> Any:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            found[name] = str(output.dtype)
+
+        return hook
+
+    for name, module in trainer.model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf in ("q_proj", "score") and isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(note(leaf))
+    compute_loss = trainer.compute_loss
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = compute_loss(*args, **kwargs)
+        found["loss"] = str((result[0] if isinstance(result, tuple) else result).dtype)
+        return result
+
+    trainer.compute_loss = watched  # type: ignore[method-assign]
+    return found
+
+
+def train(folder: Path, kind: str) -> dict[str, Any]:
+    pairs = made_up_pairs(24)
+    model = save_tiny(folder / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
+
+    def trainer(steps: int) -> RewardTrainer:
+        args = RewardConfig(
+            str(folder / "out"),
+            per_device_train_batch_size=4,
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=2,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            max_length=32,
+            **KINDS[kind],
+        )
+        adapters = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]) if kind == "lora" else None
+        return RewardTrainer(model, args, train_dataset=pairs, eval_dataset=pairs, peft_config=adapters)
+
+    trainer(2).train()
+    resumed = trainer(4)
+    inside = types_inside(resumed)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.evaluate()
+    rewards = resumed.predict(pairs).predictions
+    checkpoint = folder / "out" / "checkpoint-4"
+    (weights,) = checkpoint.glob("*.safetensors")
+    optimizer: Any = getattr(resumed.optimizer, "optimizer", resumed.optimizer)
+    saved = [part for file in (checkpoint / "state").iterdir() for part in load_file(file).items()]
+    layer: Any = next(module for module in resumed.model.modules() if hasattr(module, "input_layernorm"))
+    rotary: Any = next(module for module in resumed.model.modules() if hasattr(module, "inv_freq"))
+    losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    return {
+        "computes in bfloat16": resumed.args.bf16,
+        "in packed rows": resumed.padded_because is None,
+        "inside": inside,
+        "norms": kinds([("", each) for each in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)]),
+        "buffers": kinds(resumed.model.named_buffers()),
+        "weights": kinds(resumed.model.named_parameters()),
+        "optimizer": kinds(item for state in optimizer.state.values() for item in state.items()),
+        "saved weights": kinds(load_file(weights).items()),
+        "saved optimizer": kinds((name, part) for name, part in saved if name.startswith("optimizer.")),
+        "rewards": str(rewards.dtype),
+        "fine losses": any(float(torch.tensor(loss).bfloat16()) != loss for loss in losses),
+        "fine rewards": bool((torch.tensor(rewards).bfloat16().float() != torch.tensor(rewards)).any()),
+        "device keeps float32": [
+            keeps_float32(tensor)
+            for tensor in (
+                next(iter(resumed.model.parameters())),
+                layer.input_layernorm.weight,
+                rotary.inv_freq,
+                *(item for item in next(iter(optimizer.state.values())).values() if isinstance(item, torch.Tensor)),
+            )
+        ],
+    }
+
+
+def main() -> None:
+    kind = sys.argv[2]
+    if kind == "stock":
+        accelerate.Accelerator(mixed_precision="bf16")
+        result: dict[str, Any] = {}
+    else:
+        result = train(Path(sys.argv[1]), kind)
+    print(json.dumps(result | {"environment": environment(), "asked for a TPU": sorted(set(asked))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""A checkpoint is complete or invisible, a damaged one is named and skipped, and nothing in it runs code."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import killed_runs
+import pytest
+
+from trl_tpu.checkpoint.manifest import (
+    MANIFEST_FILE,
+    check_given,
+    checkpoints_in,
+    digests,
+    faults,
+    files_in,
+    newest_good,
+    publish,
+    retire,
+    surplus_checkpoints,
+)
+
+
+def made_checkpoint(output_dir: Path, step: int) -> Path:
+    aside = output_dir / "_unfinished" / f"checkpoint-{step}"
+    (aside / "inner").mkdir(parents=True)
+    (aside / "weights").write_bytes(bytes(range(100)))
+    (aside / "inner" / "state.json").write_text("{}")
+    publish(aside, output_dir / aside.name, digests(aside, files_in(aside)))
+    return output_dir / aside.name
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "weights", 50)
+
+
+def alter(folder: Path) -> None:
+    (folder / "weights").write_bytes(bytes(100))
+
+
+def remove(folder: Path) -> None:
+    (folder / "inner" / "state.json").unlink()
+
+
+def tear_manifest(folder: Path) -> None:
+    os.truncate(folder / MANIFEST_FILE, 20)
+
+
+def remove_manifest(folder: Path) -> None:
+    (folder / MANIFEST_FILE).unlink()
+
+
+def newer_format(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"format": 99}))
+
+
+DAMAGES = {
+    truncate: "weights has 50 bytes instead of 100",
+    alter: "weights was altered",
+    remove: "inner/state.json is missing",
+    tear_manifest: "manifest.json cannot be read",
+    remove_manifest: "it has no manifest.json",
+    newer_format: "format 99",
+}
+
+
+@pytest.mark.parametrize(("damage", "fault"), DAMAGES.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
+    damage: object, fault: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (2, 9, 10):
+        made_checkpoint(tmp_path, step)
+    damage(tmp_path / "checkpoint-10")  # type: ignore[operator]
+    with caplog.at_level(logging.WARNING):
+        assert newest_good(checkpoints_in(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
+    assert "checkpoint-10" in caplog.text and fault in caplog.text
+    assert faults(tmp_path / "checkpoint-2") == []
+
+
+def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no folder checkpoint-N at all"):
+        newest_good(checkpoints_in(tmp_path))
+    truncate(made_checkpoint(tmp_path, 4))
+    with pytest.raises(ValueError, match="checkpoint-4: weights has 50 bytes"):
+        newest_good(checkpoints_in(tmp_path))
+    with pytest.raises(ValueError, match="is damaged: weights has 50 bytes"):
+        check_given(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize("ages", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_the_first_steps_are_deleted_but_for_the_best(ages: tuple[int, ...], tmp_path: Path) -> None:
+    """Whatever their dates are."""
+    for age, step in zip(ages, (2, 4, 6, 8), strict=True):
+        os.utime(made_checkpoint(tmp_path, step), (1000 + 10 * age,) * 2)
+    assert surplus(tmp_path, 8, None) == surplus(tmp_path, 8, 0) == surplus(tmp_path, 8, 4) == []
+    assert surplus(tmp_path, 8, 2) == [2, 4]
+    assert surplus(tmp_path, 8, 2, best=2) == [4, 6]
+    assert surplus(tmp_path, 8, 1, best=4) == [2, 6]
+    assert surplus(tmp_path, 8, 1, best=8) == [2, 4, 6]
+
+
+def test_beside_larger_steps_of_an_earlier_run_the_oldest_are_deleted(tmp_path: Path) -> None:
+    for age, step in enumerate((900, 2, 4, 6)):
+        os.utime(made_checkpoint(tmp_path, step), (1000 + 10 * age,) * 2)
+    assert surplus(tmp_path, 6, 2) == [900, 2]
+    assert surplus(tmp_path, 6, 2, best=900) == [2, 4]
+
+
+def surplus(folder: Path, saved: int, limit: int | None, best: int | None = None) -> list[int]:
+    best_folder = None if best is None else str(folder / f"checkpoint-{best}")
+    found = surplus_checkpoints(folder / f"checkpoint-{saved}", limit, best_folder)
+    return [int(path.name.split("-")[1]) for path in found]
+
+
+def test_a_checkpoint_is_invisible_before_its_first_file_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = made_checkpoint(tmp_path, 2)
+    seen: list[list[Path]] = []
+    monkeypatch.setattr("shutil.rmtree", lambda path, **_: seen.append([Path(path), *tmp_path.glob("checkpoint-*")]))
+    retire(folder, tmp_path / "_unfinished")
+    ((deleted,),) = seen
+    assert deleted.is_dir() and deleted.parent == tmp_path / "_unfinished"
+
+
+def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Weights, moments and logs, after 25 kills at random moments and in saves."""
+    report = killed_runs.report(tmp_path, 25, {"USE_TORCH_XLA": "0"})
+    assert report["kills"] >= 25 and report["saves_hit"] >= 5 and report["resumes"] >= 15, report

@@ -1,0 +1,194 @@
+"""Packed batches in plain torch, in one tight row or in planned rows of several passes, train and score as padded."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from old_pairs import Old
+from transformers import PreTrainedTokenizerFast
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+from trl_tpu.training.optimizer import passes_of
+
+PLAN = RowPlan((RowShape(1, 48),), (RowShape(1, 64),))  # so short that most batches take several passes
+LAYOUTS = {"tight": "sdpa", "planned": "eager", "passes": "eager"}  # a model's own eager attention takes no tight rows
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    pairs = tiny.made_up_pairs(50)
+    return tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], vocab_size=300)
+
+
+class Recorder(RewardTrainer):
+    """Keeps the token ids of the batches that it trains on; whether they are packed is not its affair."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        self.__dict__.setdefault("seen", []).append([rows["input_ids"].tolist() for rows in passes_of(inputs)])
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
+        return self.__dict__.get("plan") or super()._row_plan(dataset, batch_size)
+
+
+def make_trainer(
+    tokenizer: Any, out: Path, layout: str = "tight", margin: bool = False, data: Any = None, **settings: Any
+) -> Recorder:
+    model = tiny.tiny_model(tokenizer)
+    model.set_attn_implementation(LAYOUTS[layout])
+    defaults = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 6}
+    args = RewardConfig(str(out), **(defaults | settings))
+    data = data or tiny.made_up_pairs(22, margin=margin)
+    trainer = Recorder(model, args, train_dataset=data, processing_class=tokenizer)
+    if layout == "passes":
+        trainer.__dict__["plan"] = PLAN
+    return trainer
+
+
+def losses(trainer: RewardTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"margin": True, "center_rewards_coefficient": 0.1},
+        {"gradient_accumulation_steps": 2, "margin": True},
+        {"gradient_checkpointing": False, "dataloader_num_workers": 1},
+    ],
+    ids=["plain", "margin and centering", "accumulation", "workers"],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_equals_that_on_padded_rows(
+    layout: str, settings: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """22 pairs in batches of 4, the last of an epoch short; every log, from losses to numbers of tokens."""
+    logs = []
+    for packing in (True, False):
+        more = {"packing": packing, "per_device_train_batch_size": 4} | settings
+        trainer = make_trainer(tokenizer, tmp_path, layout, **more)
+        trainer.train()
+        batches = trainer.__dict__["seen"]
+        assert len(batches) == 6 * trainer.args.gradient_accumulation_steps
+        assert (max(map(len, batches)) > 1) is (packing and layout == "passes")
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for packed, padded in zip(*logs, strict=True):
+        assert packed.keys() == padded.keys()
+        for name, value in padded.items():
+            # float32, and Adam makes whole steps of the rounding in gradients near 0
+            assert packed[name] == pytest.approx(value, rel=2e-4, abs=2e-5), (packed["step"], name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"center_rewards_coefficient": 0.1}], ids=["margin", "margin and centering"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation_and_predictions_equal_those_on_padded_rows(
+    layout: str, settings: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """13 pairs in batches of 5, in the dataset's order, each pair once; against padding and against one pair alone."""
+    held_out = tiny.made_up_pairs(13, seed=1, margin=True)
+    trainers = [
+        make_trainer(tokenizer, tmp_path, layout, packing=packing, per_device_eval_batch_size=5, **settings)
+        for packing in (True, False)
+    ]
+    packed, padded = (trainer.evaluate(held_out) for trainer in trainers)
+    timed = ("runtime", "per_second")
+    for name, value in padded.items():
+        if not name.endswith(timed):
+            assert packed[name] == pytest.approx(value, abs=1e-6), name
+    packed_N2, padded_N2 = (trainer.predict(held_out).predictions for trainer in trainers)
+    assert packed_N2.shape == (13, 2)
+    np.testing.assert_allclose(packed_N2, padded_N2, atol=1e-6)
+    backwards_N2 = trainers[0].predict(held_out.select(range(12, -1, -1))).predictions
+    np.testing.assert_allclose(backwards_N2[::-1], packed_N2, atol=1e-6)
+    alone_2 = trainers[0].predict(held_out.select([7])).predictions[0]
+    np.testing.assert_allclose(alone_2, packed_N2[7], atol=1e-6)
+    assert len({tuple(rewards) for rewards in packed_N2.round(5).tolist()}) > 6  # else any order would do
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_packs_the_same_batches(layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """From the middle of the second epoch: the rest of it and the third, to the bit."""
+    settings = {"save_strategy": "steps", "save_steps": 8, "max_steps": 16, "per_device_train_batch_size": 4}
+    whole, resumed = (make_trainer(tokenizer, tmp_path, layout, **settings) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert len(whole.__dict__["seen"]) == 16
+    assert whole.__dict__["seen"][8:] == resumed.__dict__["seen"]
+    assert losses(whole) == losses(resumed)
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("layout", ["tight", "planned"])
+def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    pairs = tiny.made_up_pairs(22, seed=5)
+    counts = []
+    for packing in (True, False):
+        trainer = make_trainer(
+            tokenizer, tmp_path, layout, data=pairs, packing=packing, max_steps=-1, num_train_epochs=2
+        )
+        trainer.train()
+        counts.append(trainer.state.log_history[-2]["num_tokens"])
+    tokens = sum(len(row[half]) for row in trainer.train_dataset for half in ("chosen_ids", "rejected_ids"))
+    assert counts == [2 * tokens] * 2
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "padded, not packed" in record.getMessage()]
+
+
+def test_turned_off_it_trains_on_padded_rows_without_a_word(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(tokenizer, tmp_path, packing=False)
+        trainer.train()
+    assert told(caplog) == []
+    assert "packing is turned off" in trainer.describe()
+    assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask"}
+
+
+def test_the_old_api_trains_on_padded_rows(old: Old, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trainer(packing: Any) -> RewardTrainer:
+        args = RewardConfig(str(tmp_path), packing=packing, report_to="none", disable_tqdm=True, max_steps=1)
+        return RewardTrainer(old.model, args, train_dataset=old.pairs, processing_class=old.tokenizer)
+
+    with caplog.at_level(logging.WARNING):
+        batch = next(iter(trainer("auto").get_train_dataloader()))
+    assert {"input_ids_chosen", "attention_mask_rejected"} <= set(batch)
+    assert len(told(caplog)) == 1 and "this is the old API" in told(caplog)[0]
+    with pytest.raises(ValueError, match="packing=True is impossible: this is the old API"):
+        trainer(True)
+
+
+def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    assert "one row without padding" in make_trainer(tokenizer, tmp_path, "tight").describe()
+    planned = make_trainer(tokenizer, tmp_path, "planned")
+    (rows,) = {rows["input_ids"].shape for rows in passes_of(next(iter(planned.get_train_dataloader())))[-1:]}
+    assert f"{rows[0]} x {rows[1]}" in planned.describe()
+
+
+def test_a_stream_without_planned_rows_is_padded_with_the_reason_given(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model's own eager attention takes no tight rows, and a stream has no sizes to plan rows for."""
+
+    def stream() -> Any:
+        return Dataset.to_iterable_dataset(tiny.made_up_pairs(20))
+
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(tokenizer, tmp_path, "planned", data=stream())
+        trainer.train()
+    assert "attention_mask" in next(iter(trainer.get_train_dataloader()))
+    assert len(told(caplog)) == 1
+    assert "padded" in trainer.describe()
+    with pytest.raises(ValueError, match="packing=True is impossible"):
+        make_trainer(tokenizer, tmp_path, "planned", data=stream(), packing=True)

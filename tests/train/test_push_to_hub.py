@@ -1,0 +1,172 @@
+"""`--push_to_hub` uploads a model that loads from the Hub: the example script, with a hub on the loopback address."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hub_server
+import tiny
+from huggingface_hub import ModelCard
+from places import EXAMPLES, ROOT
+from safetensors.torch import load, load_file
+
+from trl_tpu.checkpoint.manifest import faults
+
+EXAMPLE = EXAMPLES / "reward_modeling.py"
+LOAD_AND_SCORE = """
+import json, sys, torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+name = sys.argv[1]
+model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1).eval()
+tokenizer = AutoTokenizer.from_pretrained(name)
+print(json.dumps(model(**tokenizer("Count on from 3: 4 5 6", return_tensors="pt")).logits.tolist()))
+"""
+
+
+def run(folder: Path, hub: hub_server.Hub, *command: str) -> subprocess.CompletedProcess:
+    """Run Python with the real Hub client, which sees this hub and nothing of the user's own settings."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(folder / "hf_home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+        "PYTHONPATH": str(ROOT),
+        "USE_TORCH_XLA": "0",
+    }
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def train_and_push(folder: Path, hub: hub_server.Hub, token: str) -> subprocess.CompletedProcess:
+    pairs = tiny.made_up_pairs(16)
+    model = tiny.save_tiny(folder / "base", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
+    (folder / "pairs").mkdir()
+    pairs.to_json(folder / "pairs" / "train.jsonl")
+    arguments = {
+        "model_name_or_path": model,
+        "dtype": "float32",
+        "dataset_name": str(folder / "pairs"),
+        "output_dir": str(folder / "out"),
+        "max_steps": "2",
+        "per_device_train_batch_size": "4",
+        "learning_rate": "1e-3",
+        "report_to": "none",
+        "hub_model_id": "user/tiny-rm",
+        "hub_token": token,
+    }
+    flags = [part for name, value in arguments.items() for part in (f"--{name}", value)]
+    return run(folder, hub, str(EXAMPLE), *flags, "--push_to_hub")
+
+
+def push(folder: Path, hub: hub_server.Hub, *words: str) -> subprocess.CompletedProcess:
+    """Run the command `trl-tpu`, logged in."""
+    (folder / "hf_home").mkdir(exist_ok=True)
+    (folder / "hf_home" / "token").write_text("x")
+    return run(folder, hub, "-m", "trl_tpu.cli", *words)
+
+
+def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(tmp_path: Path) -> None:
+    with hub_server.serve(token="x") as hub:
+        process = train_and_push(tmp_path, hub, token="x")
+        assert process.returncode == 0, process.stderr[-4000:]
+        assert hub.unknown == []
+        pushed = hub.files["user/tiny-rm"]
+        loaded = [run(tmp_path, hub, "-c", LOAD_AND_SCORE, name) for name in ("user/tiny-rm", str(tmp_path / "out"))]
+        assert [each.returncode for each in loaded] == [0, 0], loaded[0].stderr[-4000:]
+    assert json.loads(loaded[0].stdout) == json.loads(loaded[1].stdout)
+
+    saved, base = load_file(tmp_path / "out" / "model.safetensors"), load_file(tmp_path / "base" / "model.safetensors")
+    weights = load(pushed["model.safetensors"])
+    assert weights.keys() == saved.keys() == base.keys()
+    assert all(weights[name].equal(saved[name]) for name in saved)
+    assert not all(weights[name].equal(base[name]) for name in base), "two steps change the weights"
+
+    model_config = json.loads(pushed["config.json"])
+    assert list(model_config["id2label"]) == ["0"]
+    vocabulary = json.loads(pushed["tokenizer.json"])["model"]["vocab"]
+    pad_token = json.loads(pushed["tokenizer_config.json"])["pad_token"]
+    assert model_config["pad_token_id"] == vocabulary[pad_token]
+    assert "message['role']" in pushed["chat_template.jinja"].decode()
+
+    card = ModelCard(pushed["README.md"].decode())
+    assert {"trl", "reward-trainer"} <= set(card.data.tags)
+    assert card.data.model_name == "tiny-rm"
+    assert str(tmp_path) not in card.content, "a local path names nothing on the Hub"
+    assert not [path for path in pushed if path.endswith((".pt", ".pth"))], "optimizer state stays here"
+    assert {repo for repo, _ in hub.commits} == {"user/tiny-rm"}
+    assert "End of training" in [summary for _, summary in hub.commits]
+
+
+def test_a_wrong_token_fails_before_training(tmp_path: Path) -> None:
+    with hub_server.serve(token="x") as hub:
+        process = train_and_push(tmp_path, hub, token="wrong")
+    assert process.returncode != 0
+    assert "401" in process.stderr
+    assert hub.files == {}
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_path: Path) -> None:
+    out, repo = tmp_path / "out", "user/tiny-rm"
+    with hub_server.serve(token="x") as hub:
+        hub.failures = [("/commit/", 403)] * 2  # the upload beside training, and the last one
+        process = train_and_push(tmp_path, hub, token="x")
+        assert process.returncode != 0 and hub.failures == []
+        assert f"An upload to {repo} FAILED, the repository is as before: 403 Forbidden" in process.stderr
+        assert "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden" in process.stderr
+        assert hub.files == {repo: {}} and hub.commits == []
+        assert faults(out / "checkpoint-2") == []
+
+        hub.failures = [("/commit/", 500)] * 6  # the client's own five retries too
+        words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
+        process = push(tmp_path, hub, *words)
+        assert process.returncode == 2 and hub.failures == []
+        assert f"Pushing to {repo} FAILED: Server error '500" in process.stderr
+        again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
+        assert hub.files == {repo: {}} and hub.commits == []
+
+        # the repository has weights of another kind by now, that loading would prefer
+        hub.failures, hub.files[repo] = (
+            ["/preupload/"],
+            {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"},
+        )
+        assert push(tmp_path, hub, *again).returncode == 2
+        assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
+        process = push(tmp_path, hub, *again)
+        assert process.returncode == 0, process.stderr
+        assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
+        assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
+        pushed = hub.files[repo]
+        loaded = run(tmp_path, hub, "-c", LOAD_AND_SCORE, repo)
+        assert loaded.returncode == 0, loaded.stderr[-4000:]
+    assert pushed["notes.md"] == b"mine" and "model-00001-of-00002.safetensors" not in pushed
+    assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)
+    assert not {"trainer_state.json", "manifest.json", "training_args.bin", "optimizer.pt"} & pushed.keys()
+
+
+def test_an_upload_beside_training_that_fails_is_told_and_the_last_one_brings_everything(tmp_path: Path) -> None:
+    with hub_server.serve(token="x") as hub:
+        hub.failures = [("/commit/", 403)]
+        process = train_and_push(tmp_path, hub, token="x")
+        assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stderr.count("An upload to user/tiny-rm FAILED") == 1
+    pushed = hub.files["user/tiny-rm"]
+    assert pushed["model.safetensors"] == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert not [path for path in pushed if path.startswith("_")]
+
+
+def test_a_checkpoint_of_training_is_not_pushed_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with hub_server.serve(token="x") as hub:
+        process = push(tmp_path, hub, "export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
+    assert process.returncode == 2 and "is a checkpoint of training (it has trainer_state.json)" in process.stderr
+    assert hub.files == {}

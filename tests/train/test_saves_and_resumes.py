@@ -1,0 +1,424 @@
+"""Saves that fail, saves that someone watches, and checkpoints that must be refused: each for real, in plain torch."""
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from safetensors.torch import load, load_file, save_file
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint.manifest import MANIFEST_FILE, digests, faults, files_in, publish
+from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.scripts import reward
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pairs = tiny.made_up_pairs(64)
+    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts)
+
+
+def make_trainer(
+    model: Any, folder: Path | str, callbacks: Any = None, peft: Any = None, **settings: Any
+) -> RewardTrainer:
+    defaults = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3, "report_to": "none"}
+    defaults |= {"per_device_train_batch_size": 2, "disable_tqdm": True}
+    args = RewardConfig(str(folder), **(defaults | settings))
+    pairs = tiny.made_up_pairs(64)
+    return RewardTrainer(
+        model, args, train_dataset=pairs, eval_dataset=pairs.select(range(8)), callbacks=callbacks, peft_config=peft
+    )
+
+
+@pytest.fixture(scope="module")
+def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> RewardTrainer:
+    """A run with the checkpoints 2, 4 and 6."""
+    trainer = make_trainer(model_folder, tmp_path_factory.mktemp("run"))
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def checkpoint(run: RewardTrainer, tmp_path: Path) -> Path:
+    """A copy of checkpoint 4, to be spoilt."""
+    return Path(shutil.copytree(f"{run.args.output_dir}/checkpoint-4", tmp_path / "copy" / "checkpoint-4"))
+
+
+def reseal(folder: Path) -> None:
+    """A manifest that agrees with whatever the files are now."""
+    (folder / MANIFEST_FILE).unlink()
+    aside = folder.rename(folder.with_name("aside"))
+    publish(aside, folder, digests(aside, files_in(aside)))
+
+
+# ---- what is in a checkpoint
+
+
+def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
+    folder = Path(run.args.output_dir) / "checkpoint-6"
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    for name, weight in run.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+    assert faults(folder) == []
+
+
+def test_a_run_that_is_resumed_at_its_end_takes_no_more_steps(
+    run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    resumed = make_trainer(model_folder, tmp_path)
+    resumed.train(resume_from_checkpoint=f"{run.args.output_dir}/checkpoint-6")
+    assert resumed.state.global_step == 6 and not list(tmp_path.glob("checkpoint-*"))
+    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
+    peft = LoraConfig(task_type="SEQ_CLS", r=4)
+    whole = make_trainer(model_folder, tmp_path / "whole", peft=peft)
+    whole.train()
+    resumed = make_trainer(model_folder, tmp_path / "resumed", peft=peft)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    (file,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
+    assert all("lora" in name or "score" in name for name in load_file(file))
+    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+@pytest.mark.parametrize("saves", ["steps", "epoch"])
+def test_a_run_that_is_resumed_at_its_end_trains_no_more(
+    saves: str, run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    """transformers would take a seventh step of six, and save that."""
+    shutil.copytree(f"{run.args.output_dir}/checkpoint-6", tmp_path / "checkpoint-6")
+    resumed = make_trainer(model_folder, tmp_path, save_strategy=saves)
+    result = resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == result.global_step == 6
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
+    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_best_model_is_loaded_from_its_state(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        model_folder, tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_total_limit=1
+    )
+    trainer.train()
+    best = str(trainer.state.best_model_checkpoint)
+    assert Path(best).parent == tmp_path
+    loaded = AutoModelForSequenceClassification.from_pretrained(best, num_labels=1).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in trainer.model.state_dict().items())
+
+
+def test_save_only_model_leaves_state_out_and_a_resume_says_so(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(model_folder, tmp_path, save_only_model=True).train()
+    assert (tmp_path / "checkpoint-6" / "model.safetensors").is_file()
+    assert not (tmp_path / "checkpoint-6" / "state").exists()
+    assert faults(tmp_path / "checkpoint-6") == []
+    resumed = make_trainer(model_folder, tmp_path, max_steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert "checkpoint-6 has no state of the optimizer" in caplog.text
+
+
+def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_path: Path) -> None:
+    found = []
+
+    class Watcher(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found.append(faults(tmp_path / f"checkpoint-{state.global_step}"))
+
+    make_trainer(model_folder, tmp_path, callbacks=[Watcher()]).train()
+    assert found == [[], [], []]
+
+
+@pytest.mark.parametrize(("step", "seconds"), [(1, 1000), (9, -1000)])
+def test_what_was_just_saved_stays(step: int, seconds: float, model_folder: str, tmp_path: Path) -> None:
+    """Beside an earlier step from before the clock was set back, and beside a later step of an earlier run."""
+    other = tmp_path / f"checkpoint-{step}"
+    other.mkdir()
+    moment = time.time() + seconds
+    os.utime(other, (moment, moment))
+    make_trainer(model_folder, tmp_path, save_total_limit=2).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_at_a_url_what_was_just_saved_stays(model_folder: str) -> None:
+    url = "memory://bucket/again"
+    make_trainer(model_folder, url, save_total_limit=1).train()
+    make_trainer(model_folder, url, save_total_limit=1, max_steps=2).train()
+    assert RemoteRun(url).checkpoints() == ["checkpoint-2"]
+
+
+# ---- saves that fail
+
+
+class SmallFiles(TrainerCallback):
+    """While step 4 is saved, no file can grow beyond a few bytes, as on a full disk."""
+
+    def __init__(self) -> None:
+        self.bytes = 2000
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.bytes, self._limits[1]))
+        if state.global_step == 5:
+            self.lift()
+
+    def lift(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+
+@pytest.fixture
+def small_files() -> Iterator[SmallFiles]:
+    callback = SmallFiles()
+    yield callback
+    callback.lift()
+
+
+@pytest.mark.parametrize("limit", [2_000, 20_000], ids=["before", "beside training"])
+def test_full_disk_is_loud_and_training_goes_on(
+    limit: int, model_folder: str, tmp_path: Path, small_files: SmallFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Room for none of the files, or for those alone that are written before training goes on."""
+    small_files.bytes = limit
+    trainer = make_trainer(model_folder, tmp_path, callbacks=[small_files, _Slow()])
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert trainer.saves.failed == [str(tmp_path / "checkpoint-4")]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    assert not (tmp_path / "_unfinished").exists()  # what was half written takes no room
+    assert "checkpoint-4 was NOT saved" in caplog.text and "These checkpoints were NOT saved" in caplog.text
+
+
+class _Slow(TrainerCallback):
+    """Has saves waited for, so that the limit above is there while they are written."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        pass
+
+
+def test_folder_that_cannot_be_written_is_loud_and_training_goes_on(model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "_unfinished").write_text("a file where a folder has to be")
+    (tmp_path / "README.md").mkdir()  # nor can the model card
+    trainer = make_trainer(model_folder, tmp_path)
+    trainer.train()
+    assert trainer.state.global_step == 6
+    assert len(trainer.saves.failed) == 3
+
+
+# ---- checkpoints that are refused
+
+
+class Marks:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self._mark),))
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["rng_state.pth", "scheduler.pt", "training_args.bin", "optimizer.pt", "pytorch_model.bin", "state/.metadata"],
+)
+def test_hostile_pickle_never_runs(file: str, checkpoint: Path, model_folder: str, tmp_path: Path) -> None:
+    """Also where the manifest agrees with it: the files are either not read or refused."""
+    mark = tmp_path / "code ran"
+    (checkpoint / file).write_bytes(pickle.dumps(Marks(mark)))
+    if file == "optimizer.pt":
+        (checkpoint / "progress.json").unlink()  # as in a checkpoint of transformers
+    if file == "pytorch_model.bin":
+        (checkpoint / "model.safetensors").unlink()
+        shutil.rmtree(checkpoint / "state")
+        (checkpoint / "progress.json").unlink()
+    reseal(checkpoint)
+    try:
+        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=str(checkpoint))
+    except Exception as error:  # noqa: BLE001  # whatever says no
+        assert "eights" in str(error) or "unpickl" in str(error).lower(), error
+    assert not mark.exists()
+    pickle.loads((checkpoint / file).read_bytes())
+    assert mark.exists()  # the file would have
+
+
+def change_model(checkpoint: Path) -> None:
+    (file,) = (checkpoint / "state").iterdir()
+    save_file({f"{name}.other": part for name, part in load_file(file).items()}, file)
+
+
+def change_shape(checkpoint: Path) -> None:
+    (file,) = (checkpoint / "state").iterdir()
+    save_file({name: part[:1].clone() if part.dim() else part for name, part in load_file(file).items()}, file)
+
+
+def drop_moments(checkpoint: Path) -> None:
+    (file,) = (checkpoint / "state").iterdir()
+    save_file({name: part for name, part in load_file(file).items() if name.startswith("model.")}, file)
+
+
+def change_packing(checkpoint: Path) -> None:
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    (checkpoint / "progress.json").write_text(json.dumps(progress | {"batches": "padded"}))
+
+
+def tear_state(checkpoint: Path) -> None:
+    (file,) = (checkpoint / "state").iterdir()
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty_progress(checkpoint: Path) -> None:
+    (checkpoint / "progress.json").write_text("")
+
+
+REFUSED: dict[Callable[[Path], None], str] = {
+    change_model: "is of another model: it has no model.",
+    change_shape: "is of another model: its model.*is of shape",
+    change_packing: "was trained on padded batches, and these are packed",
+    tear_state: "state",
+    empty_progress: "progress.json",
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_checkpoint_that_does_not_fit_is_refused(
+    spoil: Callable[[Path], None], message: str, checkpoint: Path, model_folder: str, tmp_path: Path
+) -> None:
+    """Where the manifest agrees: what it cannot see."""
+    spoil(checkpoint)
+    reseal(checkpoint)
+    trainer = make_trainer(model_folder, tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_another_optimizer_is_refused(checkpoint: Path, model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(model_folder, tmp_path / "out", optim="sgd")
+    with pytest.raises(ValueError, match="another optimizer"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.parametrize("left", [{"progress.json"}, {"state"}, {"progress.json", "state", "trainer_state.json"}])
+def test_a_copy_that_was_broken_off_is_refused(
+    left: set[str], checkpoint: Path, model_folder: str, tmp_path: Path
+) -> None:
+    """The manifest is not there yet."""
+    for path in checkpoint.iterdir():
+        if path.name not in {*left, "model.safetensors", "config.json"}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(ValueError, match="is damaged: it has no manifest.json"):
+        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_model_is_no_checkpoint_to_go_on_from(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no trainer_state.json.*give it as the model"):
+        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=model_folder)
+
+
+def test_a_resume_that_is_another_run_says_so(
+    checkpoint: Path, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(model_folder, tmp_path / "same").train(resume_from_checkpoint=str(checkpoint))
+    assert "will not be the one" not in caplog.text
+    other = make_trainer(model_folder, tmp_path / "other", seed=1, per_device_train_batch_size=4)
+    other.train_dataset = other.train_dataset.select(range(40))
+    other.train(resume_from_checkpoint=str(checkpoint))
+    assert (
+        "not be the one that it is of: seed was 42 and is 1, the batch was 2 and is 4, train data was" in caplog.text
+    )
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(model_folder, tmp_path / "out")
+    with pytest.raises(ValueError, match="is no folder"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+
+
+# ---- runs at a URL
+
+
+def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) -> None:
+    """fsspec's file system in memory: nothing of the run is found on the disk."""
+    url = "memory://bucket/run"
+    files = fsspec.filesystem("memory")
+    whole = make_trainer(model_folder, url, save_total_limit=2)
+    whole.train()
+    whole.save_model()
+    staged = Path(whole.args.output_dir)
+    assert sorted(RemoteRun(url).checkpoints()) == ["checkpoint-4", "checkpoint-6"]
+    assert files.exists("/bucket/run/model.safetensors") and files.exists("/bucket/run/config.json")
+    assert not list(staged.glob("checkpoint-*")) and not (staged / "_unfinished").exists()
+    files.rm("/bucket/run/checkpoint-6/manifest.json")  # as while it is uploaded
+    resumed = make_trainer(model_folder, url)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    by_name = make_trainer(model_folder, "memory://elsewhere")
+    by_name.train(resume_from_checkpoint=f"{url}/checkpoint-4")
+    assert torch.equal(by_name.model.score.weight, whole.model.score.weight)
+    assert not list(staged.glob("downloaded*/checkpoint-*"))
+
+
+def test_a_checkpoint_replaces_all_that_was_left_of_an_upload(model_folder: str) -> None:
+    url, files = "memory://bucket/left", fsspec.filesystem("memory")
+    left = "/bucket/left/checkpoint-2/state/host-00000-device-007.safetensors"
+    files.pipe_file(left, b"of a larger mesh")
+    make_trainer(model_folder, url, max_steps=2).train()
+    assert RemoteRun(url).checkpoints() == ["checkpoint-2"] and not files.exists(left)
+
+
+def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    url = "memory://bucket/damaged"
+    make_trainer(model_folder, url).train()
+    fsspec.filesystem("memory").pipe_file("/bucket/damaged/checkpoint-6/config.json", b"{}")
+    resumed = make_trainer(model_folder, url)
+    resumed.train(resume_from_checkpoint=True)
+    assert "config.json has 2 bytes" in caplog.text and resumed.saves.failed == []
+
+
+def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
+    trainer = make_trainer(
+        model_folder,
+        "memory://bucket/best",
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        save_total_limit=1,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # the first one
+    )
+    trainer.train()
+    assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
+    assert sorted(trainer.remote.checkpoints()) == ["checkpoint-2", "checkpoint-6"]
+    (saved,) = fsspec.filesystem("memory").glob("/bucket/best/checkpoint-2/model.safetensors")
+    weights = load(fsspec.filesystem("memory").cat_file(saved))
+    assert torch.equal(weights["score.weight"], trainer.model.score.weight)
+
+
+def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(tmp_path: Path) -> None:
+    (tmp_path / "_unfinished").write_text("a file where a folder has to be")
+    words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers"]
+    words += ["--output_dir", str(tmp_path), "--max_steps", "4", "--save_steps", "2", "--report_to", "none"]
+    with pytest.raises(SystemExit) as end:
+        reward.run(words)
+    assert end.value.code == 74
+    assert "checkpoint-2" in str(end.value) and "checkpoint-4" in str(end.value)
+    assert (tmp_path / "model.safetensors").is_file()  # trained to the end all the same

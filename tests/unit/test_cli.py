@@ -1,0 +1,337 @@
+"""The command: quick help, a runtime report, training from flags and YAML, and scoring what training saved."""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import peft
+import pytest
+import torch
+from places import ROOT
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from trl_tpu import cli
+from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.modeling import adapters
+from trl_tpu.scripts import reward, score, synthetic
+from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
+from trl_tpu.trainer.model_config import ModelConfig
+
+TEXTS = ["one", "a much longer text than the other ones", "two words", "ends itself<|end|>", "x"]
+CHATS = [synthetic.question("larger", 20, 30) + synthetic.answer(n) for n in (30, 20)]
+FAST = "--bf16 false --report_to none --max_steps 2 --per_device_train_batch_size 2 --gradient_checkpointing false"
+
+
+def save_model(folder: Path, kind: Any = LlamaForSequenceClassification) -> Path:
+    tokenizer = synthetic.tiny_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1, initializer_range=0.3, **sizes
+    )
+    kind(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("saved"))
+
+
+def one_by_one(folder: Path, ids: list[list[int]]) -> list[float]:
+    """The reference: no padding at all, and the last token's reward by hand."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    with torch.inference_mode():
+        return [model.score(model.model(torch.tensor([row])).last_hidden_state)[0, -1, 0].item() for row in ids]
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_help_names_the_commands_and_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys; from trl_tpu.cli import main; main([]); print({'torch', 'transformers'} & set(sys.modules))"
+    root = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert all(f"    {name} " in done.stdout for name in cli.COMMANDS)
+
+
+def test_env_reports_versions_and_the_runtime(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    report = dict(line.split(": ", 1) for line in lines(capsys))
+    assert report["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert report["datasets"] == datasets.__version__
+    assert report["runtime"].split(" ")[0] in ("xla", "native")
+
+
+@pytest.mark.parametrize("argv", [["trl", "reward", "--help"], ["trl-tpu", "score", "--help"], ["trl-tpu", "--help"]])
+def test_help_comes_from_sys_argv_as_for_trls_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_, patch("sys.argv", argv):
+        cli.main()
+    assert exit_.value.code == 0
+    assert "usage: trl-tpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rewrd"], "invalid choice: 'rewrd'"),
+        (["reward", "--config", "nowhere.yaml"], "No such file.*nowhere.yaml"),
+        (["reward", "--lerning_rate", "1"], r"`--lerning_rate` \(did you mean `learning_rate`\?\)"),
+        (["reward", "--num_processes", "8"], "--num_processes` belongs to accelerate's launcher.*SPMD"),
+        (["reward", "--accelerate_config=fsdp2"], "--accelerate_config` belongs to accelerate's launcher"),
+        (["score", "--text", "x"], "the following arguments are required: --model_name_or_path"),
+    ],
+)
+def test_wrong_words_exit_with_status_2_and_one_clear_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(words)
+    assert exit_.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "start", ["from trl_tpu.cli import main; main()", "runpy.run_module({module!r}, None, '__main__')"]
+)
+@pytest.mark.parametrize("command", ["reward", "score"])
+def test_yaml_exports_its_env_before_transformers_reads_it(start: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("env:\n  USE_TORCH_XLA: 0\nmax_length: 5\n")
+    argv = ["x", command] if "cli" in start else ["x"]
+    code = (
+        "import importlib, os, runpy, sys\n"
+        "def see(name):\n"  # in the place of what imports the heavy part
+        "    print(name, os.environ.get('USE_TORCH_XLA'), 'transformers' in sys.modules)\n"
+        "    raise SystemExit(0)\n"
+        "importlib.import_module = see\n"
+        f"sys.argv = {[*argv, '--config', str(tmp_path / 'c.yaml')]!r}\n"
+    ) + start.format(module=f"trl_tpu.scripts.{command}")
+    env = {key: value for key, value in os.environ.items() if key != "USE_TORCH_XLA"}
+    root = str(ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=env, check=True)
+    assert done.stdout == f"trl_tpu.scripts.{command} 0 False\n"
+
+
+def test_rewards_are_those_of_each_dialogue_alone_in_order(saved: Path) -> None:
+    tokenizer = synthetic.tiny_tokenizer()
+    with_eos = [text if text.endswith("<|end|>") else text + "<|end|>" for text in TEXTS]
+    expected = one_by_one(saved, [tokenizer(text)["input_ids"] for text in with_eos])
+    for batch_size in (1, 2, 8):
+        assert score.score_texts(str(saved), TEXTS, batch_size=batch_size) == pytest.approx(expected, abs=1e-5)
+    chats = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in CHATS]
+    assert score.score_texts(str(saved), CHATS) == pytest.approx(one_by_one(saved, chats), abs=1e-5)
+
+
+@pytest.mark.parametrize("form", ["text", "prompt", "chat"])
+def test_dialogues_get_the_tokens_that_training_gave_them(saved: Path, form: str) -> None:
+    scorer = score.Scorer(str(saved))
+    if form == "chat":
+        row: dict[str, Any] = {"chosen": CHATS[0], "rejected": CHATS[1]}
+        whole: list[Any] = CHATS
+    else:
+        row = {"chosen": TEXTS[0], "rejected": TEXTS[3]} | ({"prompt": "Say: "} if form == "prompt" else {})
+        whole = [row.get("prompt", "") + row[key] for key in ("chosen", "rejected")]
+    rows = datasets.Dataset.from_list([row])
+    trained: Any = prepare_preference_dataset(rows, scorer.tokenizer, max_length=None, num_proc=None, name="x")[0]
+    assert [scorer.token_ids(dialogue) for dialogue in whole] == [*trained["chosen_ids"], *trained["rejected_ids"]]
+    pairs = score.score_dataset(scorer, rows)
+    alone = score.score_texts(str(saved), whole)
+    assert [pairs["reward_chosen"][0], pairs["reward_rejected"][0]] == pytest.approx(alone, abs=1e-5)
+
+
+def test_too_long_dialogues_get_nan_as_training_leaves_them_out(saved: Path) -> None:
+    everything = score.score_texts(str(saved), TEXTS)
+    lengths = [len(score.Scorer(str(saved)).token_ids(text)) for text in TEXTS]
+    limit = sorted(lengths)[2]
+    limited = score.score_texts(str(saved), TEXTS, max_length=limit)
+    assert [math.isnan(reward) for reward in limited] == [length > limit for length in lengths]
+    kept = [i for i, length in enumerate(lengths) if length <= limit]
+    assert [limited[i] for i in kept] == pytest.approx([everything[i] for i in kept], abs=1e-5)
+
+
+def test_a_folder_of_adapters_is_scored_on_its_base(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", LlamaForCausalLM)
+    model: Any = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    adapted: Any = adapters.add_adapters(model, peft.LoraConfig(task_type="SEQ_CLS"), gradient_checkpointing=False)
+    with torch.no_grad():
+        for _, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    adapted.save_pretrained(tmp_path / "adapters")
+    synthetic.tiny_tokenizer().save_pretrained(tmp_path / "adapters")
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    synthetic.tiny_tokenizer().save_pretrained(tmp_path / "merged")
+    expected = score.score_texts(str(tmp_path / "merged"), CHATS)
+    assert score.score_texts(str(tmp_path / "adapters"), CHATS) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a saved reward model: it lacks .*score.weight.*random"):
+        score.score_texts(str(save_model(tmp_path, LlamaForCausalLM)), TEXTS)
+
+
+def test_the_score_command_prints_texts(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["score", "--model_name_or_path", str(saved), "--text", TEXTS[0], "--text", TEXTS[1]]
+    assert cli.main(words) == 0
+    printed = [line.split(maxsplit=1) for line in lines(capsys)]
+    assert [text for _, text in printed] == TEXTS[:2]
+    expected = score.score_texts(str(saved), TEXTS[:2])
+    assert [float(number) for number, _ in printed] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_score_command_writes_rows_and_prints_the_accuracy_of_pairs(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"chosen": a, "rejected": b, "id": i} for i, (a, b) in enumerate(zip(TEXTS, TEXTS[1:], strict=False))]
+    rows.append({"chosen": "same", "rejected": "same", "id": 9})
+    source, output = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["score", "--model_name_or_path", str(saved), "--dataset_name", str(source), "--max_length", "12"]
+    assert cli.main([*words, "--output", str(output)]) == 0
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [{key: row[key] for key in rows[0]} for row in written] == rows
+    expected = score.score_texts(str(saved), [row["chosen"] for row in rows], max_length=12)  # type: ignore[misc]
+    assert [row["reward_chosen"] for row in written] == pytest.approx(
+        [None if math.isnan(value) else value for value in expected], abs=1e-5
+    )
+    scored = [row for row in written if None not in (row["reward_chosen"], row["reward_rejected"])]
+    right = sum(row["reward_chosen"] > row["reward_rejected"] for row in scored)
+    assert 0 < len(scored) < len(rows)
+    printed = lines(capsys)
+    assert f"accuracy         {right / len(scored):.4f}" in printed and "ties             1" in printed
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--output", str(source)])
+    assert "error: `output` is the dataset itself" in capsys.readouterr().err
+    assert source.read_text().count("\n") == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "either `--text`"),
+        (["--text", "x", "--dataset_name", "d.jsonl"], "and not both"),
+        (["--dataset_name", "synthetic:numbers"], "several splits: .*--dataset_split"),
+    ],
+)
+def test_unclear_score_commands_are_refused(
+    words: list[str], message: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["score", "--model_name_or_path", str(saved), *words])
+    assert exit_.value.code == 2
+    assert re.search(f"trl-tpu score: error: .*{message}", capsys.readouterr().err)
+
+
+def config(**kwargs: Any) -> Any:
+    from trl_tpu.trainer.reward_config import RewardConfig
+
+    return RewardConfig(bf16=False, report_to="none", **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("flags", "given", "expected"),
+    [
+        ({}, None, {"revision": "main", "dtype": "float32", "trust_remote_code": False}),
+        (
+            {"dtype": "bfloat16"},
+            {"attn_implementation": "eager"},
+            {"dtype": "bfloat16", "attn_implementation": "eager"},
+        ),
+        ({}, {"dtype": "bfloat16", "revision": "v2"}, {"dtype": "bfloat16", "revision": "v2"}),
+        ({"dtype": "auto", "model_revision": "v2"}, {"dtype": "auto"}, {"dtype": "auto", "revision": "v2"}),
+        ({"attn_implementation": "eager"}, {"subfolder": "s"}, {"attn_implementation": "eager", "subfolder": "s"}),
+    ],
+)
+def test_flags_and_model_init_kwargs_are_merged(flags: Any, given: Any, expected: Any) -> None:
+    merged = reward.model_init_kwargs(ModelConfig(**flags), config(model_init_kwargs=given))
+    assert merged == {"revision": "main", "dtype": "float32", "trust_remote_code": False} | expected
+
+
+def test_a_flag_and_model_init_kwargs_that_contradict_are_refused() -> None:
+    for flags, given in (({"dtype": "auto"}, {"dtype": "float16"}), ({"model_revision": "a"}, {"revision": "b"})):
+        with pytest.raises(ValueError, match="contradict each other"):
+            reward.model_init_kwargs(ModelConfig(**flags), config(model_init_kwargs=given))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("true", True), ("False", None), ("out/checkpoint-3", "out/checkpoint-3"), (None, None)]
+)
+def test_resume_understands_true_on_the_command_line(value: Any, expected: Any) -> None:
+    assert reward.checkpoint_to_resume(value) == expected
+
+
+def test_a_missing_split_model_or_dataset_is_named_before_any_training(tmp_path: Path) -> None:
+    source = tmp_path / "d.jsonl"
+    source.write_text('{"chosen": "a", "rejected": "b"}\n')
+    arguments = config(output_dir=str(tmp_path / "out"), eval_strategy="steps")
+    model = ModelConfig(model_name_or_path="synthetic:tiny")
+    with pytest.raises(ValueError, match="d.jsonl has no split 'test'; its splits are: 'train'"):
+        reward.main(ScriptArguments(dataset_name=str(source)), arguments, model, DatasetMixtureConfig())
+    with pytest.raises(ValueError, match="must be provided"):
+        reward.main(ScriptArguments(), arguments, model, DatasetMixtureConfig())
+    with pytest.raises(ValueError, match="Name a model"):
+        reward.main(ScriptArguments(dataset_name=str(source)), arguments, ModelConfig(), DatasetMixtureConfig())
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_from_flags_evaluates_saves_and_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    words = f"reward --model_name_or_path synthetic:tiny --dataset_name synthetic:numbers --output_dir {out} {FAST}"
+    with patch("sys.argv", ["trl", *words.split(), "--do_eval"]):
+        assert cli.main() == 0
+    printed = lines(capsys)
+    table = printed[printed.index("Held-out pairs") + 1 :][:6]
+    assert [row.split()[0] for row in table] == [
+        "accuracy",
+        "loss",
+        "margin",
+        "mean_reward",
+        "min_reward",
+        "max_reward",
+    ]
+    assert f"Model saved to {out}" in printed
+    scored = [float(line.split()[0]) for line in printed[printed.index("Scored by the saved model:") + 1 :][:2]]
+    assert scored == pytest.approx(score.score_texts(str(out), synthetic.EXAMPLES), abs=1e-4)
+
+
+@pytest.mark.parametrize("use_torch_xla", ["0", "1"])
+def test_training_from_yaml_with_adapters_on_a_mixture_of_files(use_torch_xla: str, tmp_path: Path) -> None:
+    if use_torch_xla == "1" and importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
+    base = save_model(tmp_path / "base", LlamaForCausalLM)
+    synthetic.load_dataset("synthetic:numbers")["train"].select(range(20)).to_json(tmp_path / "pairs.jsonl")
+    (tmp_path / "c.yaml").write_text(
+        f"env: {{USE_TORCH_XLA: {use_torch_xla}, PJRT_DEVICE: CPU, CPU_NUM_DEVICES: 1}}\n"
+        f"model_name_or_path: {base}\noutput_dir: {tmp_path / 'out'}\n"
+        "use_peft: true\nlora_target_modules: all-linear\nlora_r: 2\n"
+        f"datasets:\n  - path: {tmp_path / 'pairs.jsonl'}\n    columns: [prompt, chosen, rejected]\n"
+        "test_split_size: 4\ndo_eval: true\n"
+        "bf16: false\nreport_to: none\nmax_steps: 5\nper_device_train_batch_size: 2\n"
+    )
+    env = {key: value for key, value in os.environ.items() if key != "USE_TORCH_XLA"}
+    env["PYTHONPATH"] = str(ROOT)
+    command = f"{sys.executable} -m trl_tpu.scripts.reward --config {tmp_path / 'c.yaml'} --max_steps 1".split()
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"Model saved to {tmp_path / 'out'}" in done.stdout
+    assert re.search(r"Held-out pairs\n  accuracy +[01]\.\d+\n  loss +\d\.\d+", done.stdout)
+    assert json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
+    rewards = score.score_texts(str(tmp_path / "out"), CHATS)
+    assert all(math.isfinite(value) for value in rewards) and rewards[0] != rewards[1]

@@ -1,0 +1,305 @@
+"""An exported model is the one in the checkpoint, in files as transformers writes them; refusals write nothing."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import exports
+import fsspec
+import pytest
+import torch
+from places import ROOT, SUPPORT
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from trl_tpu import cli, runtime
+from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.checkpoint.manifest import digests, files_in, publish
+from trl_tpu.checkpoint.model_writer import stream_model
+from trl_tpu.checkpoint.weight_files import WeightFiles
+
+MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return model.state_dict()
+
+
+# ---- whole models
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_a_sharded_state_becomes_the_files_that_transformers_writes(
+    make: Callable[[], PreTrainedModel], max_shard_size: str, tmp_path: Path
+) -> None:
+    model = make()
+    checkpoint, out, reference = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out", tmp_path / "reference"
+    export_checkpoint(checkpoint, out, max_shard_size=max_shard_size)
+    model.save_pretrained(reference, max_shard_size=max_shard_size)
+    assert exports.same_weights(loaded(out), model.state_dict())
+    if max_shard_size == "5GB":
+        ours, theirs = (folder.joinpath("model.safetensors").read_bytes() for folder in (out, reference))
+        assert ours == theirs
+    else:
+        index, expected = (json.loads((f / "model.safetensors.index.json").read_text()) for f in (out, reference))
+        assert index["weight_map"].keys() == expected["weight_map"].keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in _unique(model))
+        files = [out / name for name in set(index["weight_map"].values())]
+        assert len(files) > 2 and sorted(files) == sorted(out.glob("*.safetensors"))
+        assert all(
+            len(load_file(file)) == 1 or sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in files
+        )
+    assert sorted(path.name for path in out.iterdir() if "safetensors" not in path.name) == [
+        "config.json",
+        "tokenizer_config.json",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out", "reference"]
+
+
+def _unique(model: PreTrainedModel) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values())
+
+
+def test_a_live_model_is_streamed_to_the_same_files_over_those_of_an_earlier_save(tmp_path: Path) -> None:
+    model = exports.experts()
+    exports.llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model-00001-of-00005.safetensors").exists() or list(tmp_path.glob("model-*"))
+    (tmp_path / "mine.safetensors").write_bytes(b"x")
+    model.save_pretrained(tmp_path, state_dict={})
+    stream_model(model, runtime.current(), tmp_path, writes=True)
+    assert exports.same_weights(loaded(tmp_path), model.state_dict())
+    assert {path.name for path in tmp_path.iterdir()} == {"model.safetensors", "mine.safetensors", "config.json"}
+    stream_model(model, runtime.current(), tmp_path / "nowhere", writes=False)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_an_ordinary_checkpoint_is_exported_in_another_dtype(tmp_path: Path) -> None:
+    model = exports.llama()
+    model.save_pretrained(tmp_path / "c", max_shard_size="20KB")
+    torch.save({}, tmp_path / "c" / "optimizer.pt")
+    words = [str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", "bfloat16", "--max_shard_size", "1MB"]
+    assert cli.main(["export", *words]) == 0
+    expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    assert exports.same_weights(load_file(tmp_path / "out" / "model.safetensors"), expected)
+    assert exports.same_weights(loaded(tmp_path / "out"), expected)  # the dtype comes from the config
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+
+
+# ---- URLs
+
+
+def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    model = exports.llama()
+    exports.checkpoint_of(model, tmp_path / "c")
+    fsspec.filesystem("memory").put(f"{tmp_path}/c/", "/exported/model/model/", recursive=True)
+    for number, url in enumerate(("memory://exported/model/model/", f"file://{tmp_path}/c")):
+        out = tmp_path / f"out{number}"
+        assert cli.main(["export", url, str(out)]) == 0
+        assert exports.same_weights(loaded(out), model.state_dict())
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "out", "message"),
+    [
+        ("memory://exported/nothing", "out", "There is nothing at memory://exported/nothing"),
+        ("nosuch://exported", "out", "nosuch://exported cannot be opened: Protocol not known"),
+        ("c", "memory://out", "memory://out is a URL. Give a new folder of this machine"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_refused(
+    checkpoint: str, out: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["export", checkpoint, out])
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("way", ["state", "files", "merged"])
+def test_the_host_holds_far_less_than_the_model(way: str, tmp_path: Path) -> None:
+    """In resident memory at most 1.3 times the largest file."""
+    # memory that is freed goes back to the system at once, so that it is not counted
+    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    settings = os.environ | allocator | {"PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0"}
+    for words in ([way, "make"], [way]):
+        command = [sys.executable, str(SUPPORT / "export_memory.py"), str(tmp_path), *words]
+        process = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
+        assert process.returncode == 0, process.stderr[-4000:]
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert measured["files"] >= 4 and measured["bytes"] > 3 * measured["largest_file"]
+    assert measured["resident"] <= 1.3 * measured["largest_file"]
+
+
+# ---- interruptions
+
+WITHOUT_TORCH_XLA = """
+import sys
+sys.modules["torch_xla"] = None  # as if it were not installed
+from trl_tpu.cli import main
+status = main(sys.argv[1:])
+assert not [name for name in sys.modules if name.startswith(("torch_xla.", "libtpu"))]
+sys.exit(status)
+"""
+KILLED = """
+import os, signal, sys
+from trl_tpu.training import stored
+from trl_tpu.checkpoint.consolidate import export_checkpoint
+read, left = stored.StoredState.read, int(sys.argv[3])
+def read_or_die(self, name):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, name)
+stored.StoredState.read = read_or_die
+export_checkpoint(sys.argv[1], sys.argv[2], max_shard_size="20KB")
+"""
+
+
+def python(*words: str | Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment.pop("USE_TORCH_XLA", None)
+    return subprocess.run(
+        [sys.executable, "-c", *map(str, words)], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds_without_torch_xla(tmp_path: Path) -> None:
+    model = exports.llama()
+    checkpoint, out = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
+    killed = python(KILLED, checkpoint, out, "15")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not out.exists() and (tmp_path / ".out.unfinished").is_dir()
+    done = python(WITHOUT_TORCH_XLA, "export", checkpoint, out)
+    assert done.returncode == 0, done.stderr
+    assert exports.same_weights(loaded(out), model.state_dict())
+    assert not (tmp_path / ".out.unfinished").exists()
+
+
+def test_a_save_that_fails_leaves_the_earlier_files(tmp_path: Path) -> None:
+    first = {"a": torch.ones(3), "b": torch.ones(2, 2)}
+    with WeightFiles(tmp_path, first) as files:
+        for name, tensor in first.items():
+            files.write(name, tensor)
+    for error, written in ((KeyError, ["b"]), (ValueError, ["a"])):
+        with pytest.raises(error), WeightFiles(tmp_path, first, max_shard_size=8) as files:
+            for name in written:
+                files.write(name, first[name] * 2)
+            if error is KeyError:
+                raise KeyError
+    wrong = "b is torch.float32 .2, 2., and torch.float64 .2, 2. came"
+    with pytest.raises(ValueError, match=wrong), WeightFiles(tmp_path, first) as files:
+        files.write("b", first["b"].double())
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert exports.same_weights(load_file(tmp_path / "model.safetensors"), first)
+
+
+# ---- refusals
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("hostile",))
+
+
+def _pickled(folder: Path) -> list[str]:
+    (folder / "model.safetensors").unlink()
+    (folder / "state").mkdir()
+    for name in ("pytorch_model.bin", "state/.metadata", "state/__0_0.distcp", "optimizer.pt"):
+        (folder / name).write_bytes(pickle.dumps(Hostile()))
+    return []
+
+
+def _torn(folder: Path) -> list[str]:
+    aside = folder.rename(folder.with_name("aside"))
+    publish(aside, folder, digests(aside, files_in(aside)))
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    return []
+
+
+def _other_config(folder: Path) -> list[str]:
+    (folder / "model.safetensors").unlink()
+    exports.write_state(folder / "state", exports.llama(hidden_size=16).state_dict())
+    return []
+
+
+def _incomplete(folder: Path) -> list[str]:
+    (folder / "model.safetensors").unlink()
+    tensors = exports.llama().state_dict()
+    exports.write_state(folder / "state", {name: tensors[name] for name in tensors if "score" not in name})
+    return []
+
+
+def _part_missing(folder: Path) -> list[str]:
+    """Of a state without a manifest, such as a copy that was broken off."""
+    (folder / "model.safetensors").unlink()
+    exports.write_state(folder / "state", exports.llama().state_dict())
+    (folder / "state" / "host-00000-device-000.safetensors").unlink()
+    return []
+
+
+def _existing(folder: Path) -> list[str]:
+    (folder.parent / "out").mkdir()
+    (folder.parent / "out" / "mine").write_text("precious")
+    return []
+
+
+def _truncated(folder: Path) -> list[str]:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    return []
+
+
+REFUSED: list[tuple[Callable[[Path], list[str]], str]] = [
+    (lambda folder: ["--merge"], "nothing to merge: .* has no adapter_config.json"),
+    (lambda folder: ["--base", "x"], "`--base` has no use"),
+    (_existing, "out exists, and nothing is written over"),
+    (_pickled, "no weights in safetensors.*pytorch_model.bin, which could run code"),
+    (_torn, "damaged: model.safetensors has 1000 bytes instead of"),
+    (_truncated, "c cannot be read .SafetensorError"),
+    (_other_config, "of another model than the state"),
+    (_part_missing, "state lacks parts of the weight model.*A file of it is missing"),
+    (_incomplete, "weights of LlamaForSequenceClassification are missing: score.weight"),
+    (lambda folder: (folder / "config.json").unlink() or [], "has no config.json"),  # type: ignore[func-returns-value]
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), REFUSED)
+def test_what_cannot_be_exported_is_refused(
+    spoil: Callable[[Path], list[str]],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, out = tmp_path / "c", tmp_path / "out"
+    exports.llama().save_pretrained(folder)
+    words = spoil(folder)
+    before = sorted(out.iterdir()) if out.exists() else None
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["export", str(folder), str(out), *words])
+    assert refused.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert (sorted(out.iterdir()) if out.exists() else None) == before
+    assert not (tmp_path / "hostile").exists()
+    assert not (tmp_path / ".out.unfinished").exists()

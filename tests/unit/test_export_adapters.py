@@ -1,0 +1,134 @@
+"""Adapters out of a checkpoint: as peft saves them, and merged into a base that is read one weight at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import exports
+import peft
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.checkpoint.state_dict import trained_tensors
+
+LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "init_lora_weights": False}
+KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
+    "lora": (exports.llama, peft.LoraConfig(target_modules="all-linear", **LORA)),
+    "rslora, biases": (
+        lambda: exports.llama(attention_bias=True),
+        peft.LoraConfig(target_modules=["q_proj"], use_rslora=True, bias="all", alpha_pattern={"0.*": 3}, **LORA),
+    ),
+    "dora": (exports.llama, peft.LoraConfig(target_modules=["q_proj", "up_proj"], use_dora=True, **LORA)),
+    "embeddings": (exports.llama, peft.LoraConfig(target_modules=["embed_tokens", "v_proj"], **LORA)),
+    "added tokens": (exports.llama, peft.LoraConfig(trainable_token_indices={"embed_tokens": [3, 60]}, **LORA)),
+    "modules to save": (exports.llama, peft.LoraConfig(modules_to_save=["score", "norm", "embed_tokens"], **LORA)),
+    "experts": (
+        exports.experts,
+        peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"], **(LORA | {"r": 1})),
+    ),
+    "ia3": (exports.llama, peft.IA3Config(task_type="SEQ_CLS", init_ia3_weights=False)),
+}  # fmt: skip
+
+
+@pytest.fixture(params=KINDS)
+def adapted(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """A model with random adapters; its base is a language model's checkpoint, without a reward head."""
+    make, config = KINDS[request.param]
+    model = make()
+    model.config.architectures = [type(model).__name__]
+    folder = tmp_path / "base"
+    model.save_pretrained(folder)
+    causal = AutoModelForCausalLM.from_pretrained(folder)  # takes the backbone, and a head of its own
+    causal.save_pretrained(folder)
+    read = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    result = peft.get_peft_model(read, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in result.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.3)
+    return result.eval()
+
+
+def state_checkpoint(adapted: Any, folder: Path) -> Path:
+    """A checkpoint of several hosts: the adapters are in its state alone."""
+    adapted.peft_config["default"].save_pretrained(folder)
+    names = trained_tensors(adapted)
+    exports.write_state(folder / "state", {name.removeprefix("model."): names[name] for name in names})
+    return folder
+
+
+def test_adapters_are_written_as_peft_does_and_merged_as_peft_does(adapted: Any, tmp_path: Path) -> None:
+    checkpoint, saved = state_checkpoint(adapted, tmp_path / "c"), tmp_path / "saved"
+    adapted.save_pretrained(saved)
+    expected = load_file(saved / "adapter_model.safetensors")
+    for source, out in ((checkpoint, tmp_path / "from_state"), (saved, tmp_path / "from_files")):
+        export_checkpoint(source, out)
+        assert exports.same_weights(load_file(out / "adapter_model.safetensors"), expected)
+        again = peft.AutoPeftModelForSequenceClassification.from_pretrained(out, num_labels=1)
+        assert exports.same_weights(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(adapted))
+
+    for source, out in ((checkpoint, tmp_path / "merged_state"), (saved, tmp_path / "merged_files")):
+        export_checkpoint(source, out, merge=True, max_shard_size="20KB")
+        assert not list(out.glob("adapter*")) and len(list(out.glob("*.safetensors"))) > 2
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    reference = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", num_labels=1)
+    for out in (tmp_path / "merged_state", tmp_path / "merged_files"):
+        merged, info = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        # the same float32 operations
+        assert exports.same_weights(merged.state_dict(), reference.state_dict())
+
+
+def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    base = exports.llama().bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    read = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1, dtype=torch.float32)
+    adapted: Any = peft.get_peft_model(read, peft.LoraConfig(target_modules=["q_proj"], **LORA))
+    checkpoint = state_checkpoint(adapted, tmp_path / "c")
+    export_checkpoint(checkpoint, tmp_path / "rounded", merge=True)
+    export_checkpoint(checkpoint, tmp_path / "exact", merge=True, dtype=torch.float32)
+    expected = adapted.merge_and_unload().state_dict()
+    assert exports.same_weights(load_file(tmp_path / "exact" / "model.safetensors"), expected)
+    rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
+    assert exports.same_weights(load_file(tmp_path / "rounded" / "model.safetensors"), rounded)
+
+
+def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> None:
+    exports.llama().save_pretrained(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "base")
+    exports.llama(hidden_size=16).save_pretrained(tmp_path / "narrow")
+    read = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2)  # no task type: the head is frozen, and not saved
+    adapted: Any = peft.get_peft_model(read, config)
+    checkpoint = state_checkpoint(adapted, tmp_path / "c")
+    with pytest.raises(ValueError, match="score.weight.*neither the adapters nor the base"):
+        export_checkpoint(checkpoint, tmp_path / "out", merge=True)
+    with pytest.raises(ValueError, match="trained on another base model: .*q_proj.*`--base`"):
+        export_checkpoint(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "narrow"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("peft_config", [None, peft.LoraConfig(target_modules=["q_proj"], **LORA)])
+def test_a_checkpoint_of_several_hosts_says_what_its_state_is(peft_config: Any, tmp_path: Path) -> None:
+    """The part of a save that the first host does beside the state; then the export needs nothing else."""
+    from trl_tpu import RewardConfig, RewardTrainer
+
+    model = tiny.save_tiny(tmp_path / "base", ["some", "text"])
+    args = RewardConfig(str(tmp_path / "run"), report_to="none", bf16=False)
+    trainer: Any = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
+    checkpoint = tmp_path / "checkpoint-1"
+    trainer._save_description(str(checkpoint))
+    assert not list(checkpoint.glob("*.safetensors"))
+    tensors = trained_tensors(trainer.model)
+    exports.write_state(checkpoint / "state", {name.removeprefix("model."): tensors[name] for name in tensors})
+    export_checkpoint(checkpoint, tmp_path / "out", merge=peft_config is not None)
+    expected = trainer.model if peft_config is None else trainer.model.merge_and_unload()
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
+    assert exports.same_weights(exported.state_dict(), expected.state_dict())
+    assert exported.config.pad_token_id == expected.config.pad_token_id
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == trainer.processing_class.chat_template

@@ -1,0 +1,149 @@
+"""Imports point one way: which room may import what, read from the source itself."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import trl_tpu
+
+ROOT = Path(trl_tpu.__file__).parent
+MODULES = {
+    ".".join(["trl_tpu", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def imports_of(module: str, *, when_imported: bool = False) -> set[str]:
+    """Full names of what a module imports, relative ones resolved; ``from m import n`` gives n's module or m.
+
+    With ``when_imported`` only what importing it imports: not in functions, for type checkers, or as a program.
+    """
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    names = set()
+    for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), when_imported):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+            names |= {
+                f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source for alias in node.names
+            }
+    return names
+
+
+def _nodes(tree: ast.AST, when_imported: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        test = ast.unparse(node.test) if isinstance(node, ast.If) else ""
+        later = (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or "TYPE_CHECKING" in test or "__main__" in test
+        )
+        if when_imported and later:
+            continue
+        yield node
+        yield from _nodes(node, when_imported)
+
+
+def importers_of(package: str) -> set[str]:
+    return {module for module in MODULES if any(f"{name}.".startswith(f"{package}.") for name in imports_of(module))}
+
+
+def reached_from(module: str) -> set[str]:
+    """Everything that importing ``module`` imports, over the package's own modules and into others."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        names = imports_of(waiting.pop(), when_imported=True) - found
+        found |= names
+        waiting += [name for name in names if name in MODULES]
+    return found
+
+
+def test_the_source_tree_is_the_one_that_is_read() -> None:
+    assert {"trl_tpu", "trl_tpu.runtime.xla", "trl_tpu.data.collators", "trl_tpu.trainer.reward_trainer"} <= set(
+        MODULES
+    )
+    assert "trl_tpu.data.old_columns" in imports_of("trl_tpu.trainer.builders")  # a relative import
+    assert "trl_tpu.runtime" in imports_of("trl_tpu.modeling.load")  # ``from trl_tpu import runtime``
+
+
+def test_only_the_runtime_imports_torch_xla() -> None:
+    importers = importers_of("torch_xla")
+    assert importers == {module for module in importers if module.startswith("trl_tpu.runtime.")}
+    assert "trl_tpu.runtime.xla" in importers
+
+
+def test_only_the_xla_runtime_is_reached_by_choice_and_not_by_importing() -> None:
+    reached = reached_from("trl_tpu.trainer.reward_trainer") | reached_from("trl_tpu.cli")
+    assert "trl_tpu.runtime" in reached
+    assert not {name for name in reached if name.startswith(("torch_xla", "trl_tpu.runtime.xla"))}
+
+
+def test_only_the_adapters_import_peft() -> None:
+    assert importers_of("peft") == {"trl_tpu.modeling.adapters"}
+    assert not {name for name in reached_from("trl_tpu.modeling.adapters") if name.startswith("peft")}
+
+
+def test_trl_is_imported_nowhere() -> None:
+    assert importers_of("trl") == set()
+
+
+PURE = [
+    *(module for module in MODULES if module.startswith(("trl_tpu.data.", "trl_tpu.packing."))),
+    "trl_tpu.modeling.losses",
+    "trl_tpu.parallel.mesh",
+    "trl_tpu.parallel.sharding_plan",
+]
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer(module: str) -> None:
+    reached = reached_from(module)
+    rooms = {name.split(".")[1] for name in reached if name in MODULES and name.count(".") > 0}
+    assert rooms <= {"data", "packing", "parallel"}
+    assert not {name for name in reached if name.startswith("torch_xla")}
+
+
+# each room, and the rooms below it; names at the top of the package are TRL's paths for what the rooms hold
+BELOW = {
+    "packing": set(),
+    "runtime": set(),
+    "data": {"packing"},
+    "parallel": {"runtime"},
+    "modeling": {"data", "packing", "parallel", "runtime"},
+    "checkpoint": {"modeling", "runtime"},
+    "training": {"checkpoint", "data", "modeling", "parallel", "runtime"},
+    "trainer": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "training"},
+    "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
+    "scripts": {"checkpoint", "data", "modeling", "packing", "parallel", "preflight", "runtime", "trainer"},
+    "cli": {"scripts", "runtime"},
+    "data_utils": {"data"},
+    "chat_template_utils": {"modeling"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_rooms_import_only_rooms_below_them(room: str) -> None:
+    modules = [module for module in MODULES if module.split(".")[1:2] == [room]]
+    imported = {
+        name.split(".")[1]
+        for module in modules
+        for name in imports_of(module, when_imported=True)
+        if name in MODULES and name != "trl_tpu"
+    }
+    assert modules
+    assert imported - {room} <= BELOW[room]
+
+
+def test_every_room_is_listed_and_no_two_import_each_other() -> None:
+    assert {module.split(".")[1] for module in MODULES if module != "trl_tpu"} == set(BELOW)
+    list(TopologicalSorter(BELOW).static_order())
+    modules = {module: imports_of(module, when_imported=True) & MODULES.keys() for module in MODULES}
+    try:
+        list(TopologicalSorter(modules).static_order())
+    except CycleError as error:
+        pytest.fail(f"modules import each other in a circle: {' -> '.join(error.args[1])}")

@@ -1,0 +1,103 @@
+"""What packing measures of a dataset equals plain loops over its pairs, however arrow stores them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from datasets import Dataset, concatenate_datasets
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_tpu import RewardConfig
+from trl_tpu.data.measure import common_beginning, pair_sizes
+from trl_tpu.packing.schedule import plan_rows
+from trl_tpu.trainer.batch_plan import plan_rows_of
+
+ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
+pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))
+TYPES = [pa.list_(pa.int64()), pa.list_(pa.int32()), pa.large_list(pa.int64())]
+
+
+def shared(one: list[int], other: list[int]) -> int:
+    at = 0
+    while at < min(len(one), len(other)) and one[at] == other[at]:
+        at += 1
+    return at
+
+
+def size(one: list[int], other: list[int]) -> int:
+    return len(one) + len(other) - shared(one, other)
+
+
+def chunked(parts: list[list[list[int]]], kind: pa.DataType, before: int, after: int) -> pa.ChunkedArray:
+    """One chunk for each part, each a slice of a longer array, as a dataset's shards and selections are."""
+    arrays = [pa.array([[7] * 3] * before + part + [[8]] * after, kind).slice(before, len(part)) for part in parts]
+    return pa.chunked_array(arrays, kind)
+
+
+@given(st.lists(st.lists(pairs, max_size=4), min_size=1, max_size=4), st.sampled_from(TYPES), *[st.integers(0, 2)] * 4)
+def test_pair_sizes_equal_a_loop_over_sliced_chunks(
+    parts: list[list[Any]], kind: pa.DataType, before: int, after: int, before_too: int, after_too: int
+) -> None:
+    chosen = chunked([[one for one, _ in part] for part in parts], kind, before, after)
+    rejected = chunked([[other for _, other in part] for part in parts], kind, before_too, after_too)
+    assert pair_sizes(chosen, rejected).tolist() == [size(*pair) for part in parts for pair in part]
+
+
+def test_pair_sizes_of_empty_and_identical_dialogues() -> None:
+    chosen = [[], [], [1, 2], [1, 2, 3], [5], [1, 2], []]
+    rejected = [[], [4], [], [1, 2, 3], [6], [1, 2, 3, 4], []]
+    columns = [pa.chunked_array([pa.array(rows, TYPES[0])]) for rows in (chosen, rejected)]
+    assert pair_sizes(*columns).tolist() == [0, 1, 2, 3, 2, 4, 0]
+    assert pair_sizes(*(pa.chunked_array([], TYPES[0]) for _ in range(2))).tolist() == []
+
+
+@given(
+    st.lists(st.integers(1, 2), max_size=5),
+    st.lists(st.lists(ids, min_size=1, max_size=4), min_size=1, max_size=4),
+    st.sampled_from(TYPES),
+    st.integers(0, 2),
+)
+def test_the_common_beginning_is_that_of_all_dialogues_of_all_columns(
+    prompt: list[int], parts: list[list[list[int]]], kind: pa.DataType, before: int
+) -> None:
+    parts = [[prompt + one for one in part] for part in parts]
+    columns = [chunked([part], kind, before, 1) for part in parts]
+    every = [one for part in parts for one in part]
+    expected = min(shared(every[0], other) for other in every)
+    assert common_beginning(columns) == common_beginning([chunked(parts, kind, before, 1)]) == expected
+    assert expected >= len(prompt)
+    assert common_beginning([]) == 0
+
+
+@pytest.mark.parametrize("change", ["whole", "shuffled", "some", "shards", "filtered"])
+def test_rows_are_planned_for_the_pairs_of_the_dataset_and_no_others(change: str, tmp_path: Path) -> None:
+    """A selection keeps the arrow table and adds indices; joined shards are many chunks."""
+    generator = np.random.default_rng(0)
+    lengths = [(20 + index, 20 + index % 7) for index in range(60)]
+    rows = [
+        {
+            f"{half}_ids": [1] * 4 + generator.integers(1, 4, length).tolist()
+            for half, length in zip(("chosen", "rejected"), both, strict=True)
+        }
+        for both in lengths
+    ]
+    dataset: Any = Dataset.from_list(rows)
+    dataset = {
+        "whole": lambda: dataset,
+        "shuffled": lambda: dataset.shuffle(seed=0),
+        "some": lambda: dataset.select(range(40, 9, -3)),
+        "shards": lambda: concatenate_datasets([dataset.select(range(start, start + 20)) for start in (0, 20, 40)]),
+        "filtered": lambda: dataset.filter(lambda row: len(row["chosen_ids"]) % 2 == 0),
+    }[change]()
+    sizes = np.array([size(row["chosen_ids"], row["rejected_ids"]) for row in dataset])
+    dialogues = [row[name] for row in dataset for name in ("chosen_ids", "rejected_ids")]
+    common = min(shared(dialogues[0], other) for other in dialogues)
+    assert common >= 4
+    args = RewardConfig(str(tmp_path), max_shapes=3, report_to="none")
+    planned = plan_rows_of(dataset, 16, 4, 2, args)
+    assert planned == plan_rows(sizes, 4, 2, most=3, common=common, attention_length=96)
+    with pytest.raises(ValueError, match=f"row_length=8 is too short: the largest pair takes {sizes.max()} tokens"):
+        plan_rows_of(dataset, 16, 4, 2, RewardConfig(str(tmp_path), row_length=8, report_to="none"))

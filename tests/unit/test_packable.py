@@ -1,0 +1,225 @@
+"""Models for which packed rows are taken for exact are; the others are told apart, and left as they were."""
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from trl_tpu.data.collators import DataCollatorForPreference, PackedRows, TightRow
+from trl_tpu.modeling.attention.masked import goes_tree_by_tree
+from trl_tpu.modeling.attention.packability import PackingImpossible, make_packable
+from trl_tpu.modeling.attention.packed_pairs import PackedPairs
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+
+PAD = 0
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "num_labels": 1,
+}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FEW_HEADS = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "Gemma": ("Gemma", {}),
+    "OLMo3": ("Olmo3", WINDOWS),
+    "EXAONE 4": ("Exaone4", WINDOWS),
+    "SmolLM3, layers without positions": ("SmolLM3", {}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 48}),
+    "GPT-OSS, attention sinks": ("GptOss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen2-MoE": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 16}),
+    "Starcoder2": ("Starcoder2", {"sliding_window": 48}),
+    "GPT-J": ("GPTJ", FEW_HEADS | {"rotary_dim": 4}),
+    "OPT": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "differential attention": ("DiffLlama", {}),
+}
+# their packed rewards differ from the padded ones, in rows long enough
+NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "ALiBi": ("Bloom", {}),
+    "ALiBi, Falcon": ("Falcon", {"alibi": True}),
+    "ALiBi, MPT": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "windows of columns": (
+        "GPTNeo",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 256},
+    ),
+    "both ways": ("Gemma3Text", {"use_bidirectional_attention": True, **WINDOWS, "sliding_window": 512}),
+    "recurrent": (
+        "Jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "linear attention, MiniMax": (
+        "MiniMax",
+        {"num_local_experts": 2, "layer_types": LINEAR["layer_types"], "block_size": 8},
+    ),
+    "linear attention, Qwen3-Next": ("Qwen3Next", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}),
+    "linear attention, Qwen3.5": ("Qwen3_5Text", LINEAR),
+    "encoder": ("Bert", {}),
+    "encoder, DeBERTa": ("DebertaV2", {}),
+    "encoder, ModernBERT": ("ModernBert", {}),
+    "encoder-decoder": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
+}
+
+
+def tiny_model(family: str, tables: dict[str, Any], **changes: Any) -> PreTrainedModel:
+    """With weights of the size that transformers gives them, among which little attention is far from uniform."""
+    name, settings = tables[family]
+    settings = TINY | settings | changes
+    if name in ("Bloom", "Falcon", "Mpt", "GPTNeo"):  # of these, attributes with setters that refuse
+        settings = {key: value for key, value in settings.items() if key not in ("head_dim", "num_key_value_heads")}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**settings)
+    return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
+def long_pairs() -> list[dict[str, list[int]]]:
+    """Far longer than what is tried before packing: longer than any window above, in rows and in dialogues."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, TINY["vocab_size"], (800,)).tolist()
+    prompt = ids[:200]
+    return [
+        {"chosen_ids": prompt + ids[200:350], "rejected_ids": prompt + ids[350:470]},
+        {"chosen_ids": prompt + ids[470:500], "rejected_ids": prompt + ids[500:560]},
+    ]
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(family: str) -> None:
+    model = tiny_model(family, EXACT).eval()
+    make_packable(model, PAD)
+    for parameter in model.parameters():  # now attention far from uniform
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    pairs = long_pairs()
+    with torch.no_grad():
+        padded_P2 = model(**DataCollatorForPreference(PAD)(pairs)).logits.view(2, -1).T
+        plan = RowPlan((RowShape(1, 800),))
+        batches = PackedRows(plan, len(pairs), PAD)(pairs)["passes"]
+        batches += [TightRow(PAD, 1000)(pairs)] if goes_tree_by_tree(model) else []
+        for batch in batches:
+            packed_P2, _ = PackedPairs.read(batch).rewards(model)
+            torch.testing.assert_close(packed_P2, padded_P2, rtol=1e-5, atol=1e-5)  # of rewards around 1, in float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", NOT_EXACT)
+def test_families_for_which_it_is_not_exact_are_refused(family: str, dtype: torch.dtype) -> None:
+    """Also in bfloat16, whose rounding is larger than what a state or a position changes in small weights."""
+    model = tiny_model(family, NOT_EXACT).to(dtype)
+    with pytest.raises(PackingImpossible, match=f"{NOT_EXACT[family][0]}\\w*ForSequenceClassification"):
+        make_packable(model, PAD)
+
+
+@pytest.mark.parametrize("pad_token_id", [0, 2, 9, 12, 24, 63])
+def test_any_pad_token_will_do(pad_token_id: int) -> None:
+    """Dialogues that are tried must not end in it: they would be scored before it."""
+    make_packable(tiny_model("Mixtral", EXACT, pad_token_id=pad_token_id), pad_token_id)
+
+
+def test_weights_too_coarse_to_tell_are_not_packed() -> None:
+    with pytest.raises(PackingImpossible, match="bfloat16 would hide a difference: load it in float32"):
+        make_packable(tiny_model("Mixtral", EXACT).bfloat16(), PAD)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "recurrent"])
+@pytest.mark.parametrize("training", [True, False])
+def test_trying_it_leaves_the_model_and_the_random_numbers_as_they_were(family: str, training: bool) -> None:
+    model = tiny_model(family, EXACT | NOT_EXACT).train(training)
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    if family in NOT_EXACT:
+        with pytest.raises(PackingImpossible):
+            make_packable(model, PAD)
+    else:
+        make_packable(model, PAD)
+    assert torch.equal(torch.rand(1), expected)
+    assert {module.training for module in model.modules()} == {training}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "recurrent"])
+def test_a_model_with_adapters_is_tried_as_a_whole(family: str) -> None:
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(family, EXACT | NOT_EXACT), lora)
+    if family in EXACT:
+        make_packable(model, PAD)
+    else:
+        with pytest.raises(PackingImpossible, match="hidden states"):
+            make_packable(model, PAD)
+
+
+class OwnMasks(transformers.LlamaForSequenceClassification):
+    """As remote code may be: it takes position ids, and asks nobody for a mask."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **_: Any) -> Any:
+        states = self.model.embed_tokens(input_ids).cumsum(dim=1)
+        return self.score(states)
+
+
+class Stumbles(transformers.LlamaForSequenceClassification):
+    def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **_: Any) -> Any:
+        if position_ids is not None:
+            raise NotImplementedError("position_ids")
+        return super().forward(input_ids, attention_mask)
+
+
+class Llama(transformers.LlamaForSequenceClassification):
+    """As remote code may be: nothing but transformers' own, under another name."""
+
+
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [
+        (OwnMasks, "OwnMasks did not ask for the masks of packed rows"),
+        (Stumbles, r"Stumbles fails on packed rows \(NotImplementedError: position_ids\)"),
+        (Llama, None),
+    ],
+)
+def test_remote_code_is_tried_whatever_its_config_says(model_class: Any, reason: str | None) -> None:
+    model = model_class(transformers.LlamaConfig(**TINY))
+    if reason is None:
+        make_packable(model, PAD)
+        return
+    with pytest.raises(PackingImpossible, match=reason):
+        make_packable(model, PAD)
+
+
+def test_attention_that_takes_no_mask_is_refused_with_what_to_do() -> None:
+    model = tiny_model("Gemma", EXACT)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(PackingImpossible, match="uses 'flash_attention_2'.*'sdpa' or 'eager'"):
+        make_packable(model, PAD)
+    with pytest.raises(PackingImpossible, match="Linear has no `score` head"):
+        make_packable(nn.Linear(2, 1), PAD)

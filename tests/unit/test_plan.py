@@ -1,0 +1,266 @@
+"""Where parameters go: `tensor` by the model's own plan, `fsdp` along the largest dimension left, or whole and why."""
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.parallel.shard import place_model, plan_model
+from trl_tpu.parallel.shard_report import ShardReport
+from trl_tpu.parallel.sharding_plan import _SPLITS, _WHOLE, Plan, bare_name
+from trl_tpu.runtime import Axes
+from trl_tpu.runtime.native import NativeRuntime
+
+shapes = st.lists(st.integers(1, 40), max_size=4).map(tuple)
+
+
+@given(shapes, st.integers(2, 16))
+def test_fsdp_splits_the_largest_divisible_dimension_or_the_first_of_equals(shape: tuple[int, ...], fsdp: int) -> None:
+    placement = Plan(MeshShape(fsdp=fsdp)).place("w", shape)
+    divisible = [size for size in shape if size % fsdp == 0]
+    assert placement.is_sharded == bool(divisible)
+    if divisible:
+        split = shape.index(max(divisible))
+        assert placement.axes == tuple("fsdp" if dim == split else None for dim in range(len(shape)))
+    else:
+        assert placement.axes == (None,) * len(shape)
+        assert placement.reason == f"no dimension of {list(shape)} is divisible by fsdp={fsdp}"
+
+
+@given(shapes, st.integers(1, 8))
+def test_the_data_axis_splits_no_parameter(shape: tuple[int, ...], data: int) -> None:
+    placement = Plan(MeshShape(data=data)).place("w", shape)
+    assert placement.axes == (None,) * len(shape)
+    assert placement.reason == "fsdp=1"
+
+
+LAYER = {
+    "layers.*.q": "colwise",
+    "layers.*.o": "rowwise",
+    "layers.*.qkv": "packed_colwise",
+    "layers.*.norm": "replicated_with_grad_allreduce",
+    "layers.*.sinks": "colwise",
+    "layers.*.experts": "moe_tp_experts",
+    "layers.*.experts.gate_up": "packed_colwise",
+    "layers.*.experts.down": "rowwise",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axes", "reason"),
+    [
+        ("layers.0.q.weight", (64, 32), ("tensor", "fsdp"), "colwise; largest divisible dimension"),
+        ("layers.11.q.bias", (64,), ("tensor",), "colwise; no dimension left of [64] is divisible by fsdp=4"),
+        ("layers.0.o.weight", (32, 64), ("fsdp", "tensor"), "rowwise; largest divisible dimension"),
+        ("layers.0.o.bias", (32,), ("fsdp",), "rowwise leaves it whole; largest divisible dimension"),
+        ("layers.0.qkv.weight", (96, 32), ("tensor", "fsdp"), "packed_colwise; largest divisible dimension"),
+        ("layers.0.q.weight", (33, 32), (None, "fsdp"), "colwise, but 33 / tensor=2 is no whole number; largest"),
+        ("layers.0.norm.weight", (6,), (None,), "replicated_with_grad_allreduce leaves it whole; no dimension of [6]"),
+        ("layers.0.other.weight", (8, 16), (None, "fsdp"), "not in the model's tensor-parallel plan; largest"),
+        ("layers.0.sinks", (8,), ("tensor",), "colwise; no dimension left of [8] is divisible"),
+        ("layers.0.experts.gate_up", (6, 64, 32), (None, "tensor", "fsdp"), "packed_colwise; largest"),
+        ("layers.0.experts.down", (6, 32, 64), (None, "fsdp", "tensor"), "rowwise; largest"),
+        # adapters: B puts out what a colwise layer splits, A takes in what a rowwise one does
+        ("layers.0.q.lora_A.default.weight", (4, 32), (None, "fsdp"), "colwise leaves it whole; largest"),
+        ("layers.0.q.lora_B.default.weight", (64, 4), ("tensor", "fsdp"), "colwise; largest"),
+        ("layers.0.o.lora_A.default.weight", (4, 64), ("fsdp", "tensor"), "rowwise; largest"),
+        ("layers.0.o.lora_B.default.weight", (32, 4), ("fsdp", None), "rowwise leaves it whole; largest"),
+    ],
+)
+def test_tensor_follows_the_style_and_fsdp_takes_what_is_left(
+    name: str, shape: tuple[int, ...], axes: Axes, reason: str
+) -> None:
+    plan = Plan(MeshShape(fsdp=4, tensor=2), LAYER)
+    assert plan.place(name, shape).axes == axes
+    assert plan.place(name, shape).reason.startswith(reason)
+    wrapped = f"base_model.model.{name}" if "lora" in name else name.replace(".weight", ".base_layer.weight")
+    assert plan.place(wrapped, shape).axes == axes
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((64, 512), ("fsdp", None)),  # down projections have fewer rows than columns
+        ((32, 512), (None, "fsdp")),  # 8 rows a chip are half a tile
+        ((512, 32), ("fsdp", None)),
+        ((6, 64, 512), (None, "fsdp", None)),
+        ((512,), ("fsdp",)),
+    ],
+)
+def test_fsdp_takes_rows_where_each_device_gets_whole_tiles_of_them(shape: tuple[int, ...], axes: Axes) -> None:
+    assert Plan(MeshShape(fsdp=4)).place("layers.0.weight", shape).axes == axes
+
+
+def test_whole_experts_go_over_tensor_where_it_divides_them() -> None:
+    """The expert-parallel plan goes before the tensor-parallel one, as in transformers."""
+    expert_styles = {"layers.*.experts.gate_up": "grouped_gemm", "layers.*.experts.down": "grouped_gemm"}
+    plan = Plan(MeshShape(fsdp=4, tensor=2), LAYER, expert_styles)
+    assert plan.place("layers.0.experts.gate_up", (8, 64, 32)).axes == ("tensor", "fsdp", None)
+    assert plan.place("layers.0.experts.down", (8, 32, 64)).axes == ("tensor", None, "fsdp")
+    odd = plan.place("layers.0.experts.gate_up", (7, 64, 32))
+    assert odd.axes == (None, "tensor", "fsdp")
+    assert odd.reason.startswith("packed_colwise")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "axes"),
+    [
+        (MeshShape(fsdp=8), (1000, 64), (None, "fsdp")),
+        (MeshShape(tensor=8), (1000, 64), (None, "tensor")),
+        (MeshShape(data=2, fsdp=2, tensor=2), (1000, 64), (None, ("tensor", "fsdp"))),
+        (MeshShape(fsdp=8), (1000, 60), ("fsdp", None)),  # 60 / 8 is no whole number
+        (MeshShape(data=8), (1000, 64), (None, None)),
+    ],
+)
+def test_an_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[int, int], axes: Axes) -> None:
+    plan = Plan(mesh, {"embed": "embedding_rowwise"}, embeddings={"embed.weight"})
+    assert plan.place("embed.weight", shape).axes == axes
+    adapted = plan.place("embed.base_layer.weight", shape)
+    assert adapted.axes == axes
+
+
+def test_every_style_of_transformers_is_known_and_another_is_refused() -> None:
+    assert set(ALL_PARALLEL_STYLES.keys()) <= set(_SPLITS) | _WHOLE
+    with pytest.raises(ValueError, match="gives q.weight the style 'spiral', which is not known here"):
+        Plan(MeshShape(tensor=2), {"q": "spiral"}).place("q.weight", (4, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "bare"),
+    [
+        ("base_model.model.model.layers.0.q.base_layer.weight", "model.layers.0.q.weight"),
+        ("base_model.model.score.modules_to_save.default.weight", "score.weight"),
+        ("base_model.model.score.original_module.weight", "score.weight"),
+        ("base_model.model.model.layers.0.q.lora_A.default.weight", "model.layers.0.q.lora_A.default.weight"),
+        ("model.layers.0.q.weight", "model.layers.0.q.weight"),
+    ],
+)
+def test_the_bare_name_is_the_models_without_peft(name: str, bare: str) -> None:
+    assert bare_name(name) == bare
+
+
+# ---- real models, without memory
+
+
+def on_meta(model_type: str, **sizes: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(
+            AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **sizes)
+        )
+
+
+MODELS = {
+    "llama": {"num_key_value_heads": 8},
+    "qwen3": {"num_key_value_heads": 8},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "qwen3_moe": {"num_key_value_heads": 8, "num_hidden_layers": 4},
+    "mistral": {},
+    "phi3": {"num_key_value_heads": 8},
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize(
+    "mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=4, tensor=2), MeshShape(tensor=8)], ids=str
+)
+def test_of_real_models_next_to_nothing_stays_replicated(model_type: str, mesh: MeshShape) -> None:
+    model = on_meta(model_type, **MODELS[model_type])
+    plan = plan_model(model, mesh)
+    whole = parts = 0
+    for name, parameter in model.named_parameters():
+        placement = plan.place(name, tuple(parameter.shape))
+        for size, over in zip(parameter.shape, placement.axes, strict=True):
+            names = (over,) if isinstance(over, str) else over or ()
+            assert size % prod(mesh.sizes[each] for each in names) == 0, name
+        whole += parameter.numel()
+        parts += parameter.numel() // placement.parts(mesh)
+    devices = mesh.fsdp * mesh.tensor
+    assert whole / devices <= parts < 1.02 * whole / devices
+
+
+def test_heads_that_tensor_would_cut_are_refused_by_the_models_config() -> None:
+    model = on_meta("qwen3", num_attention_heads=20, num_key_value_heads=4, num_hidden_layers=1)
+    plan_model(model, MeshShape(fsdp=2, tensor=4))
+    with pytest.raises(ValueError, match="num_attention_heads=20 / tensor=8 is no whole number"):
+        plan_model(model, MeshShape(tensor=8))
+
+
+def test_fewer_key_and_value_heads_than_devices_stay_whole_over_tensor() -> None:
+    model = on_meta("qwen3", num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=1)
+    plan = plan_model(model, MeshShape(fsdp=2, tensor=8))
+    axes = {
+        name.split(".")[-2]: plan.place(name, tuple(parameter.shape)).axes
+        for name, parameter in model.named_parameters()
+        if "_proj" in name
+    }
+    assert axes["k_proj"] == axes["v_proj"] == ("fsdp", None)
+    assert axes["q_proj"] == axes["up_proj"] == ("tensor", "fsdp")
+    assert axes["o_proj"] == axes["down_proj"] == ("fsdp", "tensor")
+
+
+def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> None:
+    model = on_meta("gpt2", n_layer=1, n_embd=64, n_head=4)
+    plan_model(model, MeshShape(fsdp=8))
+    with pytest.raises(ValueError, match=r"GPT2ForSequenceClassification has no tensor-parallel plan .* tensor=2"):
+        plan_model(model, MeshShape(fsdp=4, tensor=2))
+
+
+# ---- placing, and the report
+
+
+class RecordingRuntime(NativeRuntime):
+    """Plain torch that notes how it is asked to place."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[torch.Tensor, Axes]] = []
+
+    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+        self.asked.append((tensor, axes))
+        return tensor.to(device)
+
+
+def place(model: nn.Module, mesh: MeshShape, device: str = "cpu") -> tuple[ShardReport, RecordingRuntime]:
+    recorder = RecordingRuntime()
+    return place_model(model, plan_model(model, mesh), recorder, torch.device(device)), recorder
+
+
+def test_the_report_names_what_goes_where_its_bytes_and_why() -> None:
+    model = nn.Sequential(nn.Linear(64, 1024, bias=False), nn.Linear(64, 1024, bias=False), nn.Linear(1024, 5))
+    report, _ = place(model, MeshShape(data=2, fsdp=4))
+    assert report.replicated_bytes == 5 * 4
+    assert report.total_bytes == (2 * 64 * 1024 + 1024 * 5 + 5) * 4
+    assert report.bytes_per_device == (2 * 64 * 1024 + 1024 * 5) * 4 // 4 + 5 * 4
+    assert str(report).splitlines() == [
+        "mesh data=2,fsdp=4 on 8 device(s): parameters take 0.13 MiB a device of 0.52 MiB in all, 0.00 MiB of them "
+        "replicated",
+        "  parameter  shape        over        a device  why",
+        "  *.weight   2 x 1024x64  [fsdp, -]   0.12 MiB  rows in whole tiles",
+        "  *.weight   5x1024       [-, fsdp]   0.00 MiB  largest divisible dimension",
+        "  *.bias     5            replicated  0.00 MiB  no dimension of [5] is divisible by fsdp=4",
+    ]
+
+
+def test_on_one_device_the_report_is_one_line() -> None:
+    report, _ = place(nn.Linear(4, 4), MeshShape())
+    assert str(report).count("\n") == 0
+
+
+def test_tied_parameters_stay_tied_count_once_and_keep_their_flags() -> None:
+    model: Any = nn.ModuleDict({"embed": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)}).to(torch.bfloat16)
+    model["head"].weight = model["embed"].weight
+    model["embed"].weight.requires_grad_(False)
+    model.register_buffer("steps", torch.zeros(3))
+    report, recorder = place(model, MeshShape(fsdp=8), device="meta")  # any device that the model is not on
+    assert report.sizes == {"embed.weight": 8 * 16 * 2}
+    assert report.bytes_per_device == 16 * 2
+    assert [axes for _, axes in recorder.asked] == [(None, "fsdp"), (None,)]
+    assert model["head"].weight is model["embed"].weight
+    assert model["head"].weight.device.type == model.steps.device.type == "meta"
+    assert not model["head"].weight.requires_grad

@@ -1,0 +1,93 @@
+"""Which activations are computed again: the settings, and what plain torch does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trl_tpu import RewardConfig
+from trl_tpu.runtime.kernels.plain import MATMULS, contract
+from trl_tpu.runtime.native import NativeRuntime
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({}, "full"),
+        ({"gradient_checkpointing": True}, "full"),
+        ({"gradient_checkpointing": False}, "none"),
+        ({"activation_checkpointing": False}, "none"),
+        ({"remat": "none"}, "none"),
+        ({"remat": "none", "gradient_checkpointing": False}, "none"),
+        ({"remat": "dots"}, "dots"),
+        ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "dots"),
+        ({"remat": "full", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "full"),
+    ],
+)
+def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str, Any], policy: str) -> None:
+    args = RewardConfig(str(tmp_path), bf16=False, report_to="none", **settings)
+    assert args.remat_policy == policy
+    assert args.gradient_checkpointing == args.activation_checkpointing == (policy != "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "fragment"),
+    [
+        ({"remat": "dot"}, "remat must be 'full', 'dots' or 'none', got 'dot'"),
+        ({"remat": "dots", "gradient_checkpointing": False}, "contradicts gradient_checkpointing=False"),
+        ({"remat": "full", "activation_checkpointing": False}, "contradicts gradient_checkpointing=False"),
+        ({"remat": "none", "activation_checkpointing": True}, "contradicts gradient_checkpointing=True"),
+        ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "sets use_reentrant by itself"),
+        ({"scan_layers": True}, "plain torch compiles nothing"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    tmp_path: Path, settings: dict[str, Any], fragment: str
+) -> None:
+    with pytest.raises(ValueError, match=fragment):
+        RewardConfig(str(tmp_path), bf16=False, report_to="none", **settings)
+
+
+class Counting(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in MATMULS
+        return function(*args, **(kwargs or {}))
+
+
+def test_plain_torch_keeps_matrix_products_too() -> None:
+    products, gradients = {}, {}
+    for policy in ("none", "full", "dots"):
+        model = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
+        model.set_attn_implementation("eager")
+        model.train()
+        if policy != "none":
+            model.activation_checkpointing_enable()
+            NativeRuntime().use_checkpointing(model, policy)  # type: ignore[arg-type]
+        ids = torch.randint(2, 200, (8, 32), generator=torch.Generator().manual_seed(0))
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.square().sum()
+        with Counting() as counting:
+            loss.backward()
+        products[policy] = counting.count
+        gradients[policy] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert products["full"] > products["none"]
+    assert products["dots"] == products["none"]
+    for policy in ("full", "dots"):
+        torch.testing.assert_close(gradients[policy], gradients["none"], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("equation", ["bghqd,bgkd->bghqk", "bghqk,bgkd->bghqd"])
+def test_contract_is_einsum_with_its_gradients(equation: str) -> None:
+    sizes = {"b": 2, "g": 3, "h": 2, "q": 4, "k": 4, "d": 5}
+    first, second = equation.partition("->")[0].split(",")
+    make = torch.Generator().manual_seed(0)
+    factors = [
+        torch.randn([sizes[letter] for letter in letters], generator=make, dtype=torch.float64, requires_grad=True)
+        for letters in (first, second)
+    ]
+    torch.testing.assert_close(contract(equation, *factors), torch.einsum(equation, *factors))
+    assert torch.autograd.gradcheck(lambda *factors: contract(equation, *factors), factors)

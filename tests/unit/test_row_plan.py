@@ -1,0 +1,96 @@
+"""A few shapes cover every batch of the data, in as little work as they can."""
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_tpu.data.measure import common_beginning, pair_sizes
+from trl_tpu.packing.pack import pack, pack_tight
+from trl_tpu.packing.schedule import RowPlan, plan_rows
+from trl_tpu.packing.shapes import RowShape
+
+dialogues = st.lists(st.lists(st.integers(1, 3), max_size=9), min_size=1, max_size=12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=60),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 5),
+    st.data(),
+)
+def test_every_batch_of_the_data_is_covered(
+    sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject
+) -> None:
+    row_length = data.draw(st.sampled_from([None, 208]))
+    plan = plan_rows(
+        np.array(sizes), pairs, shards, most=most, multiple=8, attention_length=300, row_length=row_length
+    )
+    assert 1 <= len(plan.shapes) <= most
+    assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in plan.shapes)
+    assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}
+    drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
+    # nothing shared between pairs, the worst case: token ids tell pairs apart
+    chosen, rejected = [[index + 1] * sizes[index] for index in drawn], [[index + 1] for index in drawn]
+    some = pack(chosen, rejected, plan, pairs, 0)
+    assert sum(rows.pair_mask_P.sum() for rows in some) == len(drawn)
+
+
+def test_ways_come_cheapest_first_and_never_end() -> None:
+    plan = RowPlan((RowShape(1, 64), RowShape(2, 64)), (RowShape(1, 96),), attention_length=1e9, pass_work=10)
+    ways = list(itertools.islice(plan.ways(), 20))
+    assert ways[:3] == [(RowShape(1, 64),), (RowShape(2, 64),), (RowShape(1, 96), RowShape(1, 64))]
+    assert [plan.work(way) for way in ways[:3]] == pytest.approx([64, 128, 170])
+    assert len(ways[-1]) > len(ways[0])
+    assert list(RowPlan((RowShape(1, 64),)).ways()) == [(RowShape(1, 64),)]
+
+
+def test_a_row_length_too_short_for_a_pair_is_refused() -> None:
+    with pytest.raises(ValueError, match="row_length=100 is too short: the largest pair takes 130 .* row_length=256"):
+        plan_rows(np.array([40, 130]), 2, row_length=100)
+
+
+@given(dialogues, st.integers(0, 3), st.randoms())
+def test_sizes_and_common_beginnings_equal_a_plain_loop(chosen: list[list[int]], skip: int, random: object) -> None:
+    rejected = [list(ids) for ids in chosen]
+    random.shuffle(rejected)  # type: ignore[attr-defined]
+    start = min(skip, len(chosen) - 1)
+    columns = [pa.chunked_array([pa.array(rows, pa.list_(pa.int64()))]).slice(start) for rows in (chosen, rejected)]
+
+    def common(one: list[int], other: list[int]) -> int:
+        return next(
+            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        )
+
+    expected = [len(one) + len(other) - common(one, other) for one, other in zip(chosen, rejected, strict=True)]
+    assert pair_sizes(*columns).tolist() == expected[start:]
+    every = chosen[start:] + rejected[start:]
+    assert common_beginning(columns) == min(common(every[0], other) for other in every)
+
+
+@tiny.needs_hh
+@pytest.mark.parametrize(("pairs", "shards", "most_tokens"), [(8, 1, 0.72), (64, 8, 0.70)])
+def test_tokens_processed_per_real_token(pairs: int, shards: int, most_tokens: float) -> None:
+    """On real pairs, for a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
+    rows = tiny.hh_pairs(0, 10**6)
+    tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
+    halves = [tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected")]
+    both = [pair for pair in zip(*halves, strict=True) if max(map(len, pair)) <= 1024]
+    sizes = pair_sizes(*(pa.chunked_array([pa.array(half)]) for half in zip(*both, strict=True)))
+    plan = plan_rows(sizes, pairs, shards, attention_length=6 * 1024)
+    assert len(plan.shapes) <= 4
+    columns = real = tight = 0
+    order = np.random.default_rng(1).permutation(len(both))
+    for first in range(0, len(order) - pairs + 1, pairs):
+        chosen, rejected = zip(*(both[index] for index in order[first : first + pairs]), strict=True)
+        columns += sum(packed.input_ids_RL.size for packed in pack(chosen, rejected, plan, pairs, 0))
+        tight += pack_tight(chosen, rejected, 0, attention_length=6 * 1024).input_ids_RL.size
+        real += sum(map(len, chosen)) + sum(map(len, rejected))
+    assert columns / real <= most_tokens
+    assert tight / real <= 0.64

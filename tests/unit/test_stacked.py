@@ -1,0 +1,157 @@
+"""Layers held as one: what goes in comes out, a step is the same in between, and what cannot be so is refused.
+
+On plain torch. There is no loop here, so the gradients are given; tests/xla/test_scan.py runs it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
+from transformers import LlamaForSequenceClassification
+from transformers.optimization import Adafactor
+
+from trl_tpu.modeling.layers import ScanImpossible
+from trl_tpu.modeling.stacked import LayerStack, by_layer
+from trl_tpu.runtime.native import NativeRuntime
+
+LAYERS = 3
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def make_model() -> LlamaForSequenceClassification:
+    tokenizer = tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300)
+    return tiny.tiny_model(tokenizer, layers=LAYERS)
+
+
+def make_stack(model: nn.Module) -> LayerStack:
+    return LayerStack(model, {}, "full", NativeRuntime())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, as transformers makes them, and an order of its own in each."""
+    named = list(model.named_parameters())[::-1]
+    decaying = [parameter for name, parameter in named if "norm" not in name]
+    others = [parameter for name, parameter in named if "norm" in name]
+    return torch.optim.AdamW([{"params": decaying, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def give_stacked_gradients(model: nn.Module, like: nn.Module) -> None:
+    own = dict(like.named_parameters())
+    for name, parameter in model.named_parameters():
+        layers = [own[name.replace("layers.0", f"layers.{number}")].grad for number in range(LAYERS)]
+        parameter.grad = torch.stack(layers) if "layers.0" in name else own[name].grad.clone()
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd])
+def test_steps_and_clipping_are_those_of_layers_one_by_one(make_optimizer: MakeOptimizer) -> None:
+    model, plain = make_model(), make_model()
+    optimizer, plain_optimizer = make_optimizer(model), make_optimizer(plain)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    own = dict(model.named_parameters())
+    stack = make_stack(model)
+    for seed in range(4):
+        give_gradients(plain, seed)
+        if seed == 2:  # in between, with moments
+            stack.unstack()
+        stack.stack(optimizer)
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 3 + 9
+        give_stacked_gradients(model, plain)
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in (model, plain)]
+        assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-6)
+        plain_optimizer.step()
+        optimizer.step()
+    stack.unstack()
+    for name, parameter in plain.named_parameters():
+        assert own[name] is dict(model.named_parameters())[name]
+        torch.testing.assert_close(own[name], parameter, atol=1e-7, rtol=1e-6, msg=name)  # the norms' rounding
+        state, plain_state = optimizer.state[own[name]], plain_optimizer.state[parameter]
+        assert state.keys() == plain_state.keys() != set()
+        for kind, value in plain_state.items():
+            torch.testing.assert_close(state[kind], value, atol=1e-7, rtol=1e-6, msg=f"{kind} of {name}")
+    for before, group in zip(groups, optimizer.param_groups, strict=True):
+        assert all(one is other for one, other in zip(before, group["params"], strict=True))
+    assert len(optimizer.state) == len(own)
+
+
+def test_a_model_with_its_layers_as_one_holds_them_once_and_keeps_its_state_dict() -> None:
+    model = get_peft_model(make_model(), LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
+    adapters = get_peft_model_state_dict(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    stack = make_stack(model)
+    stack.stack(torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad]))
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(map(torch.numel, before.values()))
+    assert not any(part.numel() for kind in stack._kinds for part in kind.parts)
+    for found in (
+        model.state_dict(),
+        by_layer(model, model.state_dict(keep_vars=True), torch.Tensor.__getitem__),
+    ):
+        assert found.keys() == before.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert get_peft_model_state_dict(model).keys() == adapters.keys()
+
+
+def test_entries_with_more_than_a_weights_name_are_named_by_layer() -> None:
+    model = make_model()
+    make_stack(model).stack(sgd(model))
+    state = {
+        "optimizer.model.layers.0.input_layernorm.weight.exp_avg": torch.arange(LAYERS),
+        "optimizer.model.layers.0.input_layernorm.weight.step": torch.tensor(7),
+        "optimizer.model.norm.weight.step": torch.tensor(8),
+    }
+    named = {name: value.item() for name, value in by_layer(model, state, torch.Tensor.__getitem__).items()}
+    weight = "input_layernorm.weight"
+    averages = {f"optimizer.model.layers.{number}.{weight}.exp_avg": number for number in range(LAYERS)}
+    steps = {f"optimizer.model.layers.{number}.{weight}.step": 7 for number in range(LAYERS)}
+    assert named == averages | steps | {"optimizer.model.norm.weight.step": 8}
+
+
+def by_group(model: nn.Module) -> torch.optim.Optimizer:
+    """Layers that learn faster and faster."""
+    layers = [{"params": layer.parameters(), "lr": 0.1 * number} for number, layer in enumerate(model.model.layers)]
+    return torch.optim.SGD(layers, lr=0.1)
+
+
+def last_layer_only(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.model.layers[-1].parameters(), lr=0.1)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return Adafactor(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "message"),
+    [
+        (by_group, r"of some layers in another group"),
+        (last_layer_only, r"or not at all"),
+        (adafactor, r"Adafactor may look at a weight as a whole: choose optim='adamw_torch'"),
+    ],
+)
+def test_an_optimizer_that_would_not_do_the_same_is_refused(make_optimizer: MakeOptimizer, message: str) -> None:
+    model = make_model()
+    before: dict[str, Any] = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model)
+    with pytest.raises(ScanImpossible, match=message):
+        make_stack(model).stack(optimizer)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_shared_weight_is_refused() -> None:
+    model = make_model()
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ScanImpossible, match=r"model\.layers\.0\.mlp\.up_proj\.weight is used elsewhere too"):
+        make_stack(model)

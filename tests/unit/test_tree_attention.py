@@ -1,0 +1,237 @@
+"""Packed rows give the rewards and gradients of the padded forward, for every family of decoders."""
+
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from decoders import FAMILIES, KNOWN_PAIRS, PAD, PROMPT, TINY, VOCAB, StayInFloat64, gradients, padded, random_decoder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import PreTrainedModel
+
+from trl_tpu.modeling.attention.masked import (
+    goes_tree_by_tree,
+    packed_rewards,
+    score_wide,
+    tree_rule,
+    use_tree_masks,
+)
+from trl_tpu.modeling.attention.packability import PROVEN_TYPES, check_packing_is_exact
+from trl_tpu.packing.pack import PackedPass, pack, pack_tight
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+
+EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}
+ALL = [*FAMILIES, *EAGER]
+
+
+def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
+    if family in EAGER:
+        family, changes = EAGER[family], {"attn_implementation": "eager", **changes}
+    model = random_decoder(family, **changes)
+    use_tree_masks(model)
+    return model
+
+
+MODELS: dict[str, PreTrainedModel] = {}
+
+
+def model_of(family: str) -> PreTrainedModel:
+    return MODELS.setdefault(family, tiny_model(family))
+
+
+LONG = 32  # what the largest pair of the tests takes
+LAYOUTS = {
+    "one pass": RowPlan((RowShape(2, 160),)),
+    "passes": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
+    "tight": None,
+}
+
+
+# a model's own eager attention takes one mask for all trees
+CASES = [
+    (family, layout)
+    for family in ALL
+    for layout in LAYOUTS
+    if layout != "tight" or not (family in EAGER or "attn_implementation" in FAMILIES[family][1])
+]
+
+
+def packed(model: nn.Module, pairs: list[Any], layout: str = "one pass", **kwargs: Any) -> torch.Tensor:
+    """The rewards [P, 2], put together from all passes."""
+    plan = LAYOUTS[layout]
+    chosen, rejected = zip(*pairs, strict=True)
+    if plan is None:
+        rows = pack_tight(chosen, rejected, PAD, attention_length=20)
+        scored = tuple(np.unique(rows.last_column_P2).tolist())
+        return rewards_of(model, rows, trees=rows.trees, scored=scored, **kwargs)
+    passes = pack(chosen, rejected, plan, len(pairs), PAD)
+    parts = [torch.where(mask(rows), rewards_of(model, rows, **kwargs), 0.0) for rows in passes]
+    return torch.stack(parts).sum(dim=0)
+
+
+def mask(rows: PackedPass) -> torch.Tensor:
+    return torch.from_numpy(rows.pair_mask_P)[:, None]
+
+
+def rewards_of(model: nn.Module, rows: PackedPass, **kwargs: Any) -> torch.Tensor:
+    names = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2")
+    return packed_rewards(model, *(torch.from_numpy(getattr(rows, name)) for name in names), **kwargs)
+
+
+def assert_equal_in_both(model: nn.Module, pairs: list[Any], **kwargs: Any) -> None:
+    with StayInFloat64():
+        expected, rewards = padded(model, pairs), packed(model, pairs, **kwargs)
+        theirs, ours = gradients(model, expected), gradients(model, rewards)
+    assert rewards.dtype == torch.float64
+    torch.testing.assert_close(rewards, expected, rtol=1e-9, atol=1e-9)
+    assert ours.keys() == theirs.keys()
+    assert ours
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(
+            ours[name], gradient, rtol=1e-9, atol=1e-9, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+ids = st.integers(1, VOCAB - 1)
+dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+prompt, tail = st.lists(ids, min_size=1, max_size=10), st.lists(ids, max_size=6)
+pair = st.one_of(
+    st.tuples(dialogue, dialogue),
+    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), prompt, tail, tail),
+    dialogue.map(lambda ids: (ids, ids)),
+    st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
+)
+batches = st.lists(pair, min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_rewards_and_gradients_equal_the_padded_forward(family: str, layout: str) -> None:
+    assert_equal_in_both(model_of(family), KNOWN_PAIRS, layout=layout)
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pairs=batches)
+def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(
+    family: str, layout: str, pairs: list[Any]
+) -> None:
+    assert_equal_in_both(model_of(family), pairs, layout=layout)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_trying_it_finds_every_family_exact_in_float32(family: str) -> None:
+    check_packing_is_exact(tiny_model(family, vocab_size=64).float(), PAD)
+
+
+def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
+    assert {model_of(family).config.get_text_config().model_type for family in ALL} == PROVEN_TYPES
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_tight_rows_are_for_all_but_eager_attention(family: str) -> None:
+    assert goes_tree_by_tree(model_of(family)) == ((family, "tight") in CASES)
+
+
+def test_long_trees_are_read_in_blocks_of_queries() -> None:
+    prompt = [1 + at % 30 for at in range(230)]
+    pairs = [(prompt + [1, 2] * 60, prompt + [3] * 100), ([4, 5], [6])]
+    model = tiny_model("Llama", max_position_embeddings=512)
+    assert_equal_in_both(model, pairs, layout="tight")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_lora_trains_the_same(layout: str) -> None:
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("Qwen3"), lora)
+    assert_equal_in_both(model, KNOWN_PAIRS, layout=layout)
+    found = gradients(model, packed(model, KNOWN_PAIRS, layout))
+    assert any("lora_A" in name for name in found) and any("score" in name for name in found)
+
+
+@pytest.mark.parametrize("family", sorted({family for family, layout in CASES if layout == "tight"}))
+def test_in_tight_rows_the_last_feed_forward_reads_scored_tokens_only(family: str) -> None:
+    model, read = model_of(family), []
+    layers: Any = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    hooks = [
+        layer.mlp.register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape[1])) for layer in layers
+    ]
+    packed(model, [(PROMPT + [1, 2, 3], PROMPT + [4]), ([25, 26], [25, 26])], layout="tight")
+    for hook in hooks:
+        hook.remove()
+    assert read == [len(PROMPT) + 4 + 2, 3]  # two identical dialogues have one last token
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputed_layers_train_the_same(layout: str) -> None:
+    model = tiny_model("GPT-NeoX").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal_in_both(model, KNOWN_PAIRS, layout=layout)
+
+
+def test_a_window_counts_positions_not_columns() -> None:
+    """The other tail stands between a tail and its prompt; it must not use up the window."""
+    pairs = [(PROMPT + [1] * 9, PROMPT + [2, 3])]
+    model = tiny_model("Mistral, sliding window")
+    for layout in LAYOUTS:
+        torch.testing.assert_close(packed(model, pairs, layout), padded(model, pairs), rtol=1e-9, atol=1e-9)
+    subtree_end, positions = torch.tensor([[6, 6, 5, 5, 5, 6]]), torch.tensor([[0, 1, 2, 3, 4, 2]])
+
+    def window(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= query) & (key > query - 2)
+
+    rule = tree_rule(torch.stack([subtree_end, positions], 1), window)
+    row, column = torch.zeros(1, 1, dtype=torch.long), torch.arange(6)
+    visible = rule(row, row, column[:, None], column[None, :])
+    assert visible[5].tolist() == [False, True, False, False, False, True]
+    assert visible[4].tolist() == [False, False, False, True, True, False]
+
+
+def test_ordinary_batches_get_the_masks_they_always_got() -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**TINY)
+    model = transformers.LlamaForSequenceClassification(config)
+    model.set_attn_implementation("eager")
+    before = padded(model, KNOWN_PAIRS)
+    use_tree_masks(model)
+    use_tree_masks(model)  # twice is once
+    assert torch.equal(padded(model, KNOWN_PAIRS), before)
+
+
+class OwnMasks(nn.Module):
+    """As remote code may be: it takes what transformers' decoders take, and does not use their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(4, 1)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> None:
+        self.score(torch.zeros(*input_ids.shape, 4))
+
+
+def test_a_model_that_cannot_is_an_error_that_says_what_to_do() -> None:
+    model = tiny_model("Llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="uses 'flash_attention_2'.*'sdpa' or 'eager'"):
+        use_tree_masks(model)
+    causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no `score` head"):
+        packed(causal, KNOWN_PAIRS)
+    with pytest.raises(ValueError, match="OwnMasks did not ask for the masks of packed rows"):
+        packed(OwnMasks(), KNOWN_PAIRS)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_rewards_are_float32_under_autocast_and_over_bfloat16_weights(stored: torch.dtype) -> None:
+    head = nn.Linear(16, 1, bias=False, dtype=stored)
+    hidden = torch.randn(3, 2, 16, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        rewards = score_wide(head, hidden)
+    assert rewards.dtype == torch.float32
+    torch.testing.assert_close(rewards, hidden.float() @ head.weight.float()[0], rtol=1e-5, atol=1e-6)
+    rewards.sum().backward()
+    assert head.weight.grad is not None

@@ -1,0 +1,1 @@
+"""What a checkpoint is, how it is written, found, read, and exported."""

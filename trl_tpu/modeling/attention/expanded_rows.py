@@ -1,0 +1,97 @@
+"""Moving the tokens of packed rows to rows of whole dialogues and back, on the device.
+
+Every move gathers, in its backward too wherever a token has one place only: accelerators gather fast and scatter
+slowly.
+
+Letters: R rows, L length of a row, 2 chosen and rejected, H heads, D size of a head, N and M places in a row.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class ExpandedRows(NamedTuple):
+    """Where the tokens of packed rows lie in expanded rows: see `trl_tpu.packing.expand.Expansion`."""
+
+    expand_R2L: torch.Tensor
+    segment_R2L: torch.Tensor
+    home_R2L: torch.Tensor
+    back_RL: torch.Tensor
+
+    def queries(self, x_RHLD: torch.Tensor) -> torch.Tensor:
+        """A query for each place, [2R, H, L, D], of which only those count whose output is taken back."""
+        # so no other copy has a gradient, and none need be summed
+        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.expand_R2L.flatten(1), self.back_RL))
+
+    def copies(self, x_RHLD: torch.Tensor) -> torch.Tensor:
+        """A copy for each place, [2R, H, L, D]."""
+        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.expand_R2L.flatten(1), None))
+
+    def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
+        """Each token's output, in the order that transformers wants: [R, L, H, D]."""
+        x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
+        return _Gather.apply(x_RNHD, self.back_RL, self.home_R2L.flatten(1))
+
+    def spread(self, x_RLHD: torch.Tensor) -> torch.Tensor:
+        """The way of `outputs` back: [2R, H, L, D], zeros at places whose output is not taken."""
+        return self._as_rows(_take(x_RLHD, self.home_R2L.flatten(1)))
+
+    @property
+    def segment_2RL(self) -> torch.Tensor:
+        """The segments of the expanded rows."""
+        return self.segment_R2L.flatten(0, 1)
+
+    @property
+    def needed_2RL(self) -> torch.Tensor:
+        """The places whose outputs are taken: one of each token's copies."""
+        return self.home_R2L.flatten(0, 1) >= 0
+
+    @staticmethod
+    def _as_rows(x_RNHD: torch.Tensor) -> torch.Tensor:
+        return x_RNHD.unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)
+
+
+class _Gather(torch.autograd.Function):
+    """``x[r, index[r, m]]``, and zeros where the index is -1.
+
+    Args:
+        x_RN: Any number of dimensions may follow.
+        index_RM: Where to take from.
+        inverse_RN: For each n, the one m whose gradient it gets, or -1. None to sum over all m that took it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_RN: torch.Tensor, index_RM: torch.Tensor, inverse_RN: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(index_RM, inverse_RN)
+        ctx.columns = x_RN.shape[1]
+        return _take(x_RN, index_RM)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_RM: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        index_RM, inverse_RN = ctx.saved_tensors
+        if inverse_RN is not None:
+            return _take(gradient_RM, inverse_RN), None, None
+        # sums of many copies need more than bfloat16's 8 bits
+        wide = _blank(gradient_RM, index_RM).to(torch.promote_types(gradient_RM.dtype, torch.float32))
+        total = wide.new_zeros((len(wide) * ctx.columns, *wide.shape[2:]))
+        total = total.index_add(0, _places(index_RM, ctx.columns), wide.flatten(0, 1))
+        return total.unflatten(0, (len(wide), ctx.columns)).to(gradient_RM.dtype), None, None
+
+
+def _take(x_RN: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
+    taken = x_RN.flatten(0, 1).index_select(0, _places(index_RM, x_RN.shape[1]))
+    return _blank(taken.unflatten(0, index_RM.shape), index_RM)
+
+
+def _places(index_RM: torch.Tensor, columns: int) -> torch.Tensor:
+    """The places of ``index_RM``, of which -1 is as good as 0, in rows of ``columns`` put end to end.
+
+    Numbers other than 0 and 1 would reach XLA as arguments, which no loop takes where each device computes for itself.
+    """
+    begin_R = torch.arange(0, len(index_RM) * columns, columns, dtype=index_RM.dtype, device=index_RM.device)
+    return (torch.relu(index_RM) + begin_R[:, None]).flatten()
+
+
+def _blank(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
+    return x_RM.masked_fill((index_RM < 0)[(...,) + (None,) * (x_RM.dim() - 2)], 0)

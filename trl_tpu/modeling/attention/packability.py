@@ -1,0 +1,163 @@
+"""Whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
+
+Some models take a mask and yet read positions from elsewhere (ALiBi), carry a state from token to token (recurrent
+and linear attention), look both ways (encoders), or make masks of their own. Their packed rewards would be wrong
+without a word, so packing needs proof.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+
+from ...data.collators import DataCollatorForPreference, PackedRows, TightRow
+from ...packing.schedule import RowPlan
+from ...packing.shapes import RowShape
+from ..adapters import without_adapters
+from ..rewards import find_score_head
+from .masked import goes_tree_by_tree, use_tree_masks
+from .packed_pairs import PackedPairs
+
+# transformers' own models of these types gave equal rewards and gradients in float64 (tests/test_tree_attention.py)
+PROVEN_TYPES = frozenset(
+    {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"}
+)
+
+# relative, between two orders of float32 sums
+_ROUNDING = 2e-5
+
+
+class PackingImpossible(ValueError):
+    """Packed rows cannot be used; the message says why."""
+
+
+def make_packable(model: nn.Module, pad_token_id: int) -> None:
+    """Let ``model`` read packed rows, and make sure that they are exact.
+
+    Args:
+        model: A sequence classifier, possibly with adapters.
+        pad_token_id: Its pad token.
+
+    Raises:
+        PackingImpossible: If the model has no `score` head, makes its own masks, or computes other hidden states.
+    """
+    base = without_adapters(model)
+    if find_score_head(base) is None:
+        raise PackingImpossible(
+            f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
+        )
+    if "position_ids" not in inspect.signature(type(base).forward).parameters:
+        raise PackingImpossible(f"{type(base).__name__} takes no position ids, which begin anew in every dialogue")
+    try:
+        use_tree_masks(base)
+    except ValueError as error:
+        raise PackingImpossible(str(error)) from error
+    if not _is_proven(base):
+        check_packing_is_exact(model, pad_token_id)
+
+
+def _is_proven(model: PreTrainedModel) -> bool:
+    config: Any = model.config.get_text_config()
+    from_transformers = type(model).__module__.startswith("transformers.models.")
+    looks_both_ways = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
+    return from_transformers and config.model_type in PROVEN_TYPES and not looks_both_ways
+
+
+@torch.no_grad()
+def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
+    """Compare hidden states and rewards of two tiny batches in packed rows with those in padded rows.
+
+    Raises:
+        PackingImpossible: If they differ by more than float32 rounds, the weights are too coarse to tell, the model
+            fails on either, or it has a window that no mask showed and tiny batches cannot.
+    """
+    name = type(model).__name__
+    dtype = next(model.parameters()).dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise PackingImpossible(
+            f"{name} is of a family for which packing is tried out first, and {dtype} would hide a difference: load "
+            "it in float32, over which bf16=True computes"
+        )
+    was_training = model.training
+    model.eval()
+    try:
+        for chosen, rejected in _tiny_batches(pad_token_id):
+            pairs = zip(chosen, rejected, strict=True)
+            _compare(model, [{"chosen_ids": one, "rejected_ids": other} for one, other in pairs], pad_token_id)
+    except PackingImpossible:
+        raise
+    except Exception as error:  # whatever a model's own code does with inputs that it does not expect
+        raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error
+    finally:
+        model.train(was_training)
+
+
+def _tiny_batches(pad_token_id: int) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Shared beginnings of different lengths; then nothing shared, and one dialogue a prefix of the other."""
+    ids = [token for token in range(1, 42) if token != pad_token_id]
+    return [
+        ([ids[:9], ids[20:24]], [[*ids[:5], *ids[10:14]], [*ids[20:22], *ids[30:33]]]),
+        ([ids[3:20], ids[5:12]], [ids[25:30], ids[5:9]]),
+    ]
+
+
+def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> None:
+    parameter = next(model.parameters())
+    plan = RowPlan((RowShape(2, 32),))
+    collators: list[Any] = [PackedRows(plan, len(examples), pad_token_id)]
+    base = without_adapters(model)
+    if goes_tree_by_tree(base):
+        collators.append(TightRow(pad_token_id, attention_length=100))
+    padded_P2H = _padded_states(model, examples, pad_token_id)
+    for collate in collators:
+        batch = collate(examples)
+        (rows,) = batch.get("passes", [batch])
+        packed_P2H, asked = PackedPairs.read(_on_device(rows, parameter.device)).scored_states(model)
+        _refuse_hidden_windows(base, asked)
+        difference = (packed_P2H - padded_P2H).abs().max()
+        if not difference <= _ROUNDING * padded_P2H.abs().max():
+            raise PackingImpossible(
+                f"packed and padded hidden states of {type(model).__name__} differ by {difference:.2g}, which "
+                f"{parameter.dtype} does not explain: its attention or positions do not follow the mask and position "
+                "ids that it is given"
+            )
+
+
+def _refuse_hidden_windows(model: PreTrainedModel, asked: list[str]) -> None:
+    """A window that is no part of a mask rule counts columns, which only rows longer than it would show."""
+    config = model.config.get_text_config().to_dict()
+    sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}
+    windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
+    if windows and set(asked) == {causal_mask_function.__name__}:
+        listed = ", ".join(f"{name}={size}" for name, size in windows.items())
+        raise PackingImpossible(
+            f"the config of {type(model).__name__} has {listed}, but it asked for causal masks only: its window may "
+            "count columns of a row"
+        )
+
+
+def _padded_states(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> torch.Tensor:
+    """The hidden states [P, 2, H] that the model's own forward scores."""
+    batch = DataCollatorForPreference(pad_token_id)(examples)
+    head = find_score_head(model)
+    assert head is not None
+    seen: list[torch.Tensor] = []
+    watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        model(**_on_device(batch, next(model.parameters()).device))
+    finally:
+        watch.remove()
+    last_R = batch["attention_mask"].sum(dim=1) - 1
+    states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]
+    return states_RH.view(2, len(examples), -1).transpose(0, 1)
+
+
+def _on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+__all__ = ["PROVEN_TYPES", "PackingImpossible", "check_packing_is_exact", "make_packable"]

@@ -1,0 +1,178 @@
+"""Attention in a tight row: tree by tree, and where a model's attention is causal, tail by tail.
+
+Causal attention over a dialogue has a faster way than a mask in most attention functions, which leaves out what is not
+seen. So a tree's first dialogue goes that way, and each tail after it attends to its own path only. Where a model has
+another rule, as a window, a tree has a mask.
+
+Letters: L columns of the row, S of a tree, T of a tail, Q queries, K keys, N heads, D features of a head.
+"""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...packing.trie import Tail, Tree
+
+# Queries under a mask are taken in blocks of about this many, since a block's keys end with its last query.
+_QUERIES = 192
+
+#: Queries, keys, values and a mask, None for causal, to outputs [1, Q, N, D].
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class TreeMasks(NamedTuple):
+    """How the trees of a tight row attend."""
+
+    trees: tuple[tuple[Tree, torch.Tensor | None], ...]
+    """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
+    tail_masks: dict[Tail, torch.Tensor]
+    """Of trees without a mask, the masks [1, 1, T, K] of tails after the first: their paths, then themselves."""
+    subtree_end_L: torch.Tensor
+
+    @classmethod
+    def of(cls, trees: Sequence[tuple[Tree, torch.Tensor | None]], subtree_end_L: torch.Tensor) -> "TreeMasks":
+        tails = {tail for tree, mask in trees if mask is None for tail in tree.tails[1:]}
+        return cls(tuple(trees), {tail: _tail_mask(tail, subtree_end_L.device) for tail in tails}, subtree_end_L)
+
+    def for_queries(self, columns: Sequence[int]) -> "QueryMasks":
+        """The masks of some queries only: those in ``columns``, ascending, of which each tree has one or more."""
+        masks = []
+        device = self.subtree_end_L.device
+        for tree, mask in self.trees:
+            here = columns[bisect_left(columns, tree.start) : bisect_left(columns, tree.stop)]
+            queries_Q = torch.tensor(here, device=device)
+            if mask is None:
+                keys_S = torch.arange(tree.start, tree.stop, device=device)
+                queries_Q1 = queries_Q[:, None]
+                seen_QS = (keys_S <= queries_Q1) & (queries_Q1 < self.subtree_end_L[tree.start : tree.stop])
+                masks.append((tree, queries_Q, seen_QS[None, None]))
+            else:
+                masks.append((tree, queries_Q, mask[:, :, queries_Q - tree.start]))
+        return QueryMasks(tuple(masks))
+
+
+class QueryMasks(NamedTuple):
+    """For some queries of each tree: the tree, the columns of the queries, and their masks [1, 1, Q, S]."""
+
+    trees: tuple[tuple[Tree, torch.Tensor, torch.Tensor], ...]
+
+
+class TreeByTree:
+    """A registered attention function that computes a tight row's trees one at a time.
+
+    Args:
+        plain: The attention function for ordinary batches and masks.
+    """
+
+    def __init__(self, plain: Callable[..., tuple[torch.Tensor, Any]]) -> None:
+        self.plain = plain
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | TreeMasks | QueryMasks | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        def attend(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+            return self.plain(module, query, key, value, mask, *args, **kwargs)[0]
+
+        if isinstance(attention_mask, TreeMasks):
+            return _all_queries(attend, query, key, value, attention_mask), None
+        if isinstance(attention_mask, QueryMasks):
+            return _some_queries(attend, query, key, value, attention_mask), None
+        return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _all_queries(
+    attend: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: TreeMasks
+) -> torch.Tensor:
+    outputs: list[torch.Tensor] = []
+    runs = list(_runs(masks.trees))
+    # cut at once: the backward of slices would write a row of zeros for each
+    sizes = [count * (tree.stop - tree.start) for tree, _, count in runs]
+    parts = (tensor.split(sizes, dim=2) for tensor in (query_1NLD, key_1NLD, value_1NLD))
+    for (tree, mask, count), *states in zip(runs, *parts, strict=True):
+        query, key, value = states
+        if mask is not None:
+            outputs += _in_blocks(attend, query, key, value, mask)
+        elif len(tree.tails) > 1:
+            outputs += _tail_by_tail(attend, query, key, value, tree, masks.tail_masks)
+        else:
+            # dialogues of one length are rows of one batch
+            rows = [tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in states]
+            outputs.append(attend(rows[0], rows[1], rows[2], None).flatten(0, 1)[None])
+    return torch.cat(outputs, dim=1)
+
+
+def _runs(
+    trees: Sequence[tuple[Tree, torch.Tensor | None]],
+) -> Iterator[tuple[Tree, torch.Tensor | None, int]]:
+    """A tree, its mask and 1; of equally long single dialogues without a mask in a row, the first and their number."""
+
+    def kind(each: tuple[Tree, torch.Tensor | None]) -> tuple[bool, int]:
+        tree, mask = each
+        return mask is not None or len(tree.tails) > 1, tree.stop - tree.start
+
+    for (is_alone, _), group in itertools.groupby(trees, key=kind):
+        members = list(group)
+        if is_alone:
+            yield from ((*member, 1) for member in members)
+        else:
+            yield *members[0], len(members)
+
+
+def _in_blocks(
+    attend: Attend, query_1NSD: torch.Tensor, key_1NSD: torch.Tensor, value_1NSD: torch.Tensor, mask: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    length = query_1NSD.shape[2]
+    first = 0
+    for block in query_1NSD.split(-(-length // max(1, round(length / _QUERIES))), dim=2):
+        # keys after the block's last query are seen by none of it
+        last = first + block.shape[2]
+        yield attend(block, key_1NSD[:, :, :last], value_1NSD[:, :, :last], mask[:, :, first:last, :last])
+        first = last
+
+
+def _tail_by_tail(
+    attend: Attend,
+    query_1NSD: torch.Tensor,
+    key_1NSD: torch.Tensor,
+    value_1NSD: torch.Tensor,
+    tree: Tree,
+    masks: dict[Tail, torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    sizes = [tail.stop - tail.start for tail in tree.tails]
+    parts = (states.split(sizes, dim=2) for states in (query_1NSD, key_1NSD, value_1NSD))
+    for tail, *states in zip(tree.tails, *parts, strict=True):
+        query, key, value = states
+        if tail.path:
+            before = [[x[:, :, start:stop] for start, stop in tail.path] for x in (key_1NSD, value_1NSD)]
+            key, value = torch.cat([*before[0], key], dim=2), torch.cat([*before[1], value], dim=2)
+        yield attend(query, key, value, masks.get(tail))
+
+
+def _tail_mask(tail: Tail, device: torch.device) -> torch.Tensor:
+    before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
+    return torch.ones(own, before + own, dtype=torch.bool, device=device).tril(before)[None, None]
+
+
+def _some_queries(
+    attend: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: QueryMasks
+) -> torch.Tensor:
+    """The outputs [1, L, N, D] of some queries, and zeros for the others."""
+    trees, columns, masks_of = zip(*masks.trees, strict=True)
+    columns_Q = torch.cat(columns)
+    queries = query_1NLD.index_select(2, columns_Q).split([len(each) for each in columns], dim=2)
+    sizes = [tree.stop - tree.start for tree in trees]
+    keys, values = key_1NLD.split(sizes, dim=2), value_1NLD.split(sizes, dim=2)
+    output_1QND = torch.cat(list(map(attend, queries, keys, values, masks_of)), dim=1)
+    shape = (1, query_1NLD.shape[2], *output_1QND.shape[2:])
+    return output_1QND.new_zeros(shape).index_copy(1, columns_Q, output_1QND)

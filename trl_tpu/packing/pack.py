@@ -1,0 +1,298 @@
+"""Token pairs of one batch as packed rows: every shared prefix once. numpy only.
+
+`pack` writes rows of a few planned shapes, for a device that compiles each; `pack_tight` writes one row without
+padding, for a device that takes any shape.
+
+The dialogues of a row form a trie. Written depth first, with the dialogues in lexicographic order, each dialogue adds
+the tokens that its predecessor does not share, so a pair becomes ``prefix | one tail | other tail``, and pairs that
+share their prompt, or only a system prompt, share its tokens too. A position id is the depth in the trie, which is the
+token's index in its own dialogue. One integer a token says who sees whom: ``subtree_end[k]`` is the column where the
+tokens that continue k's text end, and the token in column q sees the one in k exactly when
+``k <= q < subtree_end[k]``. That also isolates pairs that only share a row.
+
+Rows and devices: of the R rows of a pass on S shards, row r belongs to shard ``r // (R / S)``. A pair lies whole
+in one row, and any row may hold any pair: `last_row_P2` and `last_column_P2` address the whole batch, in the batch's
+own order of pairs. All rows of a pass have the same length and a device computes all of it, so devices have equal work
+whatever their rows hold.
+With several hosts each host packs the whole batch, which is deterministic, and keeps its own slice of rows and pairs.
+
+Letters: B batches, P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .schedule import RowPlan, Way
+from .shapes import RowShape, snake
+from .trie import Tree, common_prefixes, lay_out, tree_sizes
+
+# A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
+_TOKENS_PER_FREE_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class PackedPass:
+    """Packed rows of some or all pairs of a batch. Passes of the same row shape have arrays of the same shapes.
+
+    Padding columns hold the pad token at position 0 and see only themselves. Pairs of the batch that are not in these
+    rows, and those that a short batch lacks, have a false `pair_mask_P`, last tokens (0, 0), no tokens and margin 0.
+    """
+
+    input_ids_RL: np.ndarray
+    """Token ids, int32."""
+    position_ids_RL: np.ndarray
+    """The index of each token in its dialogue, int32."""
+    subtree_end_RL: np.ndarray
+    """Token q sees token k exactly when ``k <= q < subtree_end[k]``, int32."""
+    last_row_P2: np.ndarray
+    """The row of the token that scores the chosen and the rejected dialogue, int32."""
+    last_column_P2: np.ndarray
+    """Its column, int32."""
+    pair_mask_P: np.ndarray
+    """True for the pairs in these rows."""
+    tokens_P: np.ndarray
+    """How many tokens the pair's two dialogues have, as if nothing were shared, int32."""
+    margin_P: np.ndarray | None
+    """The target margin, float32; None where the data has none."""
+    batch_pairs_1: np.ndarray
+    """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
+    trees: tuple[Tree, ...]
+    """The tries of the rows."""
+
+
+def pack(
+    chosen: Sequence[Sequence[int]],
+    rejected: Sequence[Sequence[int]],
+    plan: RowPlan,
+    pairs: int,
+    pad_token_id: int,
+    margins: Sequence[float] | None = None,
+    room_for_dialogues: bool = False,
+) -> list[PackedPass]:
+    """Pack one batch by the cheapest way of ``plan`` that holds it.
+
+    A dialogue is scored at its last token that is not the pad token, as transformers does; later tokens, which exist
+    only where texts contain the pad token, cannot influence that score and are left out.
+
+    Args:
+        chosen: Token ids of the chosen dialogue of each pair.
+        rejected: Token ids of the rejected one.
+        plan: From `plan_rows`.
+        pairs: P. A batch may have fewer, but not more.
+        pad_token_id: Fills what rows have left.
+        margins: The target margin of each pair.
+        room_for_dialogues: Put pairs together only so far that the chosen dialogues of a row, one after the other,
+            are no longer than the row, and the rejected ones too (see `trl_tpu.packing.expand`).
+
+    Returns:
+        The passes in order, the final one last.
+
+    Raises:
+        ValueError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
+    """
+    batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
+    sizes_P, shared_PP = tree_sizes(batch.common_DD)
+    lengths_P2 = batch.lengths_D.reshape(-1, 2) if room_for_dialogues else None
+    way, rows_P = _choose(sizes_P, shared_PP, lengths_P2, _trie_size(batch), plan)
+    passes, first = [], 0
+    for shape in way:
+        rows_here_P = rows_P - first
+        rows_here_P[rows_here_P >= shape.rows] = -1
+        passes.append(batch.in_rows(np.maximum(rows_here_P, -1), shape))
+        first += shape.rows
+    return passes
+
+
+def pack_tight(
+    chosen: Sequence[Sequence[int]],
+    rejected: Sequence[Sequence[int]],
+    pad_token_id: int,
+    margins: Sequence[float] | None = None,
+    attention_length: float = 4096,
+) -> PackedPass:
+    """Pack one batch into a single row without padding, tree after tree.
+
+    Attention can then be computed tree by tree. Dialogues are in one tree where sharing saves more than attention over
+    the larger tree costs.
+
+    Args:
+        chosen, rejected, pad_token_id, margins: As in `pack`.
+        attention_length: The length at which attention costs as much as everything else.
+    """
+    batch = _Batch.read(chosen, rejected, len(chosen), pad_token_id, margins)
+    return batch.in_one_row(_grow_trees(batch, attention_length))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The dialogues of a batch, chosen and rejected in turn, and what any two of them share."""
+
+    dialogues: list[np.ndarray]
+    order: np.ndarray
+    common_DD: np.ndarray
+    tokens_P: np.ndarray
+    margin_P: np.ndarray | None
+    pairs: int
+    pad_token_id: int
+
+    @classmethod
+    def read(
+        cls,
+        chosen: Sequence[Sequence[int]],
+        rejected: Sequence[Sequence[int]],
+        pairs: int,
+        pad_token_id: int,
+        margins: Sequence[float] | None,
+    ) -> "_Batch":
+        _check_counts(len(chosen), len(rejected), pairs)
+        whole = [np.asarray(ids, np.int32) for pair in zip(chosen, rejected, strict=True) for ids in pair]
+        dialogues = [_up_to_scored(ids, pad_token_id, index) for index, ids in enumerate(whole)]
+        tokens_P = np.array([len(ids) for ids in whole], np.int32).reshape(-1, 2).sum(axis=1)
+        margin_P = None if margins is None else np.asarray(margins, np.float32)
+        return cls(dialogues, *common_prefixes(dialogues), tokens_P, margin_P, pairs, pad_token_id)
+
+    @property
+    def lengths_D(self) -> np.ndarray:
+        return np.array([len(ids) for ids in self.dialogues])
+
+    def in_rows(self, rows_P: np.ndarray, shape: RowShape) -> PackedPass:
+        """A pass of the pairs that `rows_P` puts into a row of ``shape``; those in row -1 are elsewhere."""
+        return self._written(np.repeat(rows_P, 2), np.arange(shape.rows), shape)
+
+    def in_one_row(self, trees_D: np.ndarray) -> PackedPass:
+        """All pairs in one row that is just long enough, tree after tree."""
+        longest = RowShape(1, int(self.lengths_D.sum()))
+        rows = self._written(trees_D, np.zeros(len(trees_D), int), longest)
+        used = rows.trees[-1].stop
+        columns = {name: getattr(rows, name)[:, :used] for name in vars(rows) if name.endswith("_RL")}
+        return replace(rows, **columns)
+
+    def _written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> PackedPass:
+        here_P = trees_D[::2] >= 0
+        layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.common_DD, shape, self.pad_token_id)
+
+        def fill(values: np.ndarray, dtype: type = np.int32) -> np.ndarray:
+            """Zeros for the pairs that are elsewhere, and up to P."""
+            filled = np.zeros((self.pairs, *values.shape[1:]), dtype)
+            filled[: len(values)][here_P] = values[here_P]
+            return filled
+
+        return PackedPass(
+            layout.input_ids_RL,
+            layout.position_ids_RL,
+            layout.subtree_end_RL,
+            last_row_P2=fill(row_of_tree[trees_D].reshape(-1, 2)),
+            last_column_P2=fill(layout.last_column_D.reshape(-1, 2)),
+            pair_mask_P=fill(here_P, bool),
+            tokens_P=fill(self.tokens_P),
+            margin_P=None if self.margin_P is None else fill(self.margin_P, np.float32),
+            batch_pairs_1=np.array([len(here_P)], np.int32),
+            trees=layout.trees,
+        )
+
+
+def _check_counts(chosen: int, rejected: int, pairs: int) -> None:
+    if chosen != rejected:
+        raise ValueError(f"A pair has a chosen and a rejected dialogue, got {chosen} chosen and {rejected} rejected.")
+    if not 1 <= chosen <= pairs:
+        raise ValueError(f"Shapes were planned for batches of 1 to {pairs} pairs, got {chosen}. Plan them anew.")
+
+
+def _up_to_scored(ids: np.ndarray, pad_token_id: int, index: int) -> np.ndarray:
+    """A dialogue up to the token that is scored: the last that is not the pad token, or the first if all are."""
+    if not len(ids):
+        half = ("chosen", "rejected")[index % 2]
+        raise ValueError(f"The {half} dialogue of pair {index // 2} of the batch has no tokens that could be scored.")
+    if ids[-1] != pad_token_id:
+        return ids
+    others = np.flatnonzero(ids != pad_token_id)
+    return ids[: others[-1] + 1] if len(others) else ids[:1]
+
+
+def _trie_size(batch: _Batch) -> int:
+    """How many tokens the whole batch has in one trie: the fewest that any way must hold."""
+    neighbours = batch.common_DD[batch.order[:-1], batch.order[1:]]
+    return int(batch.lengths_D.sum() - neighbours.sum())
+
+
+def _choose(
+    sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, trie: int, plan: RowPlan
+) -> tuple[Way, np.ndarray]:
+    """The cheapest way that holds the batch, and each pair's row among the rows of all its passes [P]."""
+    if sizes_P.max() > plan.longest:
+        pair = int(sizes_P.argmax())
+        raise ValueError(
+            f"Pair {pair} of the batch takes {sizes_P[pair]} tokens (both dialogues, their common prefix once), but "
+            f"the longest planned row has {plan.longest}. Pairs are never cut: plan the shapes with this pair's size "
+            "among them, or leave out long dialogues with `max_length`."
+        )
+    for way in plan.ways():
+        lengths_R = np.array([shape.length for shape in way for _ in range(shape.rows)])
+        if lengths_R.sum() < trie or lengths_R.max() < sizes_P.max():
+            continue
+        rows_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
+        if rows_P is not None:
+            return way, rows_P
+    # Best fit may fail by bad luck where a plain deal, by which the last shape was made, cannot.
+    last = plan.final[-1]
+    rows_P = np.empty(len(sizes_P), np.int64)
+    rows_P[np.argsort(-sizes_P, kind="stable")] = snake(len(sizes_P), last.rows)
+    if np.bincount(rows_P, sizes_P).max() > last.length:
+        raise ValueError(
+            f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
+            f"{plan}. Plan the shapes with the sizes of these pairs among them."
+        )
+    return (last,), rows_P
+
+
+def _place(
+    sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
+) -> np.ndarray | None:
+    """Best fit, the largest pair first: each pair's row [P], or None where they do not fit.
+
+    What a pair adds to a row is its size less what it shares with the pair in that row that it shares most with; the
+    trie may save more, never less. With ``lengths_P2`` its two dialogues need room too, where nothing is shared.
+    """
+    free_R = lengths_R.copy()
+    free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
+    shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
+    rows_P = np.empty(len(sizes_P), np.int64)
+    for pair in np.argsort(-sizes_P, kind="stable"):
+        added_R = sizes_P[pair] - shared_RP[:, pair]
+        full_R = added_R > free_R
+        if lengths_P2 is not None:
+            full_R |= (lengths_P2[pair] > free_R2).any(axis=1)
+        score_R = free_R + _TOKENS_PER_FREE_TOKEN * added_R
+        score_R[full_R] = np.iinfo(np.int64).max
+        row = score_R.argmin()
+        if full_R[row]:
+            return None
+        rows_P[pair] = row
+        free_R[row] -= added_R[row]
+        if lengths_P2 is not None:
+            free_R2[row] -= lengths_P2[pair]
+        np.maximum(shared_RP[row], shared_PP[pair], out=shared_RP[row])
+    return rows_P
+
+
+def _grow_trees(batch: _Batch, attention_length: float) -> np.ndarray:
+    """Each dialogue's tree [D]: neighbours in lexicographic order share one while that costs less than two."""
+
+    def work(size: int) -> float:
+        return size * (1 + size / attention_length)
+
+    lengths_D = batch.lengths_D
+    trees_D = np.zeros(len(lengths_D), np.int64)
+    size, tree, before = int(lengths_D[batch.order[0]]), 0, batch.order[0]
+    for dialogue in batch.order[1:]:
+        own = int(lengths_D[dialogue])
+        together = size + own - int(batch.common_DD[before, dialogue])
+        if work(together) < work(size) + work(own):
+            size = together
+        else:
+            size, tree = own, tree + 1
+        trees_D[dialogue] = tree
+        before = dialogue
+    return trees_D

@@ -1,0 +1,158 @@
+"""Tries of dialogues: what any two share, and rows in which each beginning is written once. numpy only.
+
+Letters: P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .shapes import RowShape
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def common_prefixes(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The dialogues' lexicographic order [D], and the length of the common prefix of any two [D, D].
+
+    The common prefix of two is the shortest common prefix of neighbours between them in lexicographic order.
+    """
+    as_bytes = [ids.astype(">u4").tobytes() for ids in dialogues]  # compared byte by byte, these sort as the ids do
+    order = np.array(sorted(range(len(dialogues)), key=as_bytes.__getitem__))
+    neighbours = [
+        common_prefix(dialogues[one], dialogues[other]) for one, other in zip(order, order[1:], strict=False)
+    ]
+    by_rank_DD = np.diag([len(dialogues[index]) for index in order])
+    for rank in range(len(order) - 1):
+        by_rank_DD[rank, rank + 1 :] = np.minimum.accumulate(neighbours[rank:])
+    by_rank_DD = np.maximum(by_rank_DD, by_rank_DD.T)
+    common_DD = np.empty_like(by_rank_DD)
+    common_DD[np.ix_(order, order)] = by_rank_DD
+    return order, common_DD
+
+
+def tree_sizes(common_DD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The size of each pair's trie [P], and how many tokens any two pairs' tries have in common [P, P]."""
+    count = len(common_DD) // 2
+    common_P2P2 = common_DD.reshape(count, 2, count, 2)
+    each = np.arange(count)
+    prefix_P = common_P2P2[each, 0, each, 1]
+    sizes_P = common_P2P2[each, 0, each, 0] + common_P2P2[each, 1, each, 1] - prefix_P
+    chosen_PP, rejected_PP = common_P2P2.max(axis=3).swapaxes(0, 1)
+    in_both_PP = np.minimum(np.minimum(chosen_PP, rejected_PP), prefix_P[:, None])
+    return sizes_P, chosen_PP + rejected_PP - in_both_PP
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The tokens that a dialogue adds to its tree: they see their path, and one another in order."""
+
+    start: int
+    """Their first column, counted from the tree's."""
+    stop: int
+    path: tuple[tuple[int, int], ...]
+    """The columns before them in their dialogue, as ranges counted from the tree's first."""
+
+    def after(self, depth: int) -> tuple[tuple[int, int], ...]:
+        """The path of a token that branches off at ``depth`` of the dialogue that ends with these tokens."""
+        kept = []
+        for start, stop in (*self.path, (self.start, self.stop)):
+            stop = min(stop, start + depth)
+            depth -= stop - start
+            if start < stop:
+                kept.append((start, stop))
+        return tuple(kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where a tree lies in its row."""
+
+    start: int
+    stop: int
+    tails: tuple[Tail, ...]
+    """Its tokens in order. A tree that does not branch has one tail."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows with tries written depth first."""
+
+    input_ids_RL: np.ndarray
+    position_ids_RL: np.ndarray
+    subtree_end_RL: np.ndarray
+    last_column_D: np.ndarray
+    trees: tuple[Tree, ...]
+
+
+def lay_out(
+    dialogues: list[np.ndarray],
+    trees_D: np.ndarray,
+    row_of_tree: np.ndarray,
+    order: np.ndarray,
+    common_DD: np.ndarray,
+    shape: RowShape,
+    pad_token_id: int,
+) -> Layout:
+    """Write each tree into its row, after those that are there; dialogues in tree -1 are left out."""
+    rows, length = shape.rows, shape.length
+    columns = np.arange(max(length, max(map(len, dialogues))), dtype=np.int32)
+    input_ids_RL = np.full((rows, length), pad_token_id, np.int32)
+    position_ids_RL = np.zeros((rows, length), np.int32)
+    subtree_end_RL = np.tile(columns[:length] + 1, (rows, 1))
+    last_column_D = np.zeros(len(dialogues), np.int32)
+
+    path = np.zeros_like(columns)  # by depth, the column of the current dialogue's token
+    written = []  # (tree, row, depth where its own tokens start, its length, first column, column after its last)
+    tails: dict[int, list[Tail]] = defaultdict(list)
+    stops_R = np.zeros(rows, np.int64)
+    before = -1
+    for index in order[np.argsort(trees_D[order], kind="stable")]:
+        tree, ids = trees_D[index], dialogues[index]
+        if tree < 0:
+            continue
+        row = row_of_tree[tree]
+        depth = common_DD[before, index] if before >= 0 and trees_D[before] == tree else 0
+        start, stop = stops_R[row], stops_R[row] + len(ids) - depth
+        stops_R[row] = stop
+        input_ids_RL[row, start:stop] = ids[depth:]
+        position_ids_RL[row, start:stop] = columns[depth : len(ids)]
+        path[depth : len(ids)] = columns[start:stop]
+        last_column_D[index] = path[len(ids) - 1]
+        written.append((tree, row, depth, len(ids), start, stop))
+        _grow(tails[tree], int(depth), int(stop - start))
+        before = index
+
+    ends = np.zeros_like(columns)  # by depth, where the subtree of a token at that depth ends
+    after, trees = -1, []
+    for tree, row, depth, size, start, stop in reversed(written):
+        if tree != after:
+            ends[:] = stop
+            trees.append([tree, start, stop])
+        subtree_end_RL[row, start:stop] = ends[depth:size]
+        ends[depth:] = start
+        trees[-1][1] = start
+        after = tree
+    spans = tuple(Tree(int(start), int(stop), tuple(tails[tree])) for tree, start, stop in reversed(trees))
+    return Layout(input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, spans)
+
+
+def _grow(tails: list[Tail], depth: int, size: int) -> None:
+    """Let a dialogue follow that leaves the one before it at ``depth`` and adds ``size`` tokens."""
+    if not size:
+        return
+    if not tails:
+        tails.append(Tail(0, size, ()))
+        return
+    last = tails[-1]
+    path = last.after(depth)
+    if path and path[-1][1] == last.stop:  # it goes on where the one before it ended
+        tails[-1] = replace(last, stop=last.stop + size)
+    else:
+        tails.append(Tail(last.stop, last.stop + size, path))

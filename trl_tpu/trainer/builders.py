@@ -1,0 +1,218 @@
+"""Finished objects for the trainer: a reward model with its tokenizer, and datasets of token pairs."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import runtime
+from ..data.checks import check_token_ids
+from ..data.collators import bucket_lengths
+from ..data.measure import longer_dialogues
+from ..data.old_columns import prepare_legacy_dataset
+from ..data.tokenize import prepare_preference_dataset
+from ..modeling.adapters import (
+    add_adapters,
+    is_peft_model,
+    prepare_adapters,
+    reads_base_weights,
+    warn_if_head_is_frozen,
+    without_adapters,
+)
+from ..modeling.attention.static import use_static_attention
+from ..modeling.chat_template import set_chat_template
+from ..modeling.experts import use_static_experts
+from ..modeling.layers import find_layers
+from ..modeling.load import check_num_labels, load_model, load_processing_class, set_eos_token, set_pad_token
+from ..modeling.rewards import keep_score_head_in_float32
+from ..parallel.shard import WeightPlacer
+from .reward_config import RewardConfig
+from .utils import disable_dropout_in_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A model with one output, and the tokenizer it agrees with on every special token."""
+
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase
+
+
+def default_folder(model: Any) -> str:
+    """Where a trainer without `args` writes: ``{model name}-Reward``, as in TRL."""
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
+
+
+def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int) -> None:
+    """Refuse trainer arguments that are missing or exclude each other.
+
+    Raises:
+        TypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
+        ValueError: Anything else.
+    """
+    if (model is None) == (model_init is None):
+        raise ValueError("The trainer needs either `model` or `model_init`, and not both.")
+    if model_init is not None and any(optimizers):
+        raise ValueError(
+            "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
+            "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
+        )
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
+    if not isinstance(train_dataset, Dataset | IterableDataset):
+        kind = type(train_dataset).__name__
+        hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
+        raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
+    if isinstance(train_dataset, IterableDataset) and max_steps < 1:
+        raise ValueError(
+            f"`train_dataset` is a stream, which has no length, so that max_steps must say how long to train; it is "
+            f"{max_steps}. Set it to 1 or more, or load the dataset without streaming."
+        )
+
+
+def build_reward_model(
+    model: Any,
+    args: RewardConfig,
+    processing_class: PreTrainedTokenizerBase | None,
+    quantization_config: Any | None,
+    peft_config: Any | None,
+) -> RewardModel:
+    """Load or check the model, settle its special tokens and chat template, and add adapters.
+
+    The order is TRL's, since each part reads what the one before wrote: seed (the caller's), model, tokenizer, eos,
+    chat template, adapters, dropout, pad token.
+
+    Raises:
+        TypeError, ValueError, ImportError: From the parts, which say what to do.
+    """
+    revision = placer = None
+    if isinstance(model, str):
+        model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
+        revision = (model_init_kwargs or {}).get("revision")
+        placer = _weight_placer(args, peft_config)
+        model = load_model(
+            model,
+            model_init_kwargs=model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+            quantization_config=quantization_config,
+            place=placer,
+        )
+    else:
+        ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
+        for name, value in ignored.items():
+            if value is not None:
+                logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
+        check_num_labels(model)
+    tokenizer = load_processing_class(
+        model, processing_class, revision=revision, trust_remote_code=args.trust_remote_code
+    )
+    tokenizer = set_eos_token(model, tokenizer, args.eos_token)
+    model, tokenizer, added_tokens = set_chat_template(model, tokenizer, args.chat_template_path)
+    if placer is not None:
+        placer.finish(model)
+    checkpointing = bool(args.activation_checkpointing)
+    if peft_config is not None:
+        model = add_adapters(model, peft_config, added_tokens=added_tokens, gradient_checkpointing=checkpointing)
+    elif is_peft_model(model):
+        prepare_adapters(model, gradient_checkpointing=checkpointing)
+    warn_if_head_is_frozen(model)
+    if args.disable_dropout:
+        disable_dropout_in_model(model)
+    tokenizer = set_pad_token(model, tokenizer, args.pad_token)
+    _fit_to_device(model, args)
+    return RewardModel(model, tokenizer)
+
+
+def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
+    """On XLA, weights go to their devices as they are read, unless adapters still have to read them on the host."""
+    if not runtime.is_xla() or (peft_config is not None and reads_base_weights(peft_config)):
+        return None
+    grows = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
+    return WeightPlacer(args.mesh_shape, args.sharding_rules, runtime.current(), args.device, keeps_embeddings=grows)
+
+
+def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
+    if args.bf16:
+        keep_score_head_in_float32(model)
+    base = without_adapters(model)
+    if runtime.is_xla():
+        use_static_attention(base)
+        use_static_experts(base)
+    if args.scan_layers:
+        find_layers(base)  # or says why not, before any data is read
+
+
+def build_dataset(
+    dataset: Any,
+    model: PreTrainedModel,
+    processing_class: PreTrainedTokenizerBase,
+    args: RewardConfig,
+    name: str,
+    old_columns: bool,
+) -> Any:
+    """Token pairs that ``model`` can read, from a dataset in any of the accepted forms; each of a dict of datasets.
+
+    Raises:
+        TypeError, ValueError: For data that cannot be trained on; the message names the dataset, the row and the fix.
+    """
+    if isinstance(dataset, Mapping):
+        return {
+            key: build_dataset(each, model, processing_class, args, key, old_columns) for key, each in dataset.items()
+        }
+    settings: dict[str, Any] = {"max_length": args.max_length, "num_proc": args.dataset_num_proc, "name": name}
+    prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
+    embeddings: Any = model.get_input_embeddings()
+    num_embeddings = embeddings.weight.shape[0]
+    # before, so that errors number the rows as they came; after, for the ids that the tokenizer makes
+    dataset = check_token_ids(dataset, num_embeddings, name)
+    prepared, _ = prepare(dataset, processing_class, **settings)
+    _check_positions(prepared, model, name)
+    return check_token_ids(prepared, num_embeddings, name)
+
+
+def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:
+    """Refuse a dialogue for which the model has no positions; warn where they are computed, but untrained."""
+    config: Any = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if not limit or not isinstance(dataset, Dataset):
+        return
+    lengths = longer_dialogues(dataset)
+    row = int(lengths.argmax())
+    if lengths[row] <= limit:
+        return
+    message = (
+        f"The {name} dataset has a dialogue of {lengths[row]} tokens (row {row} of those kept), but the model was "
+        f"made for {limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
+    )
+    computed = getattr(config, "rope_parameters", None) or getattr(config, "relative_attention", False)
+    if not computed:  # a table: CUDA stops at a row that it lacks, and XLA reads its last
+        raise ValueError(message)
+    logger.warning(message)
+
+
+def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
+    """The row lengths that padded batches of ``dataset`` can have on a device that compiles once per length.
+
+    A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
+    """
+    longest = _longest(dataset)
+    longest = args.max_length if longest is None else longest
+    if not longest:
+        return None
+    if multiple := args.pad_to_multiple_of:
+        assert isinstance(multiple, int)  # the config has read its text forms
+        return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
+    return bucket_lengths(longest, args.max_shapes)
+
+
+def _longest(dataset: Any) -> int | None:
+    if not isinstance(dataset, Dataset):
+        return None  # a stream
+    return int(longer_dialogues(dataset).max()) if len(dataset) else None
