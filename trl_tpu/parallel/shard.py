@@ -252,3 +252,9 @@ def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> No
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     module.register_forward_hook(hook)
+
+
+def zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return zeros with the shape, type and sharding of ``parameter``."""
+    # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
+    return (parameter.detach() * 0).nan_to_num(0.0)  # some weight may be infinite

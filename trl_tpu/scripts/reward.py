@@ -85,8 +85,8 @@ def main(
     if not dataset_args.datasets and what.startswith(SYNTHETIC) and main_process:
         print_examples(output_dir)
     trainer.end()  # closes the trackers
-    if trainer.saves.failed:
-        raise SavesFailed(trainer.saves.failed)
+    if trainer.checkpointer.failed:
+        raise SavesFailed(trainer.checkpointer.failed)
 
 
 def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..checkpoint.remote import is_url, staging_folder
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from ..training.stops import parse_duration
+from ..training.preemption import parse_duration
 from .limits import check_ranges, check_remat, check_xla_limits
 
 logger = logging.getLogger(__name__)
