@@ -21,7 +21,7 @@ from ..data.collators import PairRows
 from ..data.loader import host_batches, outlive_sigterm, read_own, skip_batches, training_order
 from ..modeling.stacked import LayerStack
 from ..parallel.rules import Rules
-from ..parallel.shard import divide_feed_forward, keep_activations_split, place_model, plan_model, scatter_gradients
+from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import PartitionSpec, Remat
 from .metrics import RewardMetrics, RewardSums, on_host
@@ -89,8 +89,6 @@ class DeviceTrainer(SkippingTrainer):
         if self.runtime.shares_mesh:
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
             scatter_gradients(model, plan, self.shard_report.placements, self.runtime)
-            if self.remat == "full":
-                divide_feed_forward(model, plan, self.shard_report.placements, self.runtime)
 
     # ---- loading
 
