@@ -71,8 +71,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
     "packed+in steps": {**PACKED, "gradient_checkpointing": False},
     "packed+accumulated+scanned+in steps": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
-    "packed+in parts": PACKED,
-    "packed+scanned+in steps+in parts": {**PACKED, "scan_layers": True},
 }
 
 
@@ -145,21 +143,13 @@ class Walking(TrainerCallback):
 
 @contextmanager
 def as_if_large(variant: str) -> Iterator[None]:
-    """As models and meshes are treated that are larger.
-
-    With "in steps" gradients are scattered over four devices at once, however small they are, so over eight in two
-    steps. With "in parts" at most a third of a feed-forward block's weight is gathered at a time in the backward.
-    """
+    """Treat the model and the mesh of a variant "in steps" as larger ones: scatter gradients over four devices at once."""
     with ExitStack() as stack:
         if "in steps" in variant:
             from trl_tpu.runtime import layout, libtpu
 
             stack.enter_context(patch.object(layout, "MOST_SCATTERED", 4))
             stack.enter_context(patch.object(libtpu, "LEAST_SCATTERED", 1))
-        if "in parts" in variant:
-            from trl_tpu.runtime import feed_forward
-
-            stack.enter_context(patch.object(feed_forward, "MOST_GATHERED", 168 * 56 * 4 // 3))
         yield
 
 

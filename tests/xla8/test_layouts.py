@@ -46,8 +46,6 @@ RUNS = [
     "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
     "llama:fsdp=8:packed+in steps",
     "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
-    "qwen3:data=2,fsdp=4:packed+in parts",
-    "llama:fsdp=8:packed+scanned+in steps+in parts",
 ]
 
 Results = dict[str, dict[str, Any]]
@@ -186,22 +184,6 @@ def test_over_many_devices_gradients_are_scattered_first_and_then_added_up_in_pa
     sizes = {devices: sorted(_matrices(each for each in added if each["devices"] == devices)) for devices in (2, 4)}
     assert sizes[4] and sizes[2] == [size // 4 for size in sizes[4]]
     assert all(each["devices"] in sizes for each in added)
-
-
-@pytest.mark.parametrize("run", [run for run in RUNS if "in parts" in run])
-def test_the_backward_gathers_a_part_of_a_feed_forward_block_at_a_time(result: dict[str, Any], run: str) -> None:
-    """Whole are the three weights of the forward, and the last one; of the two others come three parts.
-
-    Each for both of its products: this compiler does not gather once for two, as that of TPUs does.
-    """
-    layers = 1 if "scanned" in run else 2
-    sizes = Counter(
-        prod(shape)
-        for each in result["collectives"]
-        if each["kind"] == "all-gather" and "fsdp" in each["axes"]
-        for shape in each["shapes"]
-    )
-    assert (sizes[168 * 56], sizes[168 * 56 // 3]) == (4 * layers, 2 * 2 * 3 * layers)
 
 
 def _matrices(added: Iterable[dict[str, Any]]) -> list[int]:

@@ -14,10 +14,6 @@ from .rules import Rules
 from .shard_report import ShardReport
 from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
 
-_FEED_FORWARD = {"mlp", "feed_forward"}
-"""What transformers' layers name them."""
-_NORMS_BEHIND = ("post_feedforward", "post_mlp", "post_ffn")
-
 
 def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
     """The plan for ``model``, with or without adapters, from what transformers publishes about it.
@@ -164,39 +160,6 @@ def scatter_gradients(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
         is_table = bare_name(name) in plan.embeddings
         if parameter.requires_grad and not is_table and "fsdp" in placements[name].names:
             parameter.register_hook(partial(runtime.scatter, axes=placements[name].axes))
-
-
-def divide_feed_forward(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
-    """Let feed-forward blocks be computed as `Runtime.divide` says, where layers are computed again for the backward.
-
-    Not those whose features `tensor` divides already, nor those before a norm of their own: its backward takes what
-    the block gave, which would be computed a second time for it.
-    """
-    for name, layer in model.named_modules():
-        children = dict(layer.named_children())
-        is_layer = isinstance(layer, GradientCheckpointingLayer)
-        if plan.mesh.tensor > 1 or not is_layer or any(child.startswith(_NORMS_BEHIND) for child in children):
-            continue
-        for block in _FEED_FORWARD & children.keys():
-            last = _last_product(children[block], f"{name}.{block}", plan)
-            if last is not None:
-                of_block = dict(children[block].named_parameters())
-                axes = {weight: placements[f"{name}.{block}.{weight}"].axes for weight in of_block}
-                runtime.divide(children[block], last, axes)
-
-
-def _last_product(block: nn.Module, name: str, plan: Plan) -> str | None:
-    """The name of the product that features between meet in; None if ``block`` is more than `Runtime.divide` knows."""
-    products = {child: module for child, module in block.named_children() if any(True for _ in module.parameters())}
-    styles = {child: plan.style_of(f"{bare_name(name)}.{child}.weight") for child in products}
-    lasts = [child for child, style in styles.items() if style == "rowwise"]
-    is_random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
-    is_plain = all(type(module) is nn.Linear for module in products.values()) and not block._parameters
-    if len(lasts) != 1 or set(styles.values()) != {"colwise", "rowwise"} or is_random or not is_plain:
-        return None
-    last = products.pop(lasts[0])
-    are_single = all(first.out_features == last.in_features for first in products.values())  # not two in one weight
-    return lasts[0] if are_single and last.bias is None else None
 
 
 class _CastOnce:

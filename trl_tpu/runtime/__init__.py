@@ -171,18 +171,6 @@ class Runtime(Protocol):
         With "dots" they keep what their matrix products return.
         """
 
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
-        """Let the backward of a feed-forward block take its features in parts where its weights, gathered, are large.
-
-        Everywhere it rounds the gradient of what the last product takes as soon as that is made.
-
-        Args:
-            block: Products of its input with one or more weights, a function of single features of what they give,
-                and a product of that with a last weight, without a bias. It has no other parameters.
-            last: The name of the module that makes the last product.
-            axes: Of each parameter, by name, the mesh axes that its dimensions go over; `tensor` is none of them.
-        """
-
     def scan(
         self,
         layer: nn.Module,

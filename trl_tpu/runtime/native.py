@@ -98,9 +98,6 @@ class NativeRuntime:
                     checkpoint, use_reentrant=False, context_fn=keep
                 )
 
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
-        pass  # its weights are whole here
-
     def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import PartitionSpec, Remat, Value, hosts, libtpu, shards
-from .feed_forward import FeedForward
 from .kernels.plain import MATMULS, attend_in_rows, contract
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
 from .manual import shard_map
@@ -210,14 +209,6 @@ class XlaRuntime:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
-
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
-        in_order = [axes[name] for name, _ in block.named_parameters()]
-        shards = {parts_of(self._mesh, axes[name][0]) for name in axes if name != f"{last}.weight"}
-        if len(shards) == 1:  # or else shards do not have the same features of all weights
-            block.forward = FeedForward(  # type: ignore[assignment]
-                block, last, in_order, shards.pop(), self.constrain, self.scatter
-            )
 
     def scan(
         self,
