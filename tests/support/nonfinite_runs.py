@@ -102,5 +102,11 @@ def differing(first: Any, second: Any) -> list[str]:
     return [name for name in these if not torch.equal(these[name].nan_to_num(7.0), those[name].nan_to_num(7.0))]
 
 
+def differing_weights(first: Any, second: Any) -> list[str]:
+    """Names of weights that are not equal to the bit, in two trainers; the head is new in each."""
+    these, those = first.model.state_dict(), second.model.state_dict()
+    return [name for name in these if not these[name].nan_to_num(7.0).equal(those[name].nan_to_num(7.0))]
+
+
 def logged(trainer: Any, name: str) -> list[float]:
     return [logs[name] for logs in trainer.state.log_history if name in logs]

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.training.stops import Unfinished
+from trl_tpu.training.preemption import Unfinished
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,

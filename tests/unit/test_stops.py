@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.trainer.reward_config import RewardConfig
-from trl_tpu.training.stops import parse_duration
+from trl_tpu.training.preemption import parse_duration
 
 PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
 
-from trl_tpu.training.stops import TIME_LIMIT, Unfinished
+from trl_tpu.training.preemption import TIME_LIMIT, Unfinished
 
 
 def test_an_evaluation_that_was_broken_off_is_made_up_for(model_folder: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from ..modeling.adapters import saved_adapter_names, with_adapters_of
 from ..modeling.load import load_model
-from .manifest import MANIFEST_FILE, faults
+from .manifest import MANIFEST_FILE, find_faults
 from .merge_adapters import Merger
 from .model_writer import ModelWriter, shape_of
 from .remote import is_url, local_copy
@@ -92,7 +92,7 @@ def _check(checkpoint: Path, merge: bool, base: str | None, adapters: bool) -> N
         raise ValueError(f"There is nothing to merge: {checkpoint} has no {ADAPTER_CONFIG}. Leave `--merge` out.")
     if base is not None and not adapters:
         raise ValueError(f"{checkpoint} is a whole model, so `--base` has no use. Leave it out.")
-    if (checkpoint / MANIFEST_FILE).exists() and (wrong := faults(checkpoint)):
+    if (checkpoint / MANIFEST_FILE).exists() and (wrong := find_faults(checkpoint)):
         raise ValueError(f"The checkpoint {checkpoint} is damaged: {'; '.join(wrong)}. Export another one.")
 
 

@@ -50,6 +50,27 @@ def choice() -> Choice:
     return Choice("xla", "torch_xla is installed (USE_TORCH_XLA=0 would turn it off)")
 
 
+@dataclass(frozen=True)
+class Topology:
+    """The devices and processes that train together."""
+
+    devices: int
+    slices: int = 1
+    process_index: int = 0
+    process_count: int = 1
+    local_positions: tuple[int, ...] = (0,)
+    description: str = ""
+
+
+@dataclass(frozen=True)
+class Planners:
+    """What torch.distributed.checkpoint needs to write and read the runtime's tensors; None for torch's own."""
+
+    save: Any = None
+    load: Any = None
+    group: Any = None
+
+
 class Runtime(Protocol):
     """What the trainer needs of a device. Two implementations: `XlaRuntime` and `NativeRuntime`."""
 
@@ -67,6 +88,12 @@ class Runtime(Protocol):
 
     def start(self) -> None:
         """Get ready before anything touches a device (XLA: turn SPMD on). May be called many times."""
+
+    def topology(self) -> Topology:
+        """Return the devices and processes."""
+
+    def checkpoint_planners(self) -> Planners:
+        """Return how tensors are written and read."""
 
     def device_count(self) -> int:
         """How many devices one process drives as a mesh."""

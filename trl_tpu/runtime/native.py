@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec, Remat, Value
+from . import PartitionSpec, Planners, Remat, Topology, Value
 from .kernels.plain import MATMULS, attend_in_rows
 from .storage import read_state, write_state
 
@@ -26,6 +26,12 @@ class NativeRuntime:
 
     def start(self) -> None:
         """Plain torch needs no preparation."""
+
+    def topology(self) -> Topology:
+        return Topology(1, description=self.hardware())
+
+    def checkpoint_planners(self) -> Planners:
+        return Planners()
 
     def device_count(self) -> int:
         return 1

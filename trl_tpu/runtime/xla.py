@@ -20,7 +20,7 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec, Remat, Value, hosts, libtpu, shards
+from . import PartitionSpec, Planners, Remat, Topology, Value, hosts, libtpu, shards
 from .kernels.plain import MATMULS, attend_in_rows, contract
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
 from .manual import shard_map
@@ -120,6 +120,20 @@ class XlaRuntime:
             )
         libtpu.set_flags()
         xr.use_spmd()
+
+    def topology(self) -> Topology:
+        positions = self.local_positions() if hasattr(self, "_mesh") else ()
+        return Topology(
+            self.device_count(),
+            self.slice_count(),
+            self.process_index(),
+            self.process_count(),
+            positions,
+            self.hardware(),
+        )
+
+    def checkpoint_planners(self) -> Planners:
+        return Planners(shards._SavePlanner(), shards.SPMDLoadPlanner(), hosts.saving_group())
 
     def device_count(self) -> int:
         return xr.global_runtime_device_count()

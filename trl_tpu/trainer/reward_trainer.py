@@ -45,6 +45,7 @@ EvalDataset: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
 )
 
+
 class RewardTrainer(DeviceTrainer):
     """Trains a reward model on pairs of a chosen and a rejected dialogue.
 

@@ -15,9 +15,8 @@ _OWN = __package__.partition(".")[0]
 
 def exported_state(callbacks: Iterable[Any]) -> Any:
     """Return what `TrainerState` saves of ``callbacks``, as they are now."""
-    return TrainerState(
-        stateful_callbacks=[each for each in callbacks if isinstance(each, ExportableState)]
-    ).stateful_callbacks
+    exportable: list[Any] = [each for each in callbacks if isinstance(each, ExportableState)]
+    return TrainerState(stateful_callbacks=exportable).stateful_callbacks
 
 
 def watches_saves(callback: TrainerCallback) -> bool:

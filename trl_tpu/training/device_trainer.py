@@ -32,23 +32,21 @@ import logging
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback
-from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.remote import RemoteRun, is_url, staging_folder
 from ..checkpoint.saver import Checkpointer, Contents
-from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
+from ..checkpoint.state_dict import whole_weights
 from ..data.collators import PairRows
 from ..data.loader import (
     collating_with,
@@ -67,13 +65,16 @@ from ..parallel.shard_report import ShardReport
 from ..runtime import PartitionSpec, Runtime
 from .agreement import HostAgreement, check_alike, describe_run, order_of_pairs, rows_of_host
 from .callbacks import exported_state, keeping_two, report_pushes, watches_saves
-from .evaluation import EvaluatedPairs, model_for_evaluation
-from .metrics import RewardMetrics, RewardSums, on_host, sums_of
+from .evaluation import PairEvaluator
+from .metrics import RewardMetrics, on_host, over_processes
 from .nonfinite import Counted, NonfiniteGuard
 from .optimizer import StepState, bare
 from .preemption import SAVE_INTERVAL, SIGTERM, TIME_LIMIT, EvaluationCutShort, Preemption, Unfinished
-from .progress import own_part
+from .progress import OpenSums, save_progress
 from .recompile_guard import RecompileGuard
+
+if TYPE_CHECKING:
+    from ..trainer.reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class DeviceTrainer(Trainer):
         kwargs: Those of `transformers.Trainer`; `args` is a `RewardConfig`.
     """
 
+    args: "RewardConfig"
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     shard_report: ShardReport | None = None
 
@@ -119,6 +121,8 @@ class DeviceTrainer(Trainer):
         self.preemption = Preemption(args.time_limit, args.save_interval)
         self.nonfinite = NonfiniteGuard(self._nonfinite_limit(), runtime, args.device, self.accelerator)
         self.reward_metrics = RewardMetrics(runtime, args.device, skips_nonfinite=self.nonfinite.is_on)
+        self.open_sums = OpenSums(runtime, self.reward_metrics, self.nonfinite, self.accelerator)
+        self.evaluator = PairEvaluator(runtime, self.accelerator, self.agreement, self.reward_metrics, args)
         self.recompiles = RecompileGuard(runtime, None)  # training begins with one that knows its plan
         self.checkpointer = Checkpointer(
             runtime,
@@ -415,7 +419,7 @@ class DeviceTrainer(Trainer):
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
         counts = self.nonfinite.device_counts
         loss, norm, counts, *sums = self.runtime.fetch([tr_loss, norm, counts, *self.reward_metrics.device_sums])
-        open_sums, loss_sum = self._over_processes(on_host(sums), loss.item())
+        open_sums, loss_sum = over_processes(self.accelerator, on_host(sums), loss.item())
         self._tr_loss = self.nonfinite.start_loss_sum()
         counted = self.nonfinite.close(counts)
         steps = self.state.global_step - self._globalstep_last_logged - counted.nonfinite
@@ -431,13 +435,6 @@ class DeviceTrainer(Trainer):
         self.store_flos()
         self.log(logs, start_time)
         self._stop_if_nonfinite(counted)
-
-    def _over_processes(self, sums: RewardSums, loss: float) -> tuple[RewardSums, float]:
-        """Sum the metrics and average the loss over accelerate's processes (on XLA there is one, for all devices)."""
-        if self.accelerator.num_processes == 1:
-            return sums, loss
-        everyone = gather_object([(sums, loss)])
-        return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
 
     def _stop_if_nonfinite(self, counted: Counted) -> None:
         """End the run if too many steps in a row were not finite, with the first of them and its pairs named.
@@ -468,38 +465,17 @@ class DeviceTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss, the rewards [P, 2] and labels [P] of one batch, on the device.
+        """Return the loss, the rewards [P, 2] and labels [P] of one batch, on the device."""
 
-        Both are sums over micro-batches that begin with zeros on the device, so that every micro-batch is the same
-        program wherever it comes.
-        """
-        inputs = self._prepare_inputs(inputs)
-        micro_batches = micro_batches_of(inputs)
-        if len(micro_batches) == 1:
-            loss, rewards_P2 = self._evaluate_micro_batch(model, micro_batches[0])
-        else:
-            pairs = len(inputs["packed"].pair_mask_P)
-            zeros = [torch.zeros(1), torch.zeros(pairs, 2)]
-            loss, rewards_P2 = (self.runtime.to_device(each, self.args.device) for each in zeros)
-            for index, rows in enumerate(micro_batches):
-                if index:
-                    self.runtime.step_boundary()
-                own_loss, own_rewards_P2 = self._evaluate_micro_batch(model, rows)
-                loss = loss + own_loss
-                rewards_P2 = rewards_P2 + torch.where(rows["packed"].pair_mask_P[:, None], own_rewards_P2, 0.0)
-            loss = loss.squeeze()
+        def evaluate(inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            return loss.detach(), self.rewards_of(outputs, inputs).detach()
+
+        loss, rewards_P2 = self.evaluator.batch(self._prepare_inputs(inputs), evaluate)
         if prediction_loss_only:
             return loss, None, None
         return loss, rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
-
-    def _evaluate_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        return loss.detach(), self.rewards_of(outputs, inputs).detach()
-
-    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the rewards [P, 2] in what `compute_loss` returned beside the loss."""
-        raise NotImplementedError
 
     def evaluation_loop(
         self,
@@ -509,65 +485,31 @@ class DeviceTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate all pairs; predictions are rewards [pairs, 2] in the dataset's order, labels are zeros."""
-        args = self.args
-        casts = {torch.float16: args.fp16_full_eval, torch.bfloat16: args.bf16_full_eval}
-        dtype = None if self.is_in_train else next((dtype for dtype, is_asked in casts.items() if is_asked), None)
-        model = model_for_evaluation(self.model, self.optimizer, dtype, args.device)
+        model = self.evaluator.model(self.model, self.optimizer, casts=not self.is_in_train)
         self.callback_handler.eval_dataloader = dataloader
-        pairs, metrics = EvaluatedPairs(self.runtime), {}
-        last = len(dataloader) if has_length(dataloader) else None
-        # a loader takes one of training's random numbers, also where an evaluation is left out
-        with torch.random.fork_rng(devices=[]):
-            for count, inputs in enumerate(dataloader, start=1):
-                loss, rewards_P2, labels_P = self.prediction_step(model, inputs, False, ignore_keys)
-                pairs.add(self._evaluated(inputs, loss, rewards_P2, labels_P))
-                self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-                if self.is_in_train and self.agreement.any_in_evaluation(count, self.preemption.told_to_stop):
-                    raise EvaluationCutShort
-                if args.batch_eval_metrics and self.compute_metrics is not None:
-                    self.runtime.step_boundary()
-                    prediction = self._prediction(*pairs.fetch_last())
-                    metrics = self.compute_metrics(prediction, compute_result=count == last)  # type: ignore[call-arg]
-        self.runtime.step_boundary()
-        losses_N, rewards_N2, predictions_N = pairs.fetch()
-        if self.compute_metrics is not None and not args.batch_eval_metrics:
-            metrics = self.compute_metrics(self._prediction(losses_N, predictions_N))
-        open_sums, _ = self._over_processes(on_host(self.runtime.fetch(self.reward_metrics.device_sums)), 0.0)
-        own = {"loss": float(losses_N.mean())} if len(losses_N) else {}
-        own |= {"num_tokens": self.reward_metrics.num_tokens + open_sums.tokens, **sums_of(rewards_N2).metrics()}
-        # what is stopped, saved or kept because of a metric has to be the same in every process
-        metrics = self.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
-        prefix = f"{metric_key_prefix}_"
-        named = {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
-        count_N = len(rewards_N2)
-        labels_N = np.zeros(count_N, dtype=np.int64)
-        return EvalLoopOutput(predictions=predictions_N, label_ids=labels_N, metrics=named, num_samples=count_N)
 
-    def _evaluated(
-        self, inputs: dict[str, Any], loss: torch.Tensor, rewards_P2: Any, labels_P: Any
-    ) -> list[torch.Tensor]:
-        """Return what is collected of a batch, over all of accelerate's processes (on XLA there is one)."""
-        mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
-        mask_P = (
-            torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P.to(rewards_P2.device)
-        )
-        predictions = self.predictions_of(rewards_P2)
-        if self.preprocess_logits_for_metrics is not None:
-            predictions = self.preprocess_logits_for_metrics(predictions, labels_P)
-        batch = [loss.expand(len(rewards_P2)), rewards_P2, predictions, mask_P.int()]
-        if self.accelerator.num_processes > 1:
-            batch = [self.accelerator.gather_for_metrics(tensor.contiguous()) for tensor in batch]
-        return batch
+        def after_batch(count: int) -> None:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            if self.is_in_train and self.agreement.any_in_evaluation(count, self.preemption.told_to_stop):
+                raise EvaluationCutShort
+
+        def predict(rewards_P2: torch.Tensor, labels_P: torch.Tensor) -> torch.Tensor:
+            predictions = self.predictions_of(rewards_P2)
+            process = self.preprocess_logits_for_metrics
+            return predictions if process is None else process(predictions, labels_P)
+
+        def evaluate(inputs: dict[str, Any]) -> Any:
+            return self.prediction_step(model, inputs, False, ignore_keys)
+
+        return self.evaluator.run(dataloader, evaluate, after_batch, predict, self.compute_metrics, metric_key_prefix)
+
+    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the rewards [P, 2] in what `compute_loss` returned beside the loss."""
+        raise NotImplementedError
 
     def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
         """Return what metrics are computed from."""
         return rewards_P2
-
-    def _prediction(self, losses_N: torch.Tensor, predictions_N: np.ndarray) -> EvalPrediction:
-        losses = losses_N.numpy() if "loss" in self.args.include_for_metrics else None
-        labels_N = np.zeros(len(predictions_N), dtype=np.int64)
-        return EvalPrediction(predictions=predictions_N, label_ids=labels_N, losses=losses)
 
     # ---- checkpoints
 
@@ -639,37 +581,27 @@ class DeviceTrainer(Trainer):
         else:
             self._save(path, {})
         if not args.save_only_model:
-            if not self._keeps_state:
-                self._save_optimizer_and_scheduler(path)
-            else:
+            if self._keeps_state:
                 self._save_progress(folder)
+            else:
+                self._save_optimizer_and_scheduler(path)
             self._save_scaler(path)
             if args.should_save or not self.runtime.shares_mesh:
                 self._save_rng_state(path)
         if args.should_save:
-            self.state.stateful_callbacks = exported_state([*self.callback_handler.callbacks, self.control])
+            callbacks: Any = exported_state([*self.callback_handler.callbacks, self.control])
             if self.stopped_by is not None:
                 # in the form of a callback's state; transformers ignores those that it has no callback for
-                note: Any = {"args": {}, "attributes": {"stopped_by": self.stopped_by}}
-                self.state.stateful_callbacks[Preemption.__name__] = note
+                callbacks[Preemption.__name__] = {"args": {}, "attributes": {"stopped_by": self.stopped_by}}
+            self.state.stateful_callbacks = callbacks
             self.state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
 
     def _save_progress(self, folder: Path) -> None:
-        """Write the schedule's place, and what is added up between two logs."""
-        optimizer = bare(self.optimizer)
-        (open_loss,) = self.runtime.fetch([self._tr_loss])
-        own = {"metrics": self.reward_metrics.state_dict(), "open_loss": open_loss.sum().item()}
-        own["nonfinite"] = self.nonfinite.state_dict()
-        progress = {
-            "processes": gather_object([own]) if self.accelerator.num_processes > 1 else [own],
-            "logged_step": self._globalstep_last_logged,
-            "optimizer": optimizer_numbers(optimizer, self.model),
-            "batches": self.batch_plan.layout,
-            "order": dict(self._order),
-        }
+        open_sums = self.open_sums.state_dict(self._tr_loss)
         if self.args.should_save:
-            write_progress(folder, progress)
-            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            optimizer, layout = bare(self.optimizer), self.batch_plan.layout
+            logged = self._globalstep_last_logged
+            save_progress(folder, open_sums, logged, self.model, optimizer, self.lr_scheduler, layout, self._order)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.checkpoints.load_weights(self.model, resume_from_checkpoint):
@@ -702,11 +634,9 @@ class DeviceTrainer(Trainer):
         self._tr_loss = self.nonfinite.start_loss_sum()
         if progress is None:
             return
-        part = own_part(progress["processes"], self.accelerator.process_index, self.accelerator.num_processes)
-        self.reward_metrics.load_state_dict(part["metrics"])
-        self.nonfinite.load_state_dict(part["nonfinite"])
-        self._tr_loss = self.runtime.to_device(torch.tensor([part["open_loss"]]), self.args.device)
-        self._total_loss_scalar = -part["open_loss"]  # `train_loss` is of the steps since the resume
+        open_loss = self.open_sums.load_state_dict(progress["processes"])
+        self._tr_loss = self.runtime.to_device(torch.tensor([open_loss]), self.args.device)
+        self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
         self._globalstep_last_logged = progress["logged_step"]
 
     # ---- after the last step

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from ..runtime import Runtime
 
@@ -31,7 +33,7 @@ class RewardSums:
         return RewardSums(**added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest))
 
     def metrics(self) -> dict[str, float]:
-        """Return means over pairs: strict accuracy (chosen > rejected), margin, ties, rewards; and extremes of rewards."""
+        """Return means over pairs: strict accuracy (chosen > rejected), margin, ties, rewards; extremes of rewards."""
         if not self.pairs:
             return {}
         return {
@@ -129,6 +131,14 @@ class RewardMetrics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_tokens = state["num_tokens"]
         self._load(RewardSums(**state["open"]))
+
+
+def over_processes(accelerator: Accelerator, sums: RewardSums, loss: float) -> tuple[RewardSums, float]:
+    """Sum the metrics and average the loss over accelerate's processes (on XLA there is one, for all devices)."""
+    if accelerator.num_processes == 1:
+        return sums, loss
+    everyone = gather_object([(sums, loss)])
+    return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
 
 
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:

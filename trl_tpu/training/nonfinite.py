@@ -7,6 +7,7 @@ a read costs nothing, asks before the update instead, and so needs no second cop
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -35,6 +36,9 @@ class NonfiniteGuard:
     Args:
         limit: How many such steps in a row are too many; 0 turns all of it off.
     """
+
+    device_counts: torch.Tensor
+    """What `close` reads, int32."""
 
     def __init__(self, limit: int, runtime: Runtime, device: torch.device, accelerator: Accelerator) -> None:
         self.limit = limit
@@ -71,9 +75,7 @@ class NonfiniteGuard:
         self._seen_1 = self._seen_1 & torch.isfinite(loss).all()
 
     @torch.no_grad()
-    def end_step(
-        self, gradient_norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Optimizer
-    ) -> torch.Tensor:
+    def end_step(self, gradient_norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Any) -> torch.Tensor:
         """Judge the step, whose update comes next, by its losses and the norm of its gradient.
 
         Returns:
