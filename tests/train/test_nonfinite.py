@@ -168,7 +168,7 @@ def test_pairs_of_a_stream_are_named_by_their_tokens(make: Callable[..., RewardT
     first = [
         int(number) for number in re.search(r"tokens begin ([\d, ]+)", str(error.value))[1].split(", ")[:16] if number
     ]
-    assert first == rows["input_ids"].flatten()[:16].tolist()
+    assert first == rows["packed"].input_ids_RL.flatten()[:16].tolist()
     assert json.loads((tmp_path / "nonfinite-step-1" / "replay.json").read_text())["rows"] is None
     assert math.isnan(replay(trainer, tmp_path / "nonfinite-step-1")[0][0])
 

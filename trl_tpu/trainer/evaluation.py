@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
+from ..data.packed_batch import PackedBatch, micro_batches_of
 from ..modeling.rewards import PairBatch
 from ..training.metrics import on_host, sums_of
 from .batching import PairBatching
@@ -40,8 +41,8 @@ class PairEvaluation(PairBatching):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """The loss, the rewards [P, 2] and labels [P] of one batch, on the device."""
         inputs = self._prepare_inputs(inputs)
-        if "passes" in inputs:
-            loss, rewards_P2 = self._evaluate_passes(model, inputs)
+        if isinstance(inputs.get("packed"), PackedBatch):
+            loss, rewards_P2 = self._evaluate_packed(model, inputs)
         else:
             loss, outputs = self._evaluate_pass(model, inputs)
             rewards_P2 = self.rewards_of(outputs, inputs).detach()
@@ -54,20 +55,21 @@ class PairEvaluation(PairBatching):
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
         return loss.detach(), outputs
 
-    def _evaluate_passes(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss and the rewards of a batch whose passes have some of the pairs each.
+    def _evaluate_packed(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss and the rewards of a batch whose micro-batches have some of the pairs each.
 
-        Both are sums that begin with zeros on the device, so that every pass is the same program wherever it comes.
+        Both are sums that begin with zeros on the device, so that each is the same program wherever it comes.
         """
-        pairs = len(inputs["pair_mask"])
+        pairs = len(inputs["packed"].pair_mask_P)
         upload, device = self.runtime.upload, self.args.device
         loss_1, rewards_P2 = upload(torch.zeros(1), device), upload(torch.zeros(pairs, 2), device)
-        for index, rows in enumerate(inputs["passes"]):
+        for index, rows in enumerate(micro_batches_of(inputs)):
             if index:
                 self.runtime.step_boundary()
             loss, outputs = self._evaluate_pass(model, rows)
             loss_1 = loss_1 + loss
-            rewards_P2 = rewards_P2 + torch.where(rows["pair_mask"][:, None], self.rewards_of(outputs, rows), 0.0)
+            own_P = rows["packed"].pair_mask_P
+            rewards_P2 = rewards_P2 + torch.where(own_P[:, None], self.rewards_of(outputs, rows), 0.0)
         return loss_1.squeeze(), rewards_P2
 
     def evaluation_loop(
@@ -126,7 +128,7 @@ class PairEvaluation(PairBatching):
         labels_P: torch.Tensor | None,
     ) -> None:
         assert rewards_P2 is not None and labels_P is not None
-        mask_P = inputs.get("pair_mask")
+        mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
         mask_P = (
             torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P.to(rewards_P2.device)
         )

@@ -25,12 +25,13 @@ from transformers.trainer_utils import PredictionOutput
 
 from .. import runtime
 from ..checkpoint.remote import RemoteRun
-from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
+from ..data.collators import DataCollatorForPreference
 from ..data.old_columns import _tokenize
 from ..modeling.adapters import without_adapters
-from ..modeling.attention.packed_pairs import PackedPairs
 from ..modeling.losses import pairwise_losses
-from .batch_plan import packing_obstacle, report_obstacle, try_to_pack
+from ..modeling.rewards import OWN_KEYS
+from ..packing.schedule import RowPlan
+from .batch_plan import BatchPlan
 from .builders import build_dataset, build_reward_model, check_arguments, default_folder
 from .evaluation import PairEvaluation
 from .legacy import today_args, today_processing_class, uses_old_columns
@@ -45,10 +46,6 @@ runtime.current().start()
 EvalDataset: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
 )
-
-_PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens", "batch_pairs", "trees", "scored"}
-_PACKED_KEYS |= {"expand", "segment", "home", "back"}
-_OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
 
 
 class RewardTrainer(PairEvaluation):
@@ -82,6 +79,7 @@ class RewardTrainer(PairEvaluation):
     args: RewardConfig
     processing_class: PreTrainedTokenizerBase
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
+    fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
 
     def __init__(
@@ -108,8 +106,6 @@ class RewardTrainer(PairEvaluation):
         check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
-        self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
-        self.padded_because = packing_obstacle(args, data_collator, self.computes_own_loss, self._old_columns)
         self.mesh = args.mesh_shape
         self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         self.sharding_rules = args.sharding_rules
@@ -127,8 +123,8 @@ class RewardTrainer(PairEvaluation):
         def build(model: Any) -> PreTrainedModel:
             built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
             self.processing_class = built.processing_class
-            if self.padded_because is None:
-                self.padded_because = try_to_pack(built.model, built.processing_class.pad_token_id, train_dataset)
+            if hasattr(self, "batch_plan"):
+                self.batch_plan.use_model(built.model)
             built.model.add_model_tags(self._tag_names)
             return built.model
 
@@ -137,8 +133,18 @@ class RewardTrainer(PairEvaluation):
             return build(model_init(trial) if inspect.signature(model_init).parameters else model_init())
 
         built_model = build(model) if model_init is None else init()
-        if self.padded_because is not None:
-            report_obstacle(args, self.padded_because)
+        self.batch_plan = BatchPlan(
+            args,
+            built_model,
+            self.processing_class,
+            train_dataset,
+            self.mesh,
+            self.runtime,
+            data_collator=data_collator,
+            old_columns=self._old_columns,
+            computes_own_loss=type(self).compute_loss is not RewardTrainer.compute_loss,
+            fixed_rows=self.fixed_rows,
+        )
         datasets = {
             name: build_dataset(dataset, built_model, self.processing_class, args, name, self._old_columns)
             for name, dataset in (("train", train_dataset), ("eval", eval_dataset))
@@ -147,7 +153,7 @@ class RewardTrainer(PairEvaluation):
         super().__init__(
             model=built_model,
             args=args,
-            data_collator=data_collator or self._default_collator(args),
+            data_collator=data_collator or self.batch_plan.default_collator(),
             train_dataset=datasets.get("train"),
             eval_dataset=datasets.get("eval"),
             processing_class=self.processing_class,
@@ -159,7 +165,7 @@ class RewardTrainer(PairEvaluation):
         )
         if model_init is not None:
             self.model_init = init
-        self.prepare_rows()
+        self.batch_plan.prepare(self.train_dataset, self.eval_dataset)
         # Trainer computes a loss in evaluation only for models that return one, or when told so.
         self.can_return_loss = True
         self.label_names = []
@@ -174,15 +180,14 @@ class RewardTrainer(PairEvaluation):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean pairwise loss of a batch in any layout (see `PairBatch.read` and `PackedPairs.read`).
+        """The mean pairwise loss of a batch in any layout (see `read_batch`).
 
         Returns:
             The loss, or the loss and the model's outputs; in the old API, the loss and a dict of `rewards_chosen` and
             `rewards_rejected`, [P] each.
         """
         batch = self.read_batch(inputs)
-        own_keys = _OWN_KEYS | _PACKED_KEYS if isinstance(batch, PackedPairs) else _OWN_KEYS
-        extras = {key: value for key, value in inputs.items() if key not in own_keys}
+        extras = {key: value for key, value in inputs.items() if key not in OWN_KEYS}
         base = without_adapters(self.model)
         if _accepts_use_cache(type(base)):  # type: ignore[arg-type]  # a class is hashable
             extras["use_cache"] = False

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from ..data.collators import PairRows
 from ..data.loader import host_batches, outlive_sigterm, read_own, skip_batches, training_order
+from ..data.packed_batch import micro_batches_of
 from ..modeling.stacked import LayerStack
 from ..parallel.rules import Rules
 from ..parallel.shard import divide_feed_forward, keep_activations_split, place_model, plan_model, scatter_gradients
@@ -26,7 +27,7 @@ from ..parallel.shard_report import ShardReport
 from ..runtime import Axes, Remat
 from .metrics import RewardMetrics, RewardSums, on_host
 from .nonfinite import DeviceSkip
-from .optimizer import GradientBuffers, passes_of, prepare_optimizer
+from .optimizer import GradientBuffers, prepare_optimizer
 from .recompile_guard import RecompileGuard
 from .skipping import SkippingTrainer
 
@@ -119,6 +120,8 @@ class DeviceTrainer(SkippingTrainer):
             return loader
         if hasattr(dataset, "remove_columns") and not isinstance(dataset, torch.utils.data.IterableDataset):
             dataset = self._remove_unused_columns(dataset, description=description)
+        if not isinstance(dataset, Dataset):  # a stream's columns are removed example by example
+            collate = self._get_collator_with_removed_columns(collate)
         sampler = None
         if not isinstance(dataset, torch.utils.data.IterableDataset) and sampler_fn is not None:
             sampler = training_order(dataset, sampler_fn(dataset), self.args.data_seed)
@@ -195,7 +198,7 @@ class DeviceTrainer(SkippingTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """One micro-batch, in one or several passes, whose gradients add up and whose losses do."""
-        *partial, final = passes_of(inputs)
+        *partial, final = micro_batches_of(inputs)
         self._end_micro_batch()
         for rows in partial:
             self._tr_loss += self._pass(model, rows, num_items_in_batch)
@@ -203,13 +206,16 @@ class DeviceTrainer(SkippingTrainer):
         return self._pass(model, final, num_items_in_batch)
 
     def _pass(self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
-        self._guard.see(rows)
+        self._guard.see(rows["packed"].named_tensors() if "packed" in rows else rows)
         if self._gradients is not None:
             self._gradients.attach()
         return super().training_step(model, rows, num_items_in_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return sum(super(DeviceTrainer, self).floating_point_ops(rows) for rows in passes_of(inputs))
+        if "packed" in inputs:
+            ids = [rows.input_ids_RL for rows in inputs["packed"].micro_batches]
+            return sum(super(DeviceTrainer, self).floating_point_ops({"input_ids": ids_RL}) for ids_RL in ids)
+        return super().floating_point_ops(inputs)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:

@@ -245,8 +245,3 @@ class GradientBuffers:
     def _zero(self, *_: object) -> None:
         for buffer in self._buffers.values():
             buffer.zero_()
-
-
-def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The passes of a batch, the final one last; a batch without `passes` is one."""
-    return inputs.get("passes") or [inputs]

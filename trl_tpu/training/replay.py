@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..data.packed_batch import Expansion, PackedRows
 from ..runtime import Runtime
 
 BATCH_FILE = "batch.safetensors"
@@ -90,13 +91,13 @@ def _bytes_of(rows: Mapping[str, Any]) -> int:
 
 
 def tensors_of(passes: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """The tensors of passes as ``{pass}.{key}``."""
-    return {
-        f"{index}.{key}": value
-        for index, rows in enumerate(passes)
-        for key, value in rows.items()
-        if isinstance(value, torch.Tensor)
-    }
+    """The tensors of passes as ``{pass}.{key}``, those of packed rows as ``{pass}.packed.{field}``."""
+    named: dict[str, Any] = {}
+    for index, rows in enumerate(passes):
+        named |= {f"{index}.{key}": value for key, value in rows.items()}
+        if "packed" in rows:
+            named |= {f"{index}.packed.{name}": tensor for name, tensor in rows["packed"].named_tensors().items()}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
 
 
 def same_tensors(passes: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], runtime: Runtime) -> bool:
@@ -135,10 +136,21 @@ def load_batch(folder: str | Path) -> list[dict[str, Any]]:
     """
     values = json.loads(Path(folder, REPLAY_FILE).read_text(encoding="utf-8"))["values"]
     tensors = load_file(Path(folder, BATCH_FILE))
-    return [
-        {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{index}.")} | own
-        for index, own in enumerate(values)
-    ]
+    return [_beginning(tensors, f"{index}.") | own for index, own in enumerate(values)]
+
+
+def _beginning(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    """What begins with ``prefix``, without it; packed rows put together."""
+    named: dict[str, Any] = {
+        key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)
+    }
+    fields = {key: named.pop(key) for key in list(named) if key.startswith("packed.")}
+    fields = {key.removeprefix("packed."): tensor for key, tensor in fields.items()}
+    if not fields:
+        return named
+    expansion = {name: fields.pop(name) for name in Expansion._fields if name in fields}
+    rows = PackedRows(**{"margin_P": None, **fields}, expansion=Expansion(**expansion) if expansion else None)
+    return named | {"packed": rows}
 
 
 def replay(trainer: Any, folder: str | Path) -> tuple[list[float], float]:
@@ -154,10 +166,7 @@ def replay(trainer: Any, folder: str | Path) -> tuple[list[float], float]:
     trainer.model.zero_grad()
     losses = []
     for rows in load_batch(folder):
-        inputs = {
-            key: value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value
-            for key, value in rows.items()
-        }
+        inputs = {key: value.to(trainer.args.device) if hasattr(value, "to") else value for key, value in rows.items()}
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()

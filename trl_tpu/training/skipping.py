@@ -9,8 +9,8 @@ import datasets
 import torch
 from torch import nn
 
+from ..data.packed_batch import micro_batches_of
 from .nonfinite import Counted, drop_gradients
-from .optimizer import passes_of
 from .replay import REPLAY_FILE, HeldBatches, Replay, same_tensors, write_replay
 from .stops import StoppingTrainer
 
@@ -151,7 +151,7 @@ class SkippingTrainer(StoppingTrainer):
         assert isinstance(self.train_dataset, datasets.Dataset)
         collate = self.device_collator(self.train_dataset, self._train_batch_size)
         pairs = self._remove_unused_columns(self.train_dataset, description="training")
-        return [part for batch in rows for part in passes_of(collate(pairs.__getitems__(batch)))]
+        return [part for batch in rows for part in micro_batches_of(collate(pairs.__getitems__(batch)))]
 
     # ---- the end of the run
 
