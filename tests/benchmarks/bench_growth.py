@@ -30,7 +30,7 @@ RUNS, BATCHES, PAIRS = 3, (8, 16, 32, 64, 128, 256), (25_000, 100_000)
 def growing_batches() -> None:
     pairs = tiny.hh_pairs(0, 2000)
     with tempfile.TemporaryDirectory() as folder:
-        model = per_pair.save_model(folder, 64, pairs.select(range(400)))
+        model = per_pair.save_model(folder, "64x4", pairs.select(range(400)))
         print(f"\n{'pairs a batch':>14}{'ms a pair':>12}")
         for count in BATCHES:
             steps = max(2, 512 // count)
@@ -49,7 +49,7 @@ def prepare(system: str, count: int) -> None:
     pairs = Dataset.from_dict(rows)
     del rows
     with tempfile.TemporaryDirectory() as folder:
-        model = per_pair.save_model(folder, 64, real.select(range(400)))
+        model = per_pair.save_model(folder, "64x4", real.select(range(400)))
         package, settings = per_pair.SYSTEMS[system]
         args = package.RewardConfig(folder, bf16=False, report_to="none", disable_tqdm=True, **settings)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

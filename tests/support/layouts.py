@@ -44,7 +44,7 @@ from trl_tpu import (  # noqa: E402
     RewardTrainer,
     runtime,  # noqa: E402
 )
-from trl_tpu.training.optimizer import passes_of  # noqa: E402
+from trl_tpu.data.packed_batch import micro_batches_of  # noqa: E402
 
 STEPS = 20
 PAIRS = 16  # in a step
@@ -95,7 +95,7 @@ def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 
 class Watched(RewardTrainer):
-    """Keeps each step's loss on the device, and the shapes of the passes."""
+    """Keeps each step's loss on the device, and the shapes of the micro-batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses: list[torch.Tensor] = []
@@ -103,10 +103,11 @@ class Watched(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        *partial, final = passes_of(inputs)
-        for is_final, rows in [*((False, rows) for rows in partial), (True, final)]:
-            sizes = ((name, tuple(value.shape)) for name, value in rows.items() if isinstance(value, torch.Tensor))
-            self.shapes.add((is_final, tuple(sizes)))
+        *before, last = micro_batches_of(inputs)
+        for is_last, rows in [*((False, rows) for rows in before), (True, last)]:
+            tensors = rows["packed"].named_tensors() if "packed" in rows else rows
+            sizes = ((name, tuple(value.shape)) for name, value in tensors.items() if hasattr(value, "shape"))
+            self.shapes.add((is_last, tuple(sizes)))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.losses.append(loss.detach())
         return loss

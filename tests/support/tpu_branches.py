@@ -131,7 +131,7 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     return {
         "computes in bfloat16": resumed.args.bf16,
-        "in packed rows": resumed.padded_because is None,
+        "in packed rows": resumed.batch_plan.packed,
         "inside": inside,
         "norms": kinds([("", each) for each in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)]),
         "buffers": kinds(resumed.model.named_buffers()),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trl_tpu.data.collators import DataCollatorForPreference, PackedRows, PadToLengths, PairRows
+from trl_tpu.data.collators import DataCollatorForPreference, PadToLengths, PairRows, PlannedRows
 from trl_tpu.data.loader import host_batches, read_own
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
@@ -177,12 +177,13 @@ def test_packed_batches_put_together_by_devices_are_the_whole_batch(count: int) 
     ]
     plan = RowPlan((RowShape(4 * count, 64),))
     hosts = everyone(chips_of_hosts(count), np.arange(4 * count))
-    (rows,) = PackedRows(plan, pairs, 0)(examples)["passes"]
+    (packed,) = PlannedRows(plan, pairs, 0)(examples)["packed"].micro_batches
+    rows = packed.named_tensors()
     on_devices = {name: torch.full_like(value, -1) for name, value in rows.items() if len(value) % pairs == 0}
-    assert {"input_ids", "subtree_end", "last_row", "pair_mask"} <= set(on_devices)
+    assert {"input_ids_RL", "subtree_end_RL", "last_row_P2", "pair_mask_P"} <= set(on_devices)
     for host in hosts:
-        (packed,) = PackedRows(plan, pairs, 0)(examples)["passes"]
-        for name, value in packed.items():
+        (packed,) = PlannedRows(plan, pairs, 0)(examples)["packed"].micro_batches
+        for name, value in packed.named_tensors().items():
             assert torch.equal(value, rows[name]), name
             if name in on_devices:
                 own = host.rows(len(value), mesh)

@@ -14,7 +14,6 @@ from datasets import Dataset
 from trl_tpu import RewardTrainer, runtime
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
-from trl_tpu.training.optimizer import passes_of
 
 
 def uneven_pairs(count: int, seed: int = 0) -> Dataset:
@@ -29,7 +28,7 @@ def uneven_pairs(count: int, seed: int = 0) -> Dataset:
 def test_as_many_programs_as_planned_shapes(
     config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
 ) -> None:
-    """One execution a pass, nothing read between logs; losses and rewards equal those of padded rows."""
+    """One execution a micro-batch, nothing read between logs; losses and rewards equal those of padded rows."""
     settings = {"num_train_epochs": 2, "logging_steps": 1000, "gradient_accumulation_steps": accumulation}
     devices = runtime.current().device_count()
     # a small rate, since Adam makes whole steps of the rounding in gradients near 0
@@ -37,20 +36,19 @@ def test_as_many_programs_as_planned_shapes(
     pairs, held_out = uneven_pairs(64 * devices - 3), uneven_pairs(27 * devices, seed=1)
     counter = CountAtSteps()
     args = config(packing=True, packed_attention=attention, **settings)
-    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
-    # rows so short that many batches take several passes; a plan of the trainer's own would do so more rarely
+    # rows so short that many batches take several micro-batches; a plan of the trainer's own would do so more rarely
     shape = RowShape(devices, 192)
-    key = trainer.train_dataset._fingerprint, args.train_batch_size, attention == "expanded"
-    trainer._row_plans[key] = RowPlan((shape,), (shape,))
-    passes = [len(passes_of(batch)) for batch in trainer.get_train_dataloader().batches]
-    assert trainer.planned_shapes == 2
-    assert trainer.has_partial_passes
-    assert max(passes) > 1
+    trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": RowPlan((shape,), (shape,))})
+    trainer = trainer_class(model_folder, args, train_dataset=pairs, callbacks=[counter])
+    counts = [len(batch["packed"].micro_batches) for batch in trainer.get_train_dataloader().batches]
+    assert trainer.batch_plan.shapes == 2
+    assert trainer.batch_plan.accumulates
+    assert max(counts) > 1
     trainer.train()
     last = max(counter.at)
     steps = counter.between(0, last)
     assert steps.compiles <= 2 + (accumulation > 1)
-    assert steps.executions > last * accumulation  # some batches take several passes
+    assert steps.executions > last * accumulation  # some batches take several micro-batches
     assert steps.device_to_host == 0
 
     before = count()
@@ -82,8 +80,9 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
     resumed = list(whole._skip_batches(loader, 5).batches)
     assert len(resumed) == len(batches) - 5
     for one, other in zip(batches[5:], resumed, strict=True):
-        for rows, again in zip(passes_of(one), passes_of(other), strict=True):
-            assert all(np.array_equal(rows[key], again[key]) for key in rows)
+        for rows, again in zip(one["packed"].micro_batches, other["packed"].micro_batches, strict=True):
+            tensors = again.named_tensors()
+            assert all(np.array_equal(tensor, tensors[name]) for name, tensor in rows.named_tensors().items())
 
 
 @tiny.needs_hh
@@ -102,10 +101,10 @@ def test_an_epoch_of_real_pairs(config: Callable[..., Any], tmp_path: Path) -> N
     assert last == len(trainer.train_dataset) // 32 > 40
     loader = trainer.get_train_dataloader()
     loader.set_epoch(0)
-    used = {
-        (rows["input_ids"].shape, rows is batch["passes"][-1]) for batch in loader.batches for rows in passes_of(batch)
-    }
-    assert trainer.planned_shapes is not None and trainer.planned_shapes <= 4
-    assert steps.compiles == len(used) <= trainer.planned_shapes
+    batches = [batch["packed"].micro_batches for batch in loader.batches]
+    used = {(rows.input_ids_RL.shape, rows is batch[-1]) for batch in batches for rows in batch}
+    planned = trainer.batch_plan.shapes
+    assert planned is not None and planned <= 4
+    assert steps.compiles == len(used) <= planned
     assert steps.device_to_host == 0
     assert steps.executions >= last

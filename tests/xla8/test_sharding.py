@@ -10,7 +10,6 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 
 from trl_tpu import RewardTrainer
-from trl_tpu.training.optimizer import passes_of
 
 
 def bytes_on_a_device(tensor: torch.Tensor) -> int:
@@ -49,10 +48,11 @@ def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model
     loader = trainer.get_train_dataloader()
     for batches in (loader, trainer._skip_batches(loader, 2)):
         for batch in batches:
-            for rows in passes_of(batch):
+            some = [rows.named_tensors() for rows in batch["packed"].micro_batches] if packing else [batch]
+            for rows in some:
                 for key, value in rows.items():
                     whole = value.numel() * value.element_size()
-                    assert bytes_on_a_device(value) == (whole if key == "batch_pairs" else whole // 8), key
+                    assert bytes_on_a_device(value) == (whole if key == "batch_pairs_1" else whole // 8), key
     assert len(trainer._skip_batches(loader, 2)) == len(loader) - 2
 
 

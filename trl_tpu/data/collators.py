@@ -4,16 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import pad as pad_tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
-from ..packing.expand import Expansion, expand_rows
-from ..packing.pack import PackedPass, pack, pack_tight
+from ..packing.pack import pack, pack_tight
 from ..packing.schedule import RowPlan
+from .packed_batch import PackedBatch
 
 LEGACY_KEYS = (
     "input_ids_chosen",
@@ -213,19 +212,14 @@ class PairRows:
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Pack a batch's pairs into rows of planned shapes, every shared prefix once (see `trl_tpu.packing.pack`).
-
-    The batch has `passes`, of which each has `input_ids`, `position_ids` and `subtree_end` [R, L], `last_row` and
-    `last_column` [P, 2], `pair_mask`, `tokens` and, where the data has it, `margin` [P], and `batch_pairs` [1]; and a
-    `pair_mask` of all real pairs [P]. With `expands`, each pass also has `expand`, `segment` and `home` [R, 2, L] and
-    `back` [R, L] (see `trl_tpu.packing.expand`).
+class PlannedRows:
+    """Packs a batch's pairs into rows of planned shapes, every shared prefix once: ``{"packed": PackedBatch}``.
 
     Args:
         plan: From `plan_rows`.
         pairs: P, pairs in every batch.
         pad_token_id: Fills what rows have left.
-        expands: Whether attention reads rows of whole dialogues.
+        expands: Whether attention reads rows of whole dialogues (see `trl_tpu.packing.expand`).
     """
 
     plan: RowPlan
@@ -233,24 +227,15 @@ class PackedRows:
     pad_token_id: int
     expands: bool = False
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        passes = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
+        rows = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
         pair_mask_P = torch.arange(self.pairs) < len(examples)
-        return {"passes": [self._pass(packed) for packed in passes], "pair_mask": pair_mask_P}
-
-    def _pass(self, packed: PackedPass) -> dict[str, torch.Tensor]:
-        if not self.expands:
-            return _tensors(packed)
-        places = expand_rows(packed.subtree_end_RL, packed.last_row_P2, packed.last_column_P2, packed.pair_mask_P)
-        return _tensors(packed) | _tensors(places)
+        return {"packed": PackedBatch(tuple(each.map_tensors(torch.from_numpy) for each in rows), pair_mask_P)}
 
 
 @dataclass(frozen=True)
 class TightRow:
-    """Pack a batch's pairs into one row without padding, for devices that take any shape.
-
-    The batch has the keys of one of `PackedRows`' passes, with R = 1, and `trees`, where each tree lies, and `scored`,
-    the columns of dialogues' last tokens, ascending.
+    """Packs a batch's pairs into one row without padding, for devices that take any shape: one micro-batch.
 
     Args:
         pad_token_id: Texts end before it.
@@ -260,10 +245,10 @@ class TightRow:
     pad_token_id: int
     attention_length: float
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        packed = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_length)
-        scored = tuple(np.unique(packed.last_column_P2).tolist())
-        return _tensors(packed) | {"trees": packed.trees, "scored": scored}
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
+        row = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_length)
+        tensors = row.map_tensors(torch.from_numpy)
+        return {"packed": PackedBatch((tensors,), tensors.pair_mask_P)}
 
 
 def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
@@ -272,9 +257,3 @@ def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
 
 def _margins(examples: Sequence[Mapping[str, Any]]) -> list[float] | None:
     return [example["margin"] for example in examples] if "margin" in examples[0] else None
-
-
-def _tensors(packed: PackedPass | Expansion) -> dict[str, torch.Tensor]:
-    """Arrays under their names without shapes."""
-    arrays = {name.rpartition("_")[0]: value for name, value in vars(packed).items() if name != "trees"}
-    return {name: torch.from_numpy(value) for name, value in arrays.items() if value is not None}

@@ -24,42 +24,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .expand import expand_rows
+from .rows import PackedRows
 from .schedule import RowPlan, Way
 from .shapes import RowShape, snake
 from .trie import Tree, common_prefixes, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
-
-
-@dataclass(frozen=True)
-class PackedPass:
-    """Packed rows of some or all pairs of a batch. Passes of the same row shape have arrays of the same shapes.
-
-    Padding columns hold the pad token at position 0 and see only themselves. Pairs of the batch that are not in these
-    rows, and those that a short batch lacks, have a false `pair_mask_P`, last tokens (0, 0), no tokens and margin 0.
-    """
-
-    input_ids_RL: np.ndarray
-    """Token ids, int32."""
-    position_ids_RL: np.ndarray
-    """The index of each token in its dialogue, int32."""
-    subtree_end_RL: np.ndarray
-    """Token q sees token k exactly when ``k <= q < subtree_end[k]``, int32."""
-    last_row_P2: np.ndarray
-    """The row of the token that scores the chosen and the rejected dialogue, int32."""
-    last_column_P2: np.ndarray
-    """Its column, int32."""
-    pair_mask_P: np.ndarray
-    """True for the pairs in these rows."""
-    tokens_P: np.ndarray
-    """How many tokens the pair's two dialogues have, as if nothing were shared, int32."""
-    margin_P: np.ndarray | None
-    """The target margin, float32; None where the data has none."""
-    batch_pairs_1: np.ndarray
-    """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
-    trees: tuple[Tree, ...]
-    """The tries of the rows."""
 
 
 def pack(
@@ -69,8 +41,8 @@ def pack(
     pairs: int,
     pad_token_id: int,
     margins: Sequence[float] | None = None,
-    room_for_dialogues: bool = False,
-) -> list[PackedPass]:
+    expands: bool = False,
+) -> list[PackedRows[np.ndarray]]:
     """Pack one batch by the cheapest way of ``plan`` that holds it.
 
     A dialogue is scored at its last token that is not the pad token, as transformers does; later tokens, which exist
@@ -83,8 +55,8 @@ def pack(
         pairs: P. A batch may have fewer, but not more.
         pad_token_id: Fills what rows have left.
         margins: The target margin of each pair.
-        room_for_dialogues: Put pairs together only so far that the chosen dialogues of a row, one after the other,
-            are no longer than the row, and the rejected ones too (see `trl_tpu.packing.expand`).
+        expands: Whether attention reads rows of whole dialogues: then the rows have their `expansion`, and pairs share
+            a row only if their chosen dialogues, one after the other, fit into its length, and the rejected ones too.
 
     Returns:
         The passes in order, the final one last.
@@ -94,13 +66,14 @@ def pack(
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
     sizes_P, shared_PP = tree_sizes(batch.common_DD)
-    lengths_P2 = batch.lengths_D.reshape(-1, 2) if room_for_dialogues else None
+    lengths_P2 = batch.lengths_D.reshape(-1, 2) if expands else None
     way, rows_P = _choose(sizes_P, shared_PP, lengths_P2, _trie_size(batch), plan)
     passes, first = [], 0
     for shape in way:
         rows_here_P = rows_P - first
         rows_here_P[rows_here_P >= shape.rows] = -1
-        passes.append(batch.in_rows(np.maximum(rows_here_P, -1), shape))
+        rows = batch.in_rows(np.maximum(rows_here_P, -1), shape)
+        passes.append(replace(rows, expansion=expand_rows(rows)) if expands else rows)
         first += shape.rows
     return passes
 
@@ -111,7 +84,7 @@ def pack_tight(
     pad_token_id: int,
     margins: Sequence[float] | None = None,
     attention_length: float = 4096,
-) -> PackedPass:
+) -> PackedRows[np.ndarray]:
     """Pack one batch into a single row without padding, tree after tree.
 
     Attention can then be computed tree by tree. Dialogues are in one tree where sharing saves more than attention over
@@ -157,19 +130,21 @@ class _Batch:
     def lengths_D(self) -> np.ndarray:
         return np.array([len(ids) for ids in self.dialogues])
 
-    def in_rows(self, rows_P: np.ndarray, shape: RowShape) -> PackedPass:
-        """A pass of the pairs that `rows_P` puts into a row of ``shape``; those in row -1 are elsewhere."""
-        return self._written(np.repeat(rows_P, 2), np.arange(shape.rows), shape)
+    def in_rows(self, rows_P: np.ndarray, shape: RowShape) -> PackedRows[np.ndarray]:
+        """Write the pairs that `rows_P` puts into a row of ``shape``; those in row -1 are elsewhere."""
+        rows, _ = self._written(np.repeat(rows_P, 2), np.arange(shape.rows), shape)
+        return rows
 
-    def in_one_row(self, trees_D: np.ndarray) -> PackedPass:
-        """All pairs in one row that is just long enough, tree after tree."""
+    def in_one_row(self, trees_D: np.ndarray) -> PackedRows[np.ndarray]:
+        """Write all pairs into one row that is just long enough, tree after tree."""
         longest = RowShape(1, int(self.lengths_D.sum()))
-        rows = self._written(trees_D, np.zeros(len(trees_D), int), longest)
-        used = rows.trees[-1].stop
-        columns = {name: getattr(rows, name)[:, :used] for name in vars(rows) if name.endswith("_RL")}
-        return replace(rows, **columns)
+        rows, trees = self._written(trees_D, np.zeros(len(trees_D), int), longest)
+        columns = {name: getattr(rows, name)[:, : trees[-1].stop] for name in vars(rows) if name.endswith("_RL")}
+        return replace(rows, **columns, trees=trees)
 
-    def _written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> PackedPass:
+    def _written(
+        self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape
+    ) -> tuple[PackedRows[np.ndarray], tuple[Tree, ...]]:
         here_P = trees_D[::2] >= 0
         layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.common_DD, shape, self.pad_token_id)
 
@@ -179,7 +154,7 @@ class _Batch:
             filled[: len(values)][here_P] = values[here_P]
             return filled
 
-        return PackedPass(
+        rows = PackedRows(
             layout.input_ids_RL,
             layout.position_ids_RL,
             layout.subtree_end_RL,
@@ -189,8 +164,8 @@ class _Batch:
             tokens_P=fill(self.tokens_P),
             margin_P=None if self.margin_P is None else fill(self.margin_P, np.float32),
             batch_pairs_1=np.array([len(here_P)], np.int32),
-            trees=layout.trees,
         )
+        return rows, layout.trees
 
 
 def _check_counts(chosen: int, rejected: int, pairs: int) -> None:

@@ -107,21 +107,13 @@ class _FirstStep(TrainerCallback):
         self._tracer.end()
 
 
-class _OneShape(RewardTrainer):
-    """The trainer, with the one shape of packed rows that is asked for."""
-
-    shape: RowShape
-
-    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
-        return RowPlan((self.shape,))
-
-
 def trainer_of(request: StepRequest, model: PreTrainedModel) -> RewardTrainer:
     """A trainer of ``model`` whose batches are all as requested."""
     args = RewardConfig(**_arguments(request, tempfile.mkdtemp()))
     batch = request.batch
     pairs = full_pairs(batch, packed=args.packing != "false", steps=2 * args.gradient_accumulation_steps)
-    trainer_class = type("RewardTrainer", (_OneShape,), {"shape": RowShape(batch.rows or batch.pairs, batch.length)})
+    rows = RowPlan((RowShape(batch.rows or batch.pairs, batch.length),))
+    trainer_class = type("RewardTrainer", (RewardTrainer,), {"fixed_rows": rows})
     trainer: RewardTrainer = trainer_class(
         model=model,
         args=args,

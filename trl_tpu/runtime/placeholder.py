@@ -212,8 +212,8 @@ class Batches:
     def _placed(self, name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: self._placed(key, part) for key, part in value.items()}
-        if isinstance(value, list):
-            return [self._placed(name, part) for part in value]
+        if hasattr(value, "map_tensors"):  # packed rows
+            return value.map_tensors(partial(self._place, name))
         return self._place(name, value) if isinstance(value, torch.Tensor) else value
 
 

@@ -28,7 +28,7 @@ from ..modeling.chat_template import set_chat_template
 from ..modeling.experts import use_static_experts
 from ..modeling.layers import find_layers
 from ..modeling.load import check_num_labels, load_model, load_processing_class, set_eos_token, set_pad_token
-from ..modeling.rewards import keep_score_head_in_float32
+from ..modeling.score_head import keep_score_head_in_float32
 from ..parallel.shard import WeightPlacer
 from .reward_config import RewardConfig
 from .utils import disable_dropout_in_model

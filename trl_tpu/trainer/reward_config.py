@@ -17,6 +17,7 @@ from ..parallel.rules import Rules
 from ..runtime import Remat
 from ..training.preemption import parse_duration
 from .limits import check_ranges, check_remat, check_xla_limits
+from .packing_option import Packing
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ class RewardConfig(TrainingArguments):
                 stacklevel=3,
             )
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
-        self.packing = _packing(self.packing)
+        self.packing = Packing.parse(self.packing)
         check_ranges(self)
         if self.packed_attention not in ("auto", "masks", "expanded"):
             raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
@@ -340,14 +341,6 @@ def _multiple(value: int | str | None) -> int | None:
     if not value.isdecimal():
         raise ValueError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
     return int(value)
-
-
-def _packing(value: str | bool) -> str:
-    """One of "auto", "true" and "false"."""
-    text = str(value).lower()
-    if text not in ("auto", "true", "false"):
-        raise ValueError(f"packing must be 'auto', true or false, got {value!r}.")
-    return text
 
 
 __all__ = ["MeshShape", "RewardConfig"]

@@ -29,6 +29,7 @@ from ..data.old_columns import _tokenize
 from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
+from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
 from .builders import RewardModel, build_dataset, build_reward_model, check_arguments, default_folder
@@ -78,6 +79,7 @@ class RewardTrainer(DeviceTrainer):
     processing_class: PreTrainedTokenizerBase
     batch_plan: BatchPlan
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
+    fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
 
     def __init__(
@@ -131,6 +133,7 @@ class RewardTrainer(DeviceTrainer):
             data_collator=data_collator,
             old_columns=self._old_columns,
             computes_own_loss=type(self).compute_loss is not RewardTrainer.compute_loss,
+            fixed_rows=self.fixed_rows,
         )
         prepare = partial(build_dataset, model=built.model, processing_class=built.processing_class, args=args)
         datasets = {

@@ -12,7 +12,6 @@ places of the tokens with it. Any other rule is refused.
 Letters: B rows, R packed rows, H heads, L length, D size of a head.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,12 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ... import runtime
+from ...packing.rows import PackedRows
 from ...parallel.mesh import BATCH_AXES
 from ...runtime import PartitionSpec
 from ...runtime.kernels.plain import masked_attention
 from .expanded_rows import ExpandedRows
-from .masked import RowLayout, TreeMask
+from .masked import MaskRule, TreeMask
 from .static import static_sdpa_attention, static_sdpa_mask
 from .tree_by_tree import TreeByTree
 
@@ -55,15 +55,15 @@ class ExpandedMask:
 class ExpandedTreeMask(TreeMask):
     """A registered mask function that builds no masks where packed rows come with their expansion."""
 
-    def masks_of(self, layout: RowLayout, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if layout.expanded is None:
-            return super().masks_of(layout, rule, *args, **kwargs)
+    def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+        if rows.expansion is None:
+            return super().masks_of(rows, rule, *args, **kwargs)
         if kwargs.get("use_vmap"):
             raise ExpansionImpossible("A layer's mask is the model's own rule, which attention kernels do not know.")
-        return ExpandedMask(layout.expanded, window_of(rule, layout.expanded.back_RL.shape[1]))
+        return ExpandedMask(ExpandedRows(*rows.expansion), window_of(rule, rows.input_ids_RL.shape[1]))
 
 
-def window_of(rule: Callable[..., Any], length: int) -> int | None:
+def window_of(rule: MaskRule, length: int) -> int | None:
     """The sliding window of a causal mask rule, None if it has none that shows in ``length`` columns.
 
     Raises:
