@@ -13,7 +13,6 @@ import pytest
 import tiny
 from places import SUPPORT
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
-from transformers import TrainerCallback
 
 from trl_tpu.checkpoint.background import NOT_SAVED
 from trl_tpu.checkpoint.manifest import STAGING_FOLDER
