@@ -260,18 +260,23 @@ def test_hostile_pickle_never_runs(file: str, checkpoint: Path, model_folder: st
 
 
 def change_model(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "state").iterdir()
+    file = checkpoint / "model.safetensors"
     save_file({f"{name}.other": part for name, part in load_file(file).items()}, file)
 
 
 def change_shape(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file({name: part[:1].clone() for name, part in load_file(file).items()}, file)
+
+
+def change_state(checkpoint: Path) -> None:
+    (file,) = (checkpoint / "state").iterdir()
+    save_file({f"optimizer.other.{name}": part for name, part in load_file(file).items()}, file)
+
+
+def change_state_shape(checkpoint: Path) -> None:
     (file,) = (checkpoint / "state").iterdir()
     save_file({name: part[:1].clone() if part.dim() else part for name, part in load_file(file).items()}, file)
-
-
-def drop_moments(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "state").iterdir()
-    save_file({name: part for name, part in load_file(file).items() if name.startswith("model.")}, file)
 
 
 def change_packing(checkpoint: Path) -> None:
@@ -291,6 +296,8 @@ def empty_progress(checkpoint: Path) -> None:
 REFUSED: dict[Callable[[Path], None], str] = {
     change_model: "is of another model: it has no model.",
     change_shape: "is of another model: its model.*is of shape",
+    change_state: "has optimizer state of other.*which is not trained now",
+    change_state_shape: "exp_avg of a parameter of shape .* is of shape",
     change_packing: "was trained on padded batches, and these are packed",
     tear_state: "state",
     empty_progress: "progress.json",

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -270,9 +269,9 @@ def _marked(mark: str, shards: dict[str, Any]) -> dict[str, Any]:
 
 
 def _error_of(action: Callable[[], None]) -> Exception | None:
-    """Return what the file system said to ``action``, if it failed; torch.save says it in a RuntimeError."""
+    """Return why ``action`` failed, if it did: libraries say so in errors of many kinds when a disk is full."""
     try:
         action()
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except Exception as error:
         return error
     return None

@@ -144,8 +144,9 @@ def read_optimizer(
             f"The checkpoint {checkpoint} has no {_some(missing)}. Choose the optimizer's options with which it was "
             "trained, or start from its weights: give its folder as the model."
         )
-    with torch.no_grad():
-        read_state(tensors, folder, runtime)
+    if tensors:
+        with torch.no_grad():
+            read_state(tensors, folder, runtime)
     for name, value in numbers["state"].items():
         parameter, kind = _parameter_and_kind(name)
         optimizer.state[parameters[parameter]][kind] = value
@@ -261,6 +262,12 @@ def _make_state(
     """Make something to read a tensor into, where the optimizer would only make it in its first step."""
     if kind in optimizer.state[parameter]:
         return
+    shape = tuple(parameter.shape)
+    if tuple(like.shape) not in (shape, shape[:-1], (*shape[:-2], *shape[-1:]), ()):
+        raise UserError(
+            f"The optimizer state {kind} of a parameter of shape {list(shape)} is of shape {list(like.shape)}: the "
+            "checkpoint is of another model. Resume with the model, and the adapters, that it was trained with."
+        )
     if like.shape == parameter.shape:
         made = zeros_laid_out_like(parameter).to(like.dtype)
     else:

@@ -98,7 +98,7 @@ def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:
     Args:
         accumulated: Batches of a step.
     """
-    if getattr(loader, "batch_sampler", None) is None:
+    if isinstance(getattr(loader, "dataset", None), IterableDataset) or getattr(loader, "batch_sampler", None) is None:
         return None
     epoch, update = divmod(step - 1, -(-len(loader) // accumulated))
     orders = []

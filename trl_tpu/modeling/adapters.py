@@ -222,6 +222,14 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
             )
 
 
+def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
+    """Write what adapters in a checkpoint are, and the tokenizer; but for the adapters themselves."""
+    for config in model.peft_config.values():
+        config.save_pretrained(folder)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
     """The names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
     return set(saved_adapter_names(model, state))

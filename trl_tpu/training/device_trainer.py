@@ -59,6 +59,7 @@ from ..data.loader import (
     training_order,
 )
 from ..data.packed_batch import micro_batches_of
+from ..modeling.adapters import save_adapter_config
 from ..modeling.stacked import LayerStack
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
@@ -578,8 +579,10 @@ class DeviceTrainer(Trainer):
             super().save_model(path, _internal_call=True)
         elif self.runtime.topology().process_count > 1 and args.save_only_model:
             self._save(path, whole_weights(self.model, self.runtime, keeps=args.should_save))
-        else:
+        elif isinstance(self.model, PreTrainedModel):
             self._save(path, {})
+        elif args.should_save:
+            save_adapter_config(self.model, self.processing_class, path)
         if not args.save_only_model:
             if self._keeps_state:
                 self._save_progress(folder)
