@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch_xla
-from layouts import family
+from families import family
 from tiny import made_up_pairs, tiny_tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
