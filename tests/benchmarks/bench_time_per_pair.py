@@ -32,6 +32,7 @@ import trl_tpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import real_pairs  # noqa: E402
 import tiny  # noqa: E402
 
 RUNS, STEPS, PAIRS_A_BATCH, MODELS, HEADS = 5, 24, 8, ("64x4", "256x6", "64x24"), 8
@@ -44,7 +45,7 @@ SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def real(count: int) -> Dataset:
     """The first pairs of the data, as they are."""
-    return tiny.hh_pairs(0, count)
+    return real_pairs.real_pairs(count)
 
 
 def unshared(count: int) -> Dataset:
@@ -132,8 +133,8 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
     options = parser.parse_args()
-    if not tiny.HH_FILE.exists():
-        sys.exit(f"The real preference pairs are not at {tiny.HH_FILE}: nothing to measure.")
+    if not real_pairs.REAL_FILE.exists():
+        sys.exit(f"The real preference pairs are not at {real_pairs.REAL_FILE}: nothing to measure.")
     torch.set_num_threads(2)
     disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

@@ -1,9 +1,6 @@
 """Train tiny models of several families in this process and write what happened: one process for each set of devices.
 
 python tests/support/layouts.py OUT [MODEL:MESH:VARIANT ...]
-
-Every feature dimension of the models is a multiple of 7 (after division over the devices too), and no number or length
-of rows, no number of experts or words is: so a program's arrays show what they are.
 """
 
 import json
@@ -20,24 +17,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import xla_flags
+
 DUMPS = Path(tempfile.mkdtemp())
-if os.environ.get("USE_TORCH_XLA") != "0":  # before torch_xla is imported
-    # machine code without optimisation: the same programs and collectives, compiled in a sixth of the time
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {quick}"
+if os.environ.get("USE_TORCH_XLA") != "0":  # before anything is computed
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {xla_flags.QUICK}"
 
 import torch  # noqa: E402
 from collectives import read_collectives  # noqa: E402
+from families import family  # noqa: E402
 from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-    TrainerState,
-    set_seed,
-)
+from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import (  # noqa: E402
     RewardConfig,
@@ -52,14 +42,6 @@ LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
 PADDED: dict[str, Any] = {"packing": False, "pad_to_multiple_of": LENGTH}
 PACKED: dict[str, Any] = {"packing": True, "row_length": LENGTH}
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama_grouped": {"num_key_value_heads": 4},
-    "qwen3": {},
-    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 56},
-    "llama_lora": {},
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {**PADDED, "gradient_checkpointing": False},
     "packed": {**PACKED, "gradient_checkpointing": False},
@@ -72,26 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed+in steps": {**PACKED, "gradient_checkpointing": False},
     "packed+accumulated+scanned+in steps": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
 }
-
-
-def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes: dict[str, Any] = {
-        "vocab_size": 328,
-        "hidden_size": 56,
-        "intermediate_size": 168,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 14,
-        "max_position_embeddings": 512,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "num_labels": 1,
-    }
-    model_type = name.removesuffix("_lora").removesuffix("_grouped")
-    config = AutoConfig.for_model(model_type, **(sizes | FAMILIES[name]))
-    set_seed(0)
-    return AutoModelForSequenceClassification.from_config(config)
 
 
 class Watched(RewardTrainer):

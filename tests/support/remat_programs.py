@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from layouts import DUMPS, family  # first: it sets XLA_FLAGS
+from families import family
+from layouts import DUMPS
 from tiny import made_up_pairs, tiny_tokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer

@@ -1,8 +1,9 @@
-"""Train where accelerate and transformers believe in a TPU: python tests/support/tpu_branches.py FOLDER {stock,KIND}
+"""Train where accelerate and transformers believe in a TPU: tpu_branches.py FOLDER {stock,KIND} ...
 
 They take other branches there than on XLA's CPU; only their question whether there is a TPU is answered otherwise
-here. A KIND of training trains, saves, resumes, evaluates and predicts, then prints as JSON what type everything has.
-"stock" prints what accelerate itself does when it is asked for bfloat16: the danger that the others must be clear of.
+here. Each KIND of training trains, saves, resumes, evaluates and predicts; what type everything has then is printed as
+JSON, by kind. "stock" is what accelerate itself does when it is asked for bfloat16: the danger that the others must be
+clear of.
 """
 
 import json
@@ -154,15 +155,18 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    kind = sys.argv[2]
-    if kind == "stock":
-        accelerate.Accelerator(mixed_precision="bf16")
-        result: dict[str, Any] = {}
-    else:
-        result = train(Path(sys.argv[1]), kind)
-    print(json.dumps(result | {"environment": environment(), "asked for a TPU": sorted(set(asked))}))
+def main(folder: str, *kinds: str) -> None:
+    results = {}
+    for kind in kinds:
+        asked.clear()
+        if kind == "stock":
+            accelerate.Accelerator(mixed_precision="bf16")
+            result: dict[str, Any] = {}
+        else:
+            result = train(Path(folder, kind), kind)
+        results[kind] = result | {"environment": environment(), "asked for a TPU": sorted(set(asked))}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

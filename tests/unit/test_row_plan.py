@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pyarrow as pa
 import pytest
+import real_pairs
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from trl_tpu.packing.shapes import RowShape
 dialogues = st.lists(st.lists(st.integers(1, 3), max_size=9), min_size=1, max_size=12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 200), min_size=1, max_size=60),
     st.integers(1, 9),
@@ -74,11 +75,11 @@ def test_sizes_and_common_beginnings_equal_a_plain_loop(chosen: list[list[int]],
     assert common_beginning(columns) == min(common(every[0], other) for other in every)
 
 
-@tiny.needs_hh
+@pytest.mark.parametrize("source", real_pairs.SOURCES)
 @pytest.mark.parametrize(("pairs", "shards", "most_tokens"), [(8, 1, 0.72), (64, 8, 0.70)])
-def test_tokens_processed_per_real_token(pairs: int, shards: int, most_tokens: float) -> None:
-    """On real pairs, for a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
-    rows = tiny.hh_pairs(0, 10**6)
+def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
+    """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
+    rows = real_pairs.pairs_from(source)
     tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
     halves = [tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected")]
     both = [pair for pair in zip(*halves, strict=True) if max(map(len, pair)) <= 1024]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_pairs
 import trl
 from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from preference_forms import (
     assistant,
     rows_of_every_form,
-    shared_pairs,
     stream,
     tiny_model,
     tiny_tokenizer,
@@ -77,8 +77,9 @@ def test_a_stream_drops_what_a_dataset_drops() -> None:
     assert [row["chosen_ids"] for row in streamed] == kept["chosen_ids"][:]
 
 
-def test_real_dialogues_give_trls_token_pairs(tmp_path: Path) -> None:
-    dataset = shared_pairs(60)
+@pytest.mark.parametrize("source", real_pairs.SOURCES)
+def test_long_dialogues_give_trls_token_pairs(source: str, tmp_path: Path) -> None:
+    dataset = real_pairs.pairs_from(source, 60)
     theirs = trl_train_dataset(dataset, tmp_path, max_length=900)
     ours, report = prepare(dataset, max_length=900)
     assert 0 < len(theirs) < len(dataset)

@@ -1,15 +1,33 @@
-"""The fixtures of every test on PyTorch/XLA."""
+"""Tests on PyTorch/XLA, in a process with one XLA device: programs, their counts, and what they compute.
+
+Those marked `eight` say something else on eight devices, so they run there too.
+"""
 
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import xla_flags
 from device_fixtures import config, model_folder
 from places import ROOT, SUPPORT
+
+FOLDER = Path(__file__).parent
+
+os.environ.setdefault("XLA_FLAGS", xla_flags.QUICK)  # read when the first program is compiled
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out on eight devices what says nothing else there."""
+    here = [item for item in items if item.path.is_relative_to(FOLDER)]
+    if int(os.environ.get("CPU_NUM_DEVICES", "1")) > 1:
+        left_out = [item for item in here if item.get_closest_marker("eight") is None]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,12 @@
 """Packed training compiles as many programs as shapes were planned, whatever the batches, and evaluation no more."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import real_pairs
 import tiny
 from counters import CountAtSteps, count
 from datasets import Dataset
@@ -24,7 +24,9 @@ def uneven_pairs(count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize(("accumulation", "attention"), [(1, "masks"), (2, "masks"), (1, "expanded")])
+@pytest.mark.parametrize(
+    ("accumulation", "attention"), [pytest.param(1, "masks", marks=pytest.mark.eight), (2, "masks"), (1, "expanded")]
+)
 def test_as_many_programs_as_planned_shapes(
     config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
 ) -> None:
@@ -85,11 +87,10 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
             assert all(np.array_equal(tensor, tensors[name]) for name, tensor in rows.named_tensors().items())
 
 
-@tiny.needs_hh
-@pytest.mark.skipif("CPU_NUM_DEVICES" in os.environ, reason="shown on one device, in less time")
-def test_an_epoch_of_real_pairs(config: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", real_pairs.SOURCES)
+def test_an_epoch_of_real_lengths(source: str, config: Callable[..., Any], tmp_path: Path) -> None:
     """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""
-    pairs = tiny.hh_pairs(0, 10**6)
+    pairs = real_pairs.pairs_from(source)
     model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=8, layers=1)
     counter = CountAtSteps()
     args = config(packing=True, num_train_epochs=1, logging_steps=1000, max_length=256)

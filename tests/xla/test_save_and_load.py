@@ -63,6 +63,7 @@ def test_saved_model_gives_the_same_rewards(config: Callable[..., Any], model_fo
     assert not torch.equal(started["score.weight"], trained["score.weight"])
 
 
+@pytest.mark.eight
 def test_lora_trains_saves_and_leaves_the_base_frozen(
     config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
