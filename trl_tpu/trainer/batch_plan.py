@@ -98,7 +98,7 @@ class BatchPlan:
             return
         try:
             make_packable(model, self._pad_token_id)
-            self._is_tight = self._runtime.name == "native" and goes_tree_by_tree(self._model)
+            self._is_tight = not self._runtime.compiles and goes_tree_by_tree(self._model)
             if not self._packs(self._train_dataset):
                 raise PackingImpossible(
                     "train_dataset is a stream, and row shapes are chosen from the data beforehand"
@@ -139,7 +139,7 @@ class BatchPlan:
                 if the user insists on attention that the model does not allow.
         """
         self._train_dataset = train_dataset
-        if self._runtime.name == "native" or not self._packs(train_dataset):
+        if not self._runtime.compiles or not self._packs(train_dataset):
             return
         self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
         self._row_plans.clear()
@@ -182,7 +182,7 @@ class BatchPlan:
                 return TightRow(self._pad_token_id, attention_length(self._hidden_size))
             return PlannedRows(self.rows(dataset, batch_size), batch_size, self._pad_token_id, self._expands)
         is_known = isinstance(user_collator, DataCollatorForPreference | RewardDataCollatorWithPadding)
-        if self._runtime.name == "native" or not is_known:
+        if not self._runtime.compiles or not is_known:
             return user_collator
         collate, lengths = user_collator, self._lengths_of(dataset)
         if lengths is not None:
@@ -241,7 +241,7 @@ class BatchPlan:
                 return "each packed into one row without padding"
             attention = "in rows of whole dialogues" if self._expands else "through masks"
             return f"packed into rows of {self._training_rows}; they attend {attention}"
-        lengths = None if self._runtime.name == "native" else self._lengths_of(self._train_dataset)
+        lengths = self._lengths_of(self._train_dataset) if self._runtime.compiles else None
         if lengths is None:
             shape = "their longest"
         else:
