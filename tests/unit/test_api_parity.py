@@ -63,7 +63,7 @@ INTENDED: dict[str, dict[str, str]] = {
             "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
         ),
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
-        "ours alone: prepare_rows": _INTERNAL,
+        "ours alone: fixed_rows": _INTERNAL,
         "ours alone: device_collator": _INTERNAL,
         "ours alone: has_partial_passes": _INTERNAL,
         "ours alone: planned_shapes": _INTERNAL,

@@ -241,7 +241,7 @@ class BatchPlan:
                 return "each packed into one row without padding"
             attention = "in rows of whole dialogues" if self._expands else "through masks"
             return f"packed into rows of {self._training_rows}; they attend {attention}"
-        lengths = None if not self._runtime.compiles else self._lengths_of(self._train_dataset)
+        lengths = self._lengths_of(self._train_dataset) if self._runtime.compiles else None
         if lengths is None:
             shape = "their longest"
         else:
