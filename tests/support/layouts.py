@@ -106,7 +106,7 @@ class Walking(TrainerCallback):
 
 @contextmanager
 def as_if_large(variant: str) -> Iterator[None]:
-    """Treat the model and the mesh of a variant "in steps" as larger ones: scatter gradients over four devices at once."""
+    """Treat the model and the mesh of a variant "in steps" as larger ones: scatter gradients over four devices."""
     with ExitStack() as stack:
         if "in steps" in variant:
             from trl_tpu.runtime import layout, libtpu

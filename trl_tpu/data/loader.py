@@ -59,8 +59,9 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
         return SkipDataLoader(
             loader.dataset, skip_batches=count, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings
         )
-    sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=count)
-    sampler.sampler = loader.batch_sampler.sampler  # which orders by the epoch that it is told
+    batches: Any = loader.batch_sampler
+    sampler = SkipBatchSampler(batches, skip_batches=count)
+    sampler.sampler = batches.sampler  # which orders by the epoch that it is told
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 

@@ -34,7 +34,7 @@ def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
     tracer = _Tracer(request.chips)
     runtime.replace(tracer.runtime)
     trainer = trainer_of(request, model_without_weights(request))
-    mesh = dict(trainer.mesh.sizes)
+    mesh = dict(trainer.args.mesh_shape.sizes)
     tracer.watch(trainer)
     try:
         if request.what == "train":
@@ -67,9 +67,9 @@ class _Tracer:
     def begin(self) -> None:
         """What is recorded from now on is the step's."""
         trainer, know = self._trainer, self.runtime.know
-        axes_of = trainer._parameter_axes()
+        axes_of = trainer._parameter_specs()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        buffers = trainer._gradients._buffers if trainer._gradients is not None else {}
+        buffers = trainer._step_state.gradient_buffers
         for name, parameter in trainer.model.named_parameters():
             axes = axes_of[parameter]
             know(parameter, name, "weight", axes)

@@ -241,7 +241,7 @@ class StepState:
     def __init__(self, runtime: Runtime, accumulates: bool) -> None:
         self._runtime, self._accumulates = runtime, accumulates
         self._optimizer: Optimizer | None = None
-        self._buffers: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self.gradient_buffers: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def prepare(self, optimizer: Optimizer, specs: ParameterSpecs) -> bool:
         """Prepare ``optimizer`` as `prepare_optimizer` does, once; returns whether it was new."""
@@ -251,17 +251,17 @@ class StepState:
         prepare_optimizer(optimizer, self._runtime, specs)
         if self._accumulates:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
+            self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
             self._runtime.step_boundary()
             optimizer.register_step_post_hook(self._zero)
         return True
 
     def attach_gradients(self) -> None:
         """Put a zeroed buffer where a gradient is missing, so that the first micro-batch is no program of its own."""
-        for parameter, buffer in self._buffers.items():
+        for parameter, buffer in self.gradient_buffers.items():
             if parameter.grad is None:
                 parameter.grad = buffer
 
     def _zero(self, *_: object) -> None:
-        for buffer in self._buffers.values():
+        for buffer in self.gradient_buffers.values():
             buffer.zero_()
