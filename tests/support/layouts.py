@@ -175,7 +175,7 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     found = []
     for name, parameter in trainer.model.named_parameters():
-        buffers = trainer._gradients._buffers if trainer._gradients is not None else {}
+        buffers = trainer._step_state.gradient_buffers
         kinds = {"weight": parameter.detach(), "gradient": buffers.get(parameter)}
         kinds |= {kind: value for kind, value in optimizer.state.get(parameter, {}).items() if kind != "step"}
         for kind, tensor in kinds.items():

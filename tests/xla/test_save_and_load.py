@@ -90,21 +90,21 @@ def test_lora_trains_saves_and_leaves_the_base_frozen(
 def test_resumed_run_equals_the_uninterrupted_one(
     config: Callable[..., Any], model_folder: str, tmp_path: Path, accumulation: int
 ) -> None:
-    """Losses, metrics and the token count; the log at step 5 spans the save at step 3."""
+    """Losses, metrics and the token count; the log at step 10 spans the save at step 9, within a later epoch."""
     settings = {
-        "max_steps": 6,
-        "logging_steps": 5,
+        "max_steps": 11,
+        "logging_steps": 10,
         "save_strategy": "steps",
-        "save_steps": 3,
+        "save_steps": 9,
         "logging_strategy": "steps",
         "gradient_accumulation_steps": accumulation,
         "warmup_steps": 2,
     }
-    pairs = tiny.made_up_pairs(60)
+    pairs = tiny.made_up_pairs(56)
     whole = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
     whole.train()
     resumed = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     for key in ("num_tokens", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "grad_norm"):
         assert resumed.state.log_history[0][key] == pytest.approx(whole.state.log_history[0][key], rel=1e-6), key
     weights = [trainer.runtime.to_host(dict(trainer.model.named_parameters())) for trainer in (whole, resumed)]

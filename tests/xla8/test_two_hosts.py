@@ -19,7 +19,7 @@ from places import ROOT, SUPPORT
 
 from trl_tpu import runtime
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.training.agreement import Host
+from trl_tpu.training.agreement import rows_of_host
 
 
 def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:
@@ -149,11 +149,10 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
     shards = {shard.shard_device: shard.data for shard in xs.wrap_if_sharded(uploaded).local_shards}
     assert set(shards) == set(all_devices)
     hosts = [all_devices[:2] + all_devices[4:6], all_devices[2:4] + all_devices[6:]]  # as on 2 of 4 x 4 chips
-    for index, own in enumerate(hosts):
+    for own in hosts:
         monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda own=own: own)
-        host = Host(index, 2, current.local_positions())
         held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})
-        assert host.rows(16, mesh).tolist() == held
+        assert rows_of_host(current.local_positions(), 16, mesh).tolist() == held
         garbled = torch.full_like(rows, -1)
         garbled[held] = rows[held]
         again = current._upload_batch(("data", "fsdp"), garbled, torch_xla.device())
