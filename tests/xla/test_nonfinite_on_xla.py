@@ -10,7 +10,6 @@ import torch
 from counters import CountAtSteps, Counts
 
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return runs.save_model(tmp_path_factory.mktemp("model"))
