@@ -41,12 +41,12 @@ def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwar
     return batch
 
 
-def tight(pairs: list[Any], attention_length: float = 50) -> Rows:
-    return pack_tight(*zip(*pairs, strict=True), PAD, attention_length=attention_length)
+def tight(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
+    return pack_tight(*zip(*pairs, strict=True), PAD, attention_crossover_length=attention_crossover_length)
 
 
-def tree_count(pairs: list[Any], attention_length: float) -> int:
-    return len(tight(pairs, attention_length).trees or ())
+def tree_count(pairs: list[Any], attention_crossover_length: float) -> int:
+    return len(tight(pairs, attention_crossover_length).trees or ())
 
 
 def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
@@ -160,7 +160,7 @@ sizes = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 def test_every_batch_of_the_data_fits_one_of_few_shapes(
     sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject
 ) -> None:
-    shapes = plan_shapes(np.array(sizes), pairs, shards, most=most, multiple=8)
+    shapes = plan_shapes(np.array(sizes), pairs, shards, max_shapes=most, multiple=8)
     assert 1 <= len(shapes) <= most
     assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in shapes)
     works = [shape.work(4096) for shape in shapes]
@@ -193,7 +193,7 @@ def test_the_rows_planned_for_a_batch_are_enough(batches: list[list[int]], lengt
 
 def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
     sizes = np.full(100, 120)  # 100 of a system prompt, 20 of its own
-    apart, shared = (plan_shapes(sizes, 8, most=1, common=common)[0] for common in (0, 100))
+    apart, shared = (plan_shapes(sizes, 8, max_shapes=1, shared_prefix=common)[0] for common in (0, 100))
     assert apart.rows * apart.length >= 8 * 120
     assert shared.rows * shared.length <= 100 + 8 * 20 + 32
     prompt = [1] * 100
@@ -206,7 +206,7 @@ def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> N
     drawn = np.random.default_rng(1).permutation(sizes)[: 8 * 125].reshape(125, 8)
 
     def columns(most: int) -> int:
-        shapes = plan_shapes(sizes, 8, most=most, attention_length=1e9)
+        shapes = plan_shapes(sizes, 8, max_shapes=most, attention_crossover_length=1e9)
         return sum(
             next(s.rows * s.length for s in shapes if 0 < rows_needed(batch[None], s.length)[0] <= s.rows)
             for batch in drawn
@@ -215,7 +215,7 @@ def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> N
     wasted = [columns(most) / drawn.sum() for most in (1, 2, 4, 8, 16)]
     assert wasted == sorted(wasted, reverse=True)
     assert wasted[-1] < 1.1
-    short, long = (plan_shapes(sizes, 8, attention_length=length)[0].length for length in (200, 1e9))
+    short, long = (plan_shapes(sizes, 8, attention_crossover_length=length)[0].length for length in (200, 1e9))
     assert short < long
 
 
@@ -259,8 +259,8 @@ def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing:
     plan = RowPlan((RowShape(rows, longest), RowShape(rows + 1, 8)), (RowShape(rows, longest), RowShape(1, 6)))
     margins = [float(index) for index in range(len(pairs))]
     some = micro_batches(pairs, plan, len(pairs) + missing, margins=margins)
-    assert [RowShape(*rows.input_ids_RL.shape) in plan.partial for rows in some[:-1]] == [True] * (len(some) - 1)
-    assert RowShape(*some[-1].input_ids_RL.shape) in plan.final
+    assert [RowShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
+    assert RowShape(*some[-1].input_ids_RL.shape) in plan.update
     assert sum(rows.pair_mask_P.astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
     for rows_ in some:
         assert rows_.batch_pairs_1.tolist() == [len(pairs)]

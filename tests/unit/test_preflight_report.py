@@ -350,12 +350,12 @@ def test_full_rows_take_several_pairs_and_go_over_all_parts() -> None:
 
 def test_rows_of_data_are_those_that_the_trainer_plans() -> None:
     pairs = PairLengths.of([(30, 20, 50)] * 10 + [(100, 10, 10)] * 10)
-    rows = DataRows(pairs, {"most": 1})
+    rows = DataRows(pairs, {"max_shapes": 1})
     planned, length = rows.rows(8, 4)
     assert planned % 4 == 0
     assert planned * length >= 8 * 100
-    long = DataRows(PairLengths.of([(1000, 700, 700)] * 10), {"most": 1})
+    long = DataRows(PairLengths.of([(1000, 700, 700)] * 10), {"max_shapes": 1})
     assert long.rows(4, 4) == (4, 2560)  # the kernel's multiple of 256
-    assert DataRows(long.pairs, {"most": 1}, attention="masks").rows(4, 4) == (4, 2400)
+    assert DataRows(long.pairs, {"max_shapes": 1}, attention="masks").rows(4, 4) == (4, 2400)
     assert set(rows.lengths(50).sizes_P.tolist()) == {100, 120}
     assert "20 pairs of the dataset: 110 unique tokens on average, 120 at most" in str(rows)

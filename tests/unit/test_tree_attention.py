@@ -65,7 +65,7 @@ def packed(model: nn.Module, pairs: list[Any], layout: str = "one micro-batch", 
     plan = LAYOUTS[layout]
     chosen, rejected = zip(*pairs, strict=True)
     if plan is None:
-        some = [pack_tight(chosen, rejected, PAD, attention_length=20)]
+        some = [pack_tight(chosen, rejected, PAD, attention_crossover_length=20)]
     else:
         some = pack(chosen, rejected, plan, len(pairs), PAD)
     read = [rows.map_tensors(torch.from_numpy) for rows in some]

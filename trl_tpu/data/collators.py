@@ -1,4 +1,4 @@
-"""Batches on the host: TRL's two collators, and the step from their batches to pair rows of planned shapes."""
+"""Makes batches on the host: TRL's two collators, and those that pad or pack pairs to planned shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ LEGACY_KEYS = (
 
 @dataclass
 class DataCollatorForPreference(DataCollatorMixin):
-    """Token pairs -> one right-padded batch of 2P rows: the P chosen dialogues, then the P rejected ones.
+    """Makes one right-padded batch of 2P rows of token pairs: the P chosen dialogues, then the P rejected ones.
 
     Each example has `chosen_ids` and `rejected_ids`, lists of token ids, and may have a float `margin` (read when the
     first example has it). The batch has `input_ids` and `attention_mask`, [2P, longest], and `margin`, [P].
@@ -54,7 +54,7 @@ class DataCollatorForPreference(DataCollatorMixin):
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """TRL's collator up to 0.23: the two halves of the pairs, each padded on the tokenizer's side.
+    """Pads the two halves of the pairs, each on the tokenizer's side: TRL's collator up to 0.23.
 
     Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
     and may have a `margin`, a float or a list of one. The batch has the same keys, [P, longest of that half],
@@ -107,7 +107,7 @@ class RewardDataCollatorWithPadding:
 
 
 def join_halves(batch: Mapping[str, Any], pad_token_id: int, padding_side: str) -> dict[str, Any]:
-    """A `RewardDataCollatorWithPadding` batch as a `DataCollatorForPreference` one: one length, chosen rows first.
+    """Make a `RewardDataCollatorWithPadding` batch a `DataCollatorForPreference` one: one length, chosen rows first.
 
     Left-padded halves are lengthened on the left, so every row keeps its own text at the same end.
     """
@@ -127,8 +127,8 @@ def lengthen(rows_RL: torch.Tensor, length: int, fill: int, padding_side: str) -
     return pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
 
 
-def bucket_lengths(longest: int, most: int = 4, multiple: int = 64) -> tuple[int, ...]:
-    """A few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
+def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
+    """Return a few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
 
     >>> bucket_lengths(1000)
     (128, 256, 512, 1024)
@@ -139,13 +139,13 @@ def bucket_lengths(longest: int, most: int = 4, multiple: int = 64) -> tuple[int
     def round_up(length: int) -> int:
         return length + -length % multiple
 
-    lengths = {round_up(-(-longest // 2**halvings)) for halvings in range(most)}
+    lengths = {round_up(-(-longest // 2**halvings)) for halvings in range(max_lengths)}
     return tuple(sorted(lengths))
 
 
 @dataclass(frozen=True)
 class PadToLengths:
-    """Lengthen a collated batch, in either of TRL's layouts, to the shortest of a few planned lengths that fits.
+    """Lengthens a collated batch, in either of TRL's layouts, to the shortest of a few planned lengths that fits.
 
     Both halves of a batch with separate halves get the same length. A batch longer than all keeps its own length.
 
@@ -175,7 +175,7 @@ class PadToLengths:
 
 @dataclass(frozen=True)
 class PairRows:
-    """Turn a collated batch into pair rows of a fixed number of pairs.
+    """Turns a collated batch into pair rows of a fixed number of pairs.
 
     `input_ids` and `attention_mask` become [P, 2, L], a pair's two dialogues together, so that sharding the first
     dimension never parts them. `pair_mask` [P] is true for real pairs: a short last batch is filled with copies of its
@@ -239,14 +239,14 @@ class TightRow:
 
     Args:
         pad_token_id: Texts end before it.
-        attention_length: As in `pack_tight`.
+        attention_crossover_length: As in `pack_tight`.
     """
 
     pad_token_id: int
-    attention_length: float
+    attention_crossover_length: float
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
-        row = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_length)
+        row = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_crossover_length)
         tensors = row.map_tensors(torch.from_numpy)
         return {"packed": PackedBatch((tensors,), tensors.pair_mask_P)}
 

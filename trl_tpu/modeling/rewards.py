@@ -1,4 +1,4 @@
-"""From a batch to the rewards of its pairs: one forward of the model over all dialogues."""
+"""Reads a batch in any layout, and computes the rewards of its pairs in one forward over all dialogues."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,17 +38,17 @@ class PairBatch:
         return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask"), interleaved)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """The rewards [P, 2] by the model's own pooling, and its outputs."""
+        """Compute the rewards [P, 2] by the model's own pooling; also return its outputs."""
         outputs = model(input_ids=self.input_ids_RL, attention_mask=self.attention_mask_RL, **extras)
         return self.by_pair(outputs.logits), outputs
 
     def by_pair(self, logits_R1: torch.Tensor) -> torch.Tensor:
-        """The model's logits as float32 rewards, [P, 2]: chosen, rejected."""
+        """Return the model's logits as float32 rewards, [P, 2]: chosen, rejected."""
         rewards_R = logits_R1.squeeze(-1).float()
         return rewards_R.view(-1, 2) if self.interleaved else rewards_R.view(2, -1).T
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
-        """The batch's loss."""
+        """Return the batch's loss."""
         return masked_mean(losses_P, self.mask_P)
 
     @property

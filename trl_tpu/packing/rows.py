@@ -73,7 +73,7 @@ class PackedRows(Movable, Generic[Array]):
     expansion: Expansion[Array] | None = None
     """Where the tokens lie in rows of whole dialogues, for models that attend there."""
     trees: tuple[Tree, ...] | None = None
-    """The tries of a tight row, which attend one by one; None where whole rows are masked."""
+    """Where the trees of a tight row lie, which attend one by one; None where whole rows are masked."""
 
     def named_tensors(self) -> dict[str, Array]:
         """Return all tensors that are there by their fields' names."""

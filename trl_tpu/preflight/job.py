@@ -101,8 +101,8 @@ class DataRows:
     def rows(self, pairs: int, parts: int) -> tuple[int, int]:
         plan = plan_rows(self.pairs.sizes_P, pairs, parts, **self.settings)
         if attends_by_kernel(self.attention, plan.longest):
-            plan = plan_rows(self.pairs.sizes_P, pairs, parts, **self.settings | {"common": 0, "multiple": 256})
-        largest = max(plan.shapes, key=lambda shape: shape.work(plan.attention_length))
+            plan = plan_rows(self.pairs.sizes_P, pairs, parts, **self.settings | {"shared_prefix": 0, "multiple": 256})
+        largest = max(plan.shapes, key=lambda shape: shape.work(plan.attention_crossover_length))
         return largest.rows, largest.length
 
     def lengths(self, pairs: int) -> PairLengths:

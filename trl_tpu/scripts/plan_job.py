@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from trl_tpu.data.measure import common_beginning, pair_sizes
+from trl_tpu.data.measure import pair_sizes, shared_prefix_length
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.chat_template import set_chat_template
@@ -24,7 +24,7 @@ from trl_tpu.preflight.program import CompiledProgram
 from trl_tpu.preflight.search import CompileStep
 from trl_tpu.scripts.datafiles import pick_split
 from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
-from trl_tpu.trainer.batch_plan import attention_length
+from trl_tpu.trainer.planned_shapes import attention_crossover_length
 
 if TYPE_CHECKING:
     from trl_tpu.scripts.plan import Asked
@@ -129,11 +129,11 @@ def rows_of_data(asked: "Asked", model: Any, name: str, kwargs: Mapping[str, Any
     tokens, _ = prepare_preference_dataset(
         dataset, tokenizer, max_length=args.max_length, num_proc=args.dataset_num_proc, name="train"
     )
-    pairs, common = lengths_of(tokens)
+    pairs, shared_prefix = lengths_of(tokens)
     settings = {
-        "most": args.max_shapes,
-        "common": common,
-        "attention_length": attention_length(model.config.get_text_config().hidden_size),
+        "max_shapes": args.max_shapes,
+        "shared_prefix": shared_prefix,
+        "attention_crossover_length": attention_crossover_length(model.config.get_text_config().hidden_size),
         "row_length": args.row_length,
     }
     return DataRows(pairs, settings, args.packed_attention)
@@ -148,8 +148,8 @@ def lengths_of(tokens: Any) -> tuple[PairLengths, int]:
         np.concatenate([pc.list_value_length(chunk[name]).to_numpy() for chunk in chunks]) for name in names
     )
     prefix_P = chosen_P + rejected_P - sizes_P
-    common = common_beginning(chunk[name] for chunk in chunks for name in names)
-    return PairLengths(prefix_P, chosen_P - prefix_P, rejected_P - prefix_P), common
+    shared_prefix = shared_prefix_length(chunk[name] for chunk in chunks for name in names)
+    return PairLengths(prefix_P, chosen_P - prefix_P, rejected_P - prefix_P), shared_prefix
 
 
 def depths_of(asked: "Asked", config: Any) -> tuple[int, int] | None:

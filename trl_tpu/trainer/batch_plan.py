@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,16 +15,15 @@ from ..data.collators import (
     RewardDataCollatorWithPadding,
     TightRow,
 )
-from ..data.measure import common_beginning, pair_sizes
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.masked import goes_tree_by_tree
 from ..modeling.attention.packability import PackingImpossible, make_packable
-from ..packing.schedule import RowPlan, plan_rows
+from ..packing.schedule import RowPlan
 from ..parallel.mesh import MeshShape
 from ..runtime import Runtime
-from .builders import planned_lengths
 from .packing_option import Packing
+from .planned_shapes import attention_crossover_length, plan_rows_of, planned_lengths
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -142,7 +140,8 @@ class BatchPlan:
         if not self._runtime.compiles or not self._packs(train_dataset):
             return
         self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
-        self._row_plans.clear()
+        if self._expands:
+            self._row_plans.clear()  # dialogues then take more room
         if self._args.row_length is None:
             return
         for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
@@ -179,7 +178,7 @@ class BatchPlan:
         """
         if self._packs(dataset):
             if self._is_tight:
-                return TightRow(self._pad_token_id, attention_length(self._hidden_size))
+                return TightRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
             return PlannedRows(self.rows(dataset, batch_size), batch_size, self._pad_token_id, self._expands)
         is_known = isinstance(user_collator, DataCollatorForPreference | RewardDataCollatorWithPadding)
         if not self._runtime.compiles or not is_known:
@@ -232,7 +231,7 @@ class BatchPlan:
     @property
     def accumulates(self) -> bool:
         """Whether some batches are computed in several micro-batches."""
-        return self.packed and not self._is_tight and bool(self._training_rows.partial)
+        return self.packed and not self._is_tight and bool(self._training_rows.accumulate)
 
     def describe(self) -> str:
         """Return the start of a log's word on training batches: packed or padded, to which shapes and why."""
@@ -285,44 +284,3 @@ def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig, r
         logger.warning(f"Rows of {longest_row} tokens attend through masks of their length squared. {reason}")
         return False
     return True
-
-
-def plan_rows_of(
-    dataset: Dataset,
-    hidden_size: int,
-    pairs: int,
-    shards: int,
-    args: RewardConfig,
-    expands: bool = False,
-    multiple: int = 32,
-) -> RowPlan:
-    """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
-
-    Args:
-        expands: Whether attention reads rows of whole dialogues: then what all dialogues share takes room in each.
-        multiple: Lengths are multiples of this.
-
-    Raises:
-        ValueError: For too short a `row_length`.
-    """
-    names = ["chosen_ids", "rejected_ids"]
-    chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
-    sizes = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])
-    return plan_rows(
-        sizes,
-        pairs,
-        shards,
-        most=args.max_shapes,
-        common=0 if expands else common_beginning(chunk[name] for chunk in chunks for name in names),
-        attention_length=attention_length(hidden_size),
-        multiple=multiple,
-        row_length=args.row_length,
-    )
-
-
-def attention_length(hidden_size: int) -> float:
-    """The row length at which attention costs as much as the linear layers of a plain transformer, in operations.
-
-    Of a layer's multiplications a token takes 12 H^2 in its linear layers and 2 H L in attention over L others.
-    """
-    return 6 * hidden_size

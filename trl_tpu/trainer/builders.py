@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
 from ..data.checks import check_token_ids
-from ..data.collators import bucket_lengths
 from ..data.measure import longer_dialogues
 from ..data.old_columns import prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
@@ -195,24 +194,3 @@ def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:
     if not computed:  # a table: CUDA stops at a row that it lacks, and XLA reads its last
         raise ValueError(message)
     logger.warning(message)
-
-
-def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
-    """The row lengths that padded batches of ``dataset`` can have on a device that compiles once per length.
-
-    A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
-    """
-    longest = _longest(dataset)
-    longest = args.max_length if longest is None else longest
-    if not longest:
-        return None
-    if multiple := args.pad_to_multiple_of:
-        assert isinstance(multiple, int)  # the config has read its text forms
-        return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
-    return bucket_lengths(longest, args.max_shapes)
-
-
-def _longest(dataset: Any) -> int | None:
-    if not isinstance(dataset, Dataset):
-        return None  # a stream
-    return int(longer_dialogues(dataset).max()) if len(dataset) else None

@@ -1,6 +1,6 @@
-"""Attention over packed rows by kernels that know rows of whole dialogues: no mask of a row's length squared.
+"""Attends over packed rows by kernels that know rows of whole dialogues: no mask of a row's length squared.
 
-The other way to attend in packed rows (see `tree_attention`) is a mask for each query and key, which long rows cannot
+The other way to attend in packed rows (see `masked`) is a mask for each query and key, which long rows cannot
 afford. Here, inside the attention function only, queries, keys and values move to rows of whole dialogues (see
 `trl_tpu.packing.expand`), the runtime's kernel attends there within segments, and the outputs move back; the linear
 layers still compute each shared token once.
@@ -53,7 +53,7 @@ class ExpandedMask:
 
 
 class ExpandedTreeMask(TreeMask):
-    """A registered mask function that builds no masks where packed rows come with their expansion."""
+    """Builds no masks, as a registered mask function, where packed rows come with their expansion."""
 
     def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
         if rows.expansion is None:
@@ -64,7 +64,7 @@ class ExpandedTreeMask(TreeMask):
 
 
 def window_of(rule: MaskRule, length: int) -> int | None:
-    """The sliding window of a causal mask rule, None if it has none that shows in ``length`` columns.
+    """Return the sliding window of a causal mask rule, None if it has none that shows in ``length`` columns.
 
     Raises:
         ExpansionImpossible: If the rule is not causal, or anything but causal with a sliding window.
@@ -90,7 +90,11 @@ def window_of(rule: MaskRule, length: int) -> int | None:
 
 
 def _reads_tensors(rule: Any) -> bool:
-    """Whether a rule is made of more than indices and sizes."""
+    """Tell whether a rule is made of more than indices and sizes.
+
+    transformers says so nowhere, so this looks into the cells of its closures: a rule that kept a tensor elsewhere, in
+    an attribute or a global, would pass for one of indices.
+    """
     parts = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     parts += [inner for part in parts if isinstance(part, tuple | list) for inner in part]
     return any(isinstance(part, torch.Tensor) or (callable(part) and _reads_tensors(part)) for part in parts)
@@ -107,7 +111,7 @@ def expanded_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function for packed rows with their expansion, and for any other batch.
+    """Attend as transformers' attention functions do: packed rows through their expansion, any other batch as sdpa.
 
     Raises:
         ExpansionImpossible: For dropout, and for what this way cannot compute: attention sinks, position biases, a

@@ -1,4 +1,4 @@
-"""Attention over packed rows, and the rewards of the dialogues in them.
+"""Computes the rewards of the dialogues in packed rows, and the masks for attention over them.
 
 A packed row (see `trl_tpu.packing.pack`) needs its own attention mask and nothing else from a model. transformers'
 decoders build their masks through one interface: they call the mask function registered for their attention
@@ -53,7 +53,7 @@ class Reading:
 
 
 class TreeMask:
-    """A registered mask function that builds the masks of packed rows `while_reading` them.
+    """Builds the masks of packed rows `while_reading` them, as a registered mask function.
 
     Args:
         plain: The mask function for ordinary batches.
@@ -121,7 +121,7 @@ def use_tree_masks(model: PreTrainedModel) -> None:
 
 
 def goes_tree_by_tree(model: PreTrainedModel) -> bool:
-    """Whether the model's attention takes tight rows: after `use_tree_masks`, any but a model's own eager one."""
+    """Tell whether the model's attention takes tight rows: after `use_tree_masks`, any but a model's own eager one."""
     return isinstance(ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation), TreeByTree)
 
 

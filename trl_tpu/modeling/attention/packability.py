@@ -1,4 +1,4 @@
-"""Whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
+"""Tells whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
 
 Some models take a mask and yet read positions from elsewhere (ALiBi), carry a state from token to token (recurrent
 and linear attention), look both ways (encoders), or make masks of their own. Their packed rewards would be wrong
@@ -22,7 +22,7 @@ from ..adapters import without_adapters
 from ..score_head import find_score_head
 from .masked import MaskRule, goes_tree_by_tree, scored_states, use_tree_masks
 
-# transformers' own models of these types gave equal rewards and gradients in float64 (tests/test_tree_attention.py)
+# transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
     {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"}
 )
@@ -97,7 +97,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
 
 
 def _tiny_batches(pad_token_id: int) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """Shared beginnings of different lengths; then nothing shared, and one dialogue a prefix of the other."""
+    """Make pairs that share prefixes of different lengths; then nothing, and one dialogue a prefix of the other."""
     ids = [token for token in range(1, 42) if token != pad_token_id]
     return [
         ([ids[:9], ids[20:24]], [[*ids[:5], *ids[10:14]], [*ids[20:22], *ids[30:33]]]),
@@ -111,7 +111,7 @@ def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
     collators: list[Callable[[Any], dict[str, PackedBatch]]] = [PlannedRows(plan, len(examples), pad_token_id)]
     base = without_adapters(model)
     if goes_tree_by_tree(base):
-        collators.append(TightRow(pad_token_id, attention_length=100))
+        collators.append(TightRow(pad_token_id, attention_crossover_length=100))
     padded_P2H = _padded_states(model, examples, pad_token_id)
     for collate in collators:
         (rows,) = collate(examples)["packed"].to(parameter.device).micro_batches
@@ -127,7 +127,7 @@ def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
 
 
 def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
-    """A window that is no part of a mask rule counts columns, which only rows longer than it would show."""
+    """Refuse a window that is no part of a mask rule: it counts columns, which only rows longer than it would show."""
     config = model.config.get_text_config().to_dict()
     sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
@@ -140,7 +140,7 @@ def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> Non
 
 
 def _padded_states(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> torch.Tensor:
-    """The hidden states [P, 2, H] that the model's own forward scores."""
+    """Compute the hidden states [P, 2, H] that the model's own forward scores."""
     batch = DataCollatorForPreference(pad_token_id)(examples)
     head = find_score_head(model)
     assert head is not None

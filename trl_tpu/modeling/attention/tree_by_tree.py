@@ -1,4 +1,4 @@
-"""Attention in a tight row: tree by tree, and where a model's attention is causal, tail by tail.
+"""Attends in a tight row tree by tree, and where a model's attention is causal, tail by tail.
 
 Causal attention over a dialogue has a faster way than a mask in most attention functions, which leaves out what is not
 seen. So a tree's first dialogue goes that way, and each tail after it attends to its own path only. Where a model has
@@ -39,7 +39,7 @@ class TreeMasks(NamedTuple):
 
 
 class TreeByTree:
-    """A registered attention function that computes a tight row's trees one at a time.
+    """Computes a tight row's trees one at a time, as a registered attention function.
 
     Args:
         plain: The attention function for ordinary batches and masks.
@@ -91,7 +91,7 @@ def _tree_by_tree(
 def _runs(
     trees: Sequence[tuple[Tree, torch.Tensor | None]],
 ) -> Iterator[tuple[Tree, torch.Tensor | None, int]]:
-    """A tree, its mask and 1; of equally long single dialogues without a mask in a row, the first and their number."""
+    """Yield trees, their masks and 1; for equally long single dialogues in a row the first, no mask, their number."""
 
     def kind(each: tuple[Tree, torch.Tensor | None]) -> tuple[bool, int]:
         tree, mask = each
