@@ -20,12 +20,33 @@ PROGRESS_FILE = "progress.json"
 SCHEDULER_FILE = "scheduler.pt"  # transformers' name
 
 
-def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, tied ones under their first; of a model with adapters only the adapters'."""
-    tensors = model.state_dict(keep_vars=True)
+def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's tensors by name, tied ones under each of theirs; of a model with adapters the adapters'."""
+    weights = model.state_dict(keep_vars=True)
     if is_peft_model(model):
-        kept = adapter_names(model, tensors)
-        tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
+        kept = adapter_names(model, weights)
+        weights = {name: tensor for name, tensor in weights.items() if name in kept}
+    return weights
+
+
+def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
+    """Return `trained_weights` whole on the host, tied ones tied; nothing where not ``keeps``.
+
+    All processes take part. They gather one weight at a time, so that only those that keep all hold all.
+    """
+    weights = trained_weights(model)
+    host: dict[int, torch.Tensor] = {}
+    for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
+        copy = runtime.to_host({"": tensor})[""]
+        if keeps:
+            host[id(tensor)] = copy
+    named = {name: host[id(tensor)] for name, tensor in weights.items() if keeps}
+    return by_layer(model, named, torch.Tensor.__getitem__)
+
+
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return `trained_weights` as they are named in a state, tied ones under their first name."""
+    tensors = trained_weights(model)
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     return {f"model.{name}": tensors[name] for name in tensors if first[id(tensors[name])] == name}
 

@@ -32,7 +32,6 @@ from ..checkpoint.manifest import (
     seal,
     surplus_checkpoints,
 )
-from ..checkpoint.model_writer import export_model, exported_tensors, stream_model
 from ..checkpoint.remote import RemoteRun, is_url, staging_folder
 from ..checkpoint.state_dict import (
     SCHEDULER_FILE,
@@ -40,10 +39,12 @@ from ..checkpoint.state_dict import (
     optimizer_numbers,
     optimizer_tensors,
     trained_tensors,
+    trained_weights,
+    whole_weights,
     write_progress,
 )
 from ..modeling.adapters import is_peft_model
-from ..modeling.stacked import by_layer, is_stacked
+from ..modeling.stacked import by_layer
 from ..runtime import Runtime
 from .resuming import ResumingTrainer
 
@@ -92,7 +93,7 @@ class SavingTrainer(ResumingTrainer):
         """Write the model, or its adapters, as safetensors with config and tokenizer beside it."""
         save = self._save_under_way
         if save is not None and self._keeps_state and self.runtime.process_count() == 1:
-            save.weights = exported_tensors(self.model)
+            save.weights = trained_weights(self.model)
             return None
         if save is not None and not self.args.save_only_model:
             return self._save_description(str(output_dir))  # of several hosts each writes its part of the state
@@ -102,11 +103,12 @@ class SavingTrainer(ResumingTrainer):
             folder, remote = staging_folder(folder), RemoteRun(folder)
         if not self.runtime.shares_mesh:
             super().save_model(folder, _internal_call=True)
-        elif isinstance(self.model, PreTrainedModel) and not is_stacked(self.model):
-            self._save(folder, state_dict={})  # all but the weights
-            stream_model(self.model, self.runtime, folder, writes=self.args.should_save)
         else:
-            self._save(folder, export_model(self.model, self.runtime))
+            weights = whole_weights(self.model, self.runtime, keeps=self.args.should_save)
+            error = _error_of(lambda: self._save(folder, weights))
+            problem = next((said for said in self._all_gather_object(error and str(error)) if said), None)
+            if problem is not None:  # the other hosts would wait for one that has stopped
+                raise error or OSError(f"The model could not be written on another host: {problem}")
         if remote is not None and self.args.should_save:
             remote.put(Path(folder), [path.name for path in Path(folder).iterdir() if path.is_file()])
         self.runtime.barrier()  # the other hosts may read it next
