@@ -1,4 +1,4 @@
-"""Adapters out of a checkpoint: as peft saves them, and merged into a base that is read one weight at a time."""
+"""Adapters out of a checkpoint: as peft saves them, and merged into their base."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trl_tpu.checkpoint.consolidate import export_checkpoint
-from trl_tpu.checkpoint.state_dict import trained_tensors
+from trl_tpu.checkpoint.state_dict import trained_weights
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "init_lora_weights": False}
 KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
@@ -57,8 +57,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def state_checkpoint(adapted: Any, folder: Path) -> Path:
     """A checkpoint of several hosts: the adapters are in its state alone."""
     adapted.peft_config["default"].save_pretrained(folder)
-    names = trained_tensors(adapted)
-    exports.write_state(folder / "state", {name.removeprefix("model."): names[name] for name in names})
+    exports.write_state(folder / "state", trained_weights(adapted))
     return folder
 
 
@@ -108,7 +107,7 @@ def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> 
     checkpoint = state_checkpoint(adapted, tmp_path / "c")
     with pytest.raises(ValueError, match="score.weight.*neither the adapters nor the base"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True)
-    with pytest.raises(ValueError, match="trained on another base model: .*q_proj.*`--base`"):
+    with pytest.raises(ValueError, match="do not fit the base model .*narrow: .*q_proj.*`--base`"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "narrow"))
     assert not (tmp_path / "out").exists()
 
@@ -124,8 +123,7 @@ def test_a_checkpoint_of_several_hosts_says_what_its_state_is(peft_config: Any, 
     checkpoint = tmp_path / "checkpoint-1"
     trainer._save_description(str(checkpoint))
     assert not list(checkpoint.glob("*.safetensors"))
-    tensors = trained_tensors(trainer.model)
-    exports.write_state(checkpoint / "state", {name.removeprefix("model."): tensors[name] for name in tensors})
+    exports.write_state(checkpoint / "state", trained_weights(trainer.model))
     export_checkpoint(checkpoint, tmp_path / "out", merge=peft_config is not None)
     expected = trainer.model if peft_config is None else trainer.model.merge_and_unload()
     exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)

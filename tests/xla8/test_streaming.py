@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.model_writer import export_model
+from trl_tpu.checkpoint.state_dict import whole_weights
 from trl_tpu.modeling.chat_template import clone_chat_template
 from trl_tpu.parallel.shard import WeightPlacer
 
@@ -147,7 +147,7 @@ def test_streamed_weights_are_those_that_transformers_reads(checkpoint: str, con
     """Bit by bit, with renamed and merged weights, and a new reward head that is the same for the same seed."""
     args = config(mesh="data=2,fsdp=2,tensor=2")
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
-    streamed = export_model(trainer.model, trainer.runtime)
+    streamed = whole_weights(trainer.model, trainer.runtime, keeps=True)
     set_seed(args.seed)
     read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
     expected = read.state_dict()
@@ -181,7 +181,7 @@ def test_embeddings_that_a_chat_template_enlarges_wait_on_the_host(
         patch.setattr(WeightPlacer, "finish", watched)
         trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
     assert before_finish == [{"model.embed_tokens.weight", "score.weight"}]
-    streamed = export_model(trainer.model, trainer.runtime)
+    streamed = whole_weights(trainer.model, trainer.runtime, keeps=True)
     set_seed(args.seed)
     read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
     rows = read.get_input_embeddings().weight.shape[0]
@@ -197,5 +197,5 @@ def test_a_model_that_is_given_whole_is_placed_as_well(checkpoint: str, config: 
     trainer = RewardTrainer(model, config(mesh="fsdp=4,tensor=2"), train_dataset=tiny.made_up_pairs(8))
     assert trainer.model is model
     assert {parameter.device.type for parameter in model.parameters()} == {"xla"}
-    after = export_model(model, trainer.runtime)
+    after = whole_weights(model, trainer.runtime, keeps=True)
     assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import logging
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -231,25 +232,50 @@ def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
 
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
-    """The names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
-    return set(saved_adapter_names(model, state))
-
-
-def saved_adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Of each name in a state dict of `model` that its ``save_pretrained`` keeps, the name in the file."""
+    """Return the names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in state.items()}
     kept: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=dict(state))
-    return {names[id(tensor)]: saved for saved, tensor in kept.items() if id(tensor) in names}
+    return {names[id(tensor)] for tensor in kept.values() if id(tensor) in names}
 
 
-def with_adapters_of(model: PreTrainedModel, folder: str) -> "PeftModel":
-    """A model on the meta device, with the adapters that the ``adapter_config.json`` in `folder` describes."""
+def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what ``save_pretrained`` of a model with adapters writes, under the names in the file."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model)
+
+
+def empty_adapters(model: PreTrainedModel, folder: str, dtype: torch.dtype) -> "PeftModel":
+    """Return the adapters that ``adapter_config.json`` in `folder` describes, in memory but without values.
+
+    Args:
+        model: Their base model, on the meta device, where it stays.
+        folder: A checkpoint.
+        dtype: Of the adapters.
+    """
     from peft import PeftConfig, get_peft_model
 
     peft_config = PeftConfig.from_pretrained(folder)
-    peft_config.inference_mode = True
     peft_config.base_model_name_or_path = model.name_or_path
     adapted: Any = get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+    state = adapted.state_dict(keep_vars=True)
+    empty = {name: torch.empty_like(state[name], dtype=dtype, device="cpu") for name in adapter_names(adapted, state)}
+    adapted.load_state_dict(empty, strict=False, assign=True)
     return adapted
+
+
+def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """Return a model with the adapters saved in `folder` merged into its weights.
+
+    Raises:
+        RuntimeError: The adapters have other shapes.
+        UserWarning: They lack weights.
+    """
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        adapted: Any = PeftModel.from_pretrained(model, folder)
+    return adapted.merge_and_unload()

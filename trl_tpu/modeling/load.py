@@ -74,7 +74,7 @@ def load_model(
     if runtime.current().compiles:
         _fit_xla(kwargs)
     may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-    with broken.explaining(name), _without_load_report(), nullcontext() if place is None else placing(place):
+    with broken.explaining(name), without_load_report(), nullcontext() if place is None else placing(place):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
@@ -115,7 +115,7 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     """Keep transformers' table of missing, mismatched and unexpected weights from the log, unless it tells an error.
 
     For a reward model it always lists the new reward head and the old language model head; what else it would say,
