@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trl_tpu import cli, runtime
 from trl_tpu.checkpoint.consolidate import export_checkpoint
-from trl_tpu.checkpoint.manifest import digests, files_in, publish
+from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
 from trl_tpu.checkpoint.state_dict import whole_weights
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
@@ -223,7 +223,7 @@ def _pickled(folder: Path) -> list[str]:
 
 def _torn(folder: Path) -> list[str]:
     aside = folder.rename(folder.with_name("aside"))
-    publish(aside, folder, digests(aside, files_in(aside)))
+    publish(aside, folder, describe_files(aside, files_in(aside), {}))
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     return []

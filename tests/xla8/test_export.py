@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.state_dict import trained_tensors, whole_weights
+from trl_tpu.checkpoint.state_dict import state_weights, whole_weights
+from trl_tpu.checkpoint.storage import write_state
 
 OFFLINE = """
 import sys
@@ -41,7 +42,7 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
 
     checkpoint = tmp_path / "checkpoint-1"
     trainer.model.save_pretrained(checkpoint, state_dict={})
-    runtime.write(runtime.local_shards(trained_tensors(trainer.model)), checkpoint / "state")
+    write_state(runtime.local_shards(state_weights(trainer.model)), checkpoint / "state", runtime)
     assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OFFLINE, str(checkpoint), str(tmp_path / "offline")]

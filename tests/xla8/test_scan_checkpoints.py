@@ -13,8 +13,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
+from trl_tpu.checkpoint.storage import tensors_in
 from trl_tpu.runtime import current
-from trl_tpu.runtime.storage import tensors_in
 
 SETTINGS: dict[str, Any] = {
     "mesh": "data=2,fsdp=2,tensor=2",

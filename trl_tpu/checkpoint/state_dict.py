@@ -76,8 +76,13 @@ def state_tensors(model: nn.Module, optimizer: Optimizer, *, with_weights: bool)
     """Return what goes into `state/`: ``optimizer.{parameter}.{kind}`` and, where asked for, ``model.{name}``."""
     tensors = {name: value for name, value in _optimizer_state(optimizer, model) if isinstance(value, torch.Tensor)}
     if with_weights:
-        tensors |= {f"{_WEIGHT}{name}": tensor for name, tensor in _once(trained_weights(model)).items()}
+        tensors |= state_weights(model)
     return tensors
+
+
+def state_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return `trained_weights` as they are named in `state/`, each once."""
+    return {f"{_WEIGHT}{name}": tensor for name, tensor in _once(trained_weights(model)).items()}
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
