@@ -107,6 +107,13 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_accelerate_may_not_cut_packed_rows_apart(tmp_path: Path) -> None:
+    """It would hand on some of a row's pairs; where steps are compiled it has no hand in loading."""
+    cuts = {"settings": {"accelerator_config": {"dispatch_batches": True}}}
+    assert "dispatch_batches" in (make(tmp_path, **cuts).padded_because or "")
+    assert make(tmp_path, COMPILING, **cuts).packed
+
+
 @pytest.mark.parametrize("runtime", [NativeRuntime(), COMPILING], ids=["plain torch", "compiling"])
 @pytest.mark.parametrize("kind", OBSTACLES)
 def test_what_stands_in_the_way_is_told_once_or_refused(

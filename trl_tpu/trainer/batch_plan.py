@@ -78,7 +78,9 @@ class BatchPlan:
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._lengths: dict[str, tuple[int, ...] | None] = {}
         self._is_tight = self._expands = False
-        self.padded_because = _obstacle_in_settings(args, data_collator, computes_own_loss, old_columns)
+        self.padded_because = _obstacle_in_settings(
+            args, data_collator, computes_own_loss, old_columns, runtime.compiles
+        )
         if self.padded_because is not None:
             self._report_obstacle()
         self.use_model(model)
@@ -250,7 +252,7 @@ class BatchPlan:
 
 
 def _obstacle_in_settings(
-    args: RewardConfig, data_collator: Any, computes_own_loss: bool, old_columns: bool
+    args: RewardConfig, data_collator: Any, computes_own_loss: bool, old_columns: bool, compiles: bool
 ) -> str | None:
     """Tell what, besides model and data, keeps batches from being packed; None if nothing does."""
     counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
@@ -260,6 +262,9 @@ def _obstacle_in_settings(
         "a data collator of your own makes the batches": data_collator is not None,
         "compute_loss is overridden, and such code expects padded rows": computes_own_loss,
         "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
+        "accelerator_config has dispatch_batches, which would cut packed rows apart": (
+            not compiles and bool(getattr(args.accelerator_config, "dispatch_batches", None))
+        ),
         "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
             counts_tokens not in (False, "no")
         ),
