@@ -1,7 +1,7 @@
 """Every private or fragile thing of another library that this package leans on, and a check that names what broke.
 
-An upgrade that renames one of these, or stops calling an override, must fail here and not in a run. The upper bounds in
-setup.cfg are those with which this file was last read; raise one only together with it.
+An upgrade that renames one of these, or stops calling an override, must fail here and not in a run. The upper bounds
+of setup.cfg are those with which this file was last read; raise one only together with it.
 """
 
 import ast
