@@ -143,7 +143,7 @@ class Walking(TrainerCallback):
 
 @contextmanager
 def as_if_large(variant: str) -> Iterator[None]:
-    """Treat the model and the mesh of a variant "in steps" as larger ones: scatter gradients over four devices at once."""
+    """Scatter gradients of a variant "in steps" as those of larger models and meshes: over four devices at once."""
     with ExitStack() as stack:
         if "in steps" in variant:
             from trl_tpu.runtime import layout, libtpu

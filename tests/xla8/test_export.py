@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint import model_writer as export
 from trl_tpu.checkpoint.state_dict import trained_tensors
+from trl_tpu.checkpoint.storage import write_state
 
 OFFLINE = """
 import sys
@@ -32,13 +33,13 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
 ) -> None:
     trainer = RewardTrainer(model_folder, config(mesh=mesh), train_dataset=tiny.made_up_pairs(8))
     runtime, taken = trainer.runtime, []
-    to_host = type(runtime).to_host
+    local_shards = type(runtime).local_shards
 
-    def counted(self: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def counted(self: Any, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         taken.append(len(state))
-        return to_host(self, state)
+        return local_shards(self, state)
 
-    monkeypatch.setattr(type(runtime), "to_host", counted)
+    monkeypatch.setattr(type(runtime), "local_shards", counted)
     before = runtime.compile_count()
     trainer.save_model(str(tmp_path / "live"))
     assert runtime.compile_count() == before
@@ -53,7 +54,7 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
 
     checkpoint = tmp_path / "checkpoint-1"
     trainer.model.save_pretrained(checkpoint, state_dict={})
-    runtime.write(runtime.local_shards(trained_tensors(trainer.model)), checkpoint / "state")
+    write_state(runtime.local_shards(trained_tensors(trainer.model)), checkpoint / "state", runtime)
     assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OFFLINE, str(checkpoint), str(tmp_path / "offline")]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from contextlib import nullcontext
+from operator import getitem
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,12 +17,13 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from ..modeling.adapters import adapter_names, is_peft_model
 from ..modeling.stacked import by_layer
 from ..runtime import Runtime
+from .storage import to_host
 from .weight_files import WeightFiles
 
 
 def export_model(model: nn.Module, runtime: Runtime) -> dict[str, torch.Tensor]:
     """The tensors that ``save_pretrained`` writes, on the host. All processes take part."""
-    return by_layer(model, runtime.to_host(exported_tensors(model)), torch.Tensor.__getitem__)
+    return by_layer(model, to_host(exported_tensors(model), runtime), getitem)
 
 
 def exported_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -52,13 +54,13 @@ def stream_model(
     try:
         with ModelWriter(model, tensors, folder, max_shard_size) if writes else nullcontext() as writer:
             for name in list(state):
-                host = runtime.to_host({name: state.pop(name)})[name]
+                host = to_host({name: state.pop(name)}, runtime)[name]
                 if writer is not None:
                     writer.put(name, host)
     except OSError as error:
         failed = error
     for name in list(state):  # the others are still gathering
-        runtime.to_host({name: state.pop(name)})
+        to_host({name: state.pop(name)}, runtime)
     problem = next((said for said in runtime.all_gather_object(failed and str(failed)) if said), None)
     if problem is not None:
         raise failed or OSError(f"The model could not be written on another host: {problem}")

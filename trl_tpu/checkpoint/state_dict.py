@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..modeling.adapters import adapter_names, is_peft_model
 from ..modeling.stacked import by_layer
 from ..runtime import Runtime
-from ..runtime.storage import tensors_in
+from .storage import read_state, tensors_in
 
 STATE_FOLDER = "state"
 PROGRESS_FILE = "progress.json"
@@ -52,7 +52,8 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
     tensors = trained_tensors(model)
     _check_same_model(tensors, _saved(checkpoint, "model."), checkpoint)
     with torch.no_grad():
-        runtime.read({name: tensor.detach() for name, tensor in tensors.items()}, Path(checkpoint, STATE_FOLDER))
+        values = {name: tensor.detach() for name, tensor in tensors.items()}
+        read_state(values, Path(checkpoint, STATE_FOLDER), runtime)
 
 
 def read_optimizer(
@@ -85,7 +86,7 @@ def read_optimizer(
             "trained, or start from its weights: give its folder as the model."
         )
     with torch.no_grad():
-        runtime.read(tensors, Path(checkpoint, STATE_FOLDER))
+        read_state(tensors, Path(checkpoint, STATE_FOLDER), runtime)
     for name, value in numbers["state"].items():
         parameter_name, _, kind = name.removeprefix("optimizer.").rpartition(".")
         optimizer.state[parameters[parameter_name]][kind] = value

@@ -73,7 +73,7 @@ def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig) -
     Raises:
         ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
     """
-    long = runtime.current().has_attention_kernel() and longest_row >= _LONG_ROW
+    long = runtime.current().has_attention_kernel and longest_row >= _LONG_ROW
     if args.packed_attention == "masks" or (args.packed_attention == "auto" and not long):
         return False
     try:
@@ -108,7 +108,7 @@ def plan_rows_of(
         most=args.max_shapes,
         common=0 if expands else common_beginning(chunk[name] for chunk in chunks for name in names),
         attention_length=attention_length(hidden_size),
-        multiple=256 if expands and runtime.current().has_attention_kernel() else 32,
+        multiple=256 if expands and runtime.current().has_attention_kernel else 32,
         row_length=args.row_length,
     )
 

@@ -44,7 +44,7 @@ class PairBatching(DeviceTrainer):
         precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
         return "\n".join(
             [
-                f"Training on {self.runtime.hardware()}: {runtime.choice().reason}",
+                f"Training on {self.runtime.topology().description}: {runtime.choice().reason}",
                 f"Computing in {precision}",
                 str(self.shard_report),
                 f"Batches of {self._train_batch_size} pairs, {self._describe_rows()}",

@@ -137,7 +137,7 @@ class PairEvaluation(PairBatching):
         batch = [losses_P, rewards_P2, predictions, mask_P.int()]
         if self.accelerator.num_processes > 1:  # accelerate's processes: on XLA there is one, for all devices
             batch = [self.accelerator.gather_for_metrics(tensor.contiguous()) for tensor in batch]
-        collected.add([self.runtime.replicate(tensor) for tensor in batch])
+        collected.add([self.runtime.constrain(tensor, (None,) * tensor.dim()) for tensor in batch])
 
     def _prediction(self, losses_N: torch.Tensor, predictions_N: np.ndarray) -> EvalPrediction:
         losses = losses_N.numpy() if "loss" in self.args.include_for_metrics else None

@@ -77,7 +77,8 @@ class DeviceTrainer(SkippingTrainer):
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         stack = super().compute_loss_context_manager()
-        stack.enter_context(self.runtime.autocast(self.compute_dtype, self.args.device))
+        if self.compute_dtype is not None:
+            stack.enter_context(torch.autocast(self.args.device.type, dtype=self.compute_dtype))
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..checkpoint.storage import to_host
 from ..runtime import Runtime
 
 BATCH_FILE = "batch.safetensors"
@@ -101,7 +102,7 @@ def tensors_of(passes: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 def same_tensors(passes: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], runtime: Runtime) -> bool:
     """Whether all tensors are equal; reads those on the device. All processes of a mesh take part."""
-    these, those = runtime.to_host(tensors_of(passes)), runtime.to_host(tensors_of(others))
+    these, those = (to_host(tensors_of(each), runtime) for each in (passes, others))
     return these.keys() == those.keys() and all(
         these[name].shape == those[name].shape and bool((these[name] == those[name]).all()) for name in these
     )
@@ -114,7 +115,7 @@ def write_replay(
 
     All processes of a mesh take part, and those that have ``writes`` write.
     """
-    tensors = runtime.to_host(tensors_of(passes))
+    tensors = to_host(tensors_of(passes), runtime)
     pairs = what.pairs(tensors)
     if not writes:
         return pairs

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from ..checkpoint.state_dict import (
     trained_tensors,
     write_progress,
 )
+from ..checkpoint.storage import join_shards, write_state
 from ..modeling.adapters import is_peft_model
 from ..modeling.stacked import by_layer, is_stacked
 from ..runtime import Runtime
@@ -63,7 +65,7 @@ class _Save:
     def copy_to_host(self, model: nn.Module, runtime: Runtime) -> None:
         """Both in one copy, of what is in both only one, and every layer's by its own name."""
         marked = {f"exported {name}": tensor for name, tensor in self.weights.items()}
-        copies = by_layer(model, runtime.local_shards(marked | self.state), runtime.index_shards)
+        copies = by_layer(model, runtime.local_shards(marked | self.state), getitem)
         mark = "exported "
         self.weights = {name.removeprefix(mark): copy for name, copy in copies.items() if name.startswith(mark)}
         self.state = {name: copy for name, copy in copies.items() if not name.startswith(mark)}
@@ -91,7 +93,7 @@ class SavingTrainer(ResumingTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, as safetensors with config and tokenizer beside it."""
         save = self._save_under_way
-        if save is not None and self._keeps_state and self.runtime.process_count() == 1:
+        if save is not None and self._keeps_state and self.runtime.topology().process_count == 1:
             save.weights = exported_tensors(self.model)
             return None
         if save is not None and not self.args.save_only_model:
@@ -109,7 +111,7 @@ class SavingTrainer(ResumingTrainer):
             self._save(folder, export_model(self.model, self.runtime))
         if remote is not None and self.args.should_save:
             remote.put(Path(folder), [path.name for path in Path(folder).iterdir() if path.is_file()])
-        self.runtime.barrier()  # the other hosts may read it next
+        self.runtime.all_gather_object(None)  # the other hosts may read it next
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         return None
@@ -202,9 +204,9 @@ class SavingTrainer(ResumingTrainer):
         began = time.monotonic()
         try:
             if save.weights:
-                self._save(str(save.aside), self.runtime.join_shards(save.weights))
+                self._save(str(save.aside), join_shards(save.weights))
             if save.state:
-                self.runtime.write(save.state, save.aside / STATE_FOLDER)
+                write_state(save.state, save.aside / STATE_FOLDER, self.runtime)
             if self.remote is not None and self.args.should_save:
                 self.remote.delete(save.name)  # what a run on another mesh left there would be read with these files
             files = self._digests(save.aside)

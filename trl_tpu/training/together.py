@@ -28,8 +28,8 @@ class TogetherTrainer(SavingTrainer):
     mesh: MeshShape
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        runtime = self.runtime
-        self.host = Host(runtime.process_index(), runtime.process_count(), runtime.local_positions())
+        own = self.runtime.topology()
+        self.host = Host(own.process_index, own.process_count, own.local_positions)
         self.wishes: dict[str, bool] = {}  # of subclasses, agreed upon as the loop's decisions are
         super().__init__(*args, **kwargs)
         if self._process[1] > 1:
