@@ -33,6 +33,7 @@ class Measured(XlaRuntime):
     """Notes what the host holds beside the devices' shards, before and after each tensor goes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.begin()
 
     def begin(self) -> None:
@@ -46,16 +47,15 @@ class Measured(XlaRuntime):
             return super().place(tensor, axes, device)
         self.held.append(private_bytes() - self.before - self.placed)
         result = super().place(tensor, axes, device)
-        copies = 1 if any(axes) else current().device_count()
+        copies = 1 if any(axes) else current().topology().devices
         self.placed += copies * tensor.numel() * tensor.element_size()
         self.held.append(private_bytes() - self.before - self.placed)
         return result
 
 
 def main(model: str, out: str, way: str) -> None:
-    current().start()
     logging.disable_progress_bar()
-    mesh = parse_mesh("fsdp=4,tensor=2", current().device_count())
+    mesh = parse_mesh("fsdp=4,tensor=2", current().topology().devices)
     runtime = Measured()
     runtime.set_mesh(mesh.sizes, mesh.slices)
     device = torch_xla.device()

@@ -93,7 +93,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=kind == "resume")
     trainer.save_model(str(folder / "final"))
-    runtime.current().barrier()
+    runtime.current().all_gather_object(None)
     print(
         json.dumps(
             {

@@ -47,8 +47,7 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
     """Trains 24 pairs twice in global batches of 8, in float32."""
     from trl_tpu.runtime import current
 
-    current().start()
-    each = 8 // current().device_count()
+    each = 8 // current().topology().devices
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": each,
         "per_device_eval_batch_size": each,

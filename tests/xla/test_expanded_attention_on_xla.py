@@ -17,9 +17,8 @@ from trl_tpu.parallel.mesh import MeshShape
 @pytest.fixture(scope="module")
 def devices() -> int:
     current = runtime.current()
-    current.start()
-    current.set_mesh(MeshShape(fsdp=current.device_count()).sizes, 1)
-    return current.device_count()
+    current.set_mesh(MeshShape(fsdp=current.topology().devices).sizes, 1)
+    return current.topology().devices
 
 
 def test_rewards_and_gradients_equal_those_of_plain_torch(devices: int) -> None:

@@ -32,7 +32,7 @@ def test_as_many_programs_as_planned_shapes(
 ) -> None:
     """One execution a micro-batch, nothing read between logs; losses and rewards equal those of padded rows."""
     settings = {"num_train_epochs": 2, "logging_steps": 1000, "gradient_accumulation_steps": accumulation}
-    devices = runtime.current().device_count()
+    devices = runtime.current().topology().devices
     # a small rate, since Adam makes whole steps of the rounding in gradients near 0
     settings |= {"learning_rate": 1e-4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
     pairs, held_out = uneven_pairs(64 * devices - 3), uneven_pairs(27 * devices, seed=1)

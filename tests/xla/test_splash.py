@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, whose kernels then run on a CPU."""
-    runtime.current().start()
+    runtime.current()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     from trl_tpu.runtime.kernels import splash
@@ -127,7 +127,7 @@ def test_tokens_are_kept_for_the_backward_and_not_their_copies(monkeypatch: pyte
 
 def test_blocks_are_run_where_a_needed_query_sees_a_key_and_nowhere_else() -> None:
     """Dialogues one after the other, then padding, of which none is needed."""
-    runtime.current().start()
+    runtime.current()
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask

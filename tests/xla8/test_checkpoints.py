@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import nn
 
 from trl_tpu import RewardTrainer
+from trl_tpu.checkpoint.storage import to_host
 
 SETTINGS = {
     "max_steps": 8,
@@ -117,7 +118,7 @@ def test_elsewhere_resumes_to_rounding(
     found = json.loads(process.stdout.splitlines()[-1])
     for ours, theirs in zip(_logs(whole.state.log_history), _logs(found["logs"]), strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-4), ours["step"]
-    weights = whole.runtime.to_host(dict(whole.model.named_parameters()))
+    weights = to_host(dict(whole.model.named_parameters()), whole.runtime)
     for name, total in found["sums"].items():
         assert total == pytest.approx(weights[name].double().abs().sum().item(), rel=1e-4), name
 
@@ -140,7 +141,7 @@ def _state(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
         for number, values in enumerate(trainer.optimizer.optimizer.state.values())
         for kind, value in values.items()
     }
-    return trainer.runtime.to_host(dict(trainer.model.named_parameters()) | moments)
+    return to_host(dict(trainer.model.named_parameters()) | moments, trainer.runtime)
 
 
 def _layouts(trainer: RewardTrainer) -> list[str]:

@@ -18,6 +18,7 @@ import torch_xla.runtime as xr
 from places import ROOT, SUPPORT
 
 from trl_tpu import runtime
+from trl_tpu.checkpoint.storage import to_host
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.training.agreement import rows_of_host
 
@@ -122,12 +123,11 @@ def test_both_hosts_resume_from_the_same_checkpoint(hosts: list[dict[str, Any]],
 
 def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     current: Any = runtime.current()
-    current.start()
     current.set_mesh(MeshShape(fsdp=8).sizes, 1)
     weight = torch.arange(64.0).view(16, 4)
     placed = current.place(weight, ("fsdp", None), torch_xla.device())
     monkeypatch.setattr(xr, "process_count", lambda: 2)
-    assert torch.equal(current.to_host({"weight": placed})["weight"], weight)
+    assert torch.equal(to_host({"weight": placed}, current)["weight"], weight)
 
 
 @pytest.mark.parametrize("mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=4), MeshShape(fsdp=4, tensor=2)], ids=str)
@@ -137,7 +137,6 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
 ) -> None:
     """In torch_xla's own cutting, whatever the order of devices in the mesh; other rows may hold anything."""
     current: Any = runtime.current()
-    current.start()
     current.set_mesh(mesh.sizes, 1)
     if order == "another":
         devices = np.random.default_rng(0).permutation(8)
@@ -152,7 +151,7 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
     for own in hosts:
         monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda own=own: own)
         held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})
-        assert rows_of_host(current.local_positions(), 16, mesh).tolist() == held
+        assert rows_of_host(current.topology().local_positions, 16, mesh).tolist() == held
         garbled = torch.full_like(rows, -1)
         garbled[held] = rows[held]
         again = current._upload_batch(("data", "fsdp"), garbled, torch_xla.device())

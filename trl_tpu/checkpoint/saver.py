@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from .manifest import (
 )
 from .remote import RemoteRun
 from .state_dict import STATE_FOLDER, are_in_model_files, state_tensors, trained_weights
-from .storage import write_model_files, write_state
+from .storage import join_shards, write_model_files, write_state
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class Checkpointer:
         state = {} if optimizer is None else state_tensors(model, optimizer, with_weights=not own_names)
         marked = {f"file {name}": tensor for name, tensor in files.items()}
         marked |= {f"state {name}": tensor for name, tensor in state.items()}
-        shards = by_layer(model, runtime.local_shards(marked), runtime.index_shards)
+        shards = by_layer(model, runtime.local_shards(marked), getitem)
         return _OnHost(_marked("file ", shards), _marked("state ", shards), own_names)
 
     def _all_could(self, action: Callable[[], None], contents: Contents) -> bool:
@@ -205,7 +206,7 @@ class Checkpointer:
         """Write all tensors; returns the checksums of files that were made meanwhile."""
         checksums: dict[str, str] = {}
         if on_host.weights:
-            weights = self._runtime.join_shards(on_host.weights)
+            weights = join_shards(on_host.weights)
             if on_host.own_names:
                 checksums |= write_model_files(weights, staging)
             else:

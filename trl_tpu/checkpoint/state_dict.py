@@ -6,6 +6,7 @@ with every weight under its own name: then they are in that file only, for a res
 
 import json
 from collections.abc import Iterator, Mapping
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..modeling.adapters import adapter_names, is_peft_model
 from ..modeling.stacked import by_layer
 from ..parallel.shard import zeros_laid_out_like
 from ..runtime import Runtime
-from .storage import read_state, tensors_in
+from .storage import read_state, tensors_in, to_host
 
 STATE_FOLDER = "state"
 PROGRESS_FILE = "progress.json"
@@ -46,14 +47,14 @@ def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[st
     """
     weights = trained_weights(model)
     if runtime.topology().process_count == 1:
-        return by_layer(model, runtime.to_host(weights), torch.Tensor.__getitem__)
+        return by_layer(model, to_host(weights, runtime), getitem)
     host: dict[int, torch.Tensor] = {}
     for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
-        copy = runtime.to_host({"": tensor})[""]
+        copy = to_host({"": tensor}, runtime)[""]
         if keeps:
             host[id(tensor)] = copy
     named = {name: host[id(tensor)] for name, tensor in weights.items() if id(tensor) in host}
-    return by_layer(model, named, torch.Tensor.__getitem__)
+    return by_layer(model, named, getitem)
 
 
 def are_in_model_files(model: nn.Module) -> bool:

@@ -95,6 +95,23 @@ def write_model_files(weights: Mapping[str, torch.Tensor], folder: Path) -> dict
     return checksums
 
 
+def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of `Runtime.local_shards`, where one process has all shards; tied tensors stay tied."""
+    unique = {id(each): each if isinstance(each, torch.Tensor) else each.join() for each in shards.values()}
+    return {name: unique[id(each)] for name, each in shards.items()}
+
+
+def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime) -> dict[str, torch.Tensor]:
+    """Return a state dict as host tensors, put together from shards; tied tensors stay tied.
+
+    All processes take part.
+    """
+    if runtime.topology().process_count > 1:  # none of several processes has all shards
+        whole = {id(tensor): runtime.constrain(tensor, (None,) * tensor.dim()) for tensor in state.values()}
+        state = {name: whole[id(tensor)] for name, tensor in state.items()}
+    return join_shards(runtime.local_shards(state))
+
+
 class _ShardWriter(HuggingFaceStorageWriter):
     """Writes a file for each host and device: torch's has one a host, in which shards of a tensor would collide."""
 
@@ -141,4 +158,4 @@ class _HashingStream:
         return getattr(self._stream, name)
 
 
-__all__ = ["read_state", "tensors_in", "write_model_files", "write_state"]
+__all__ = ["join_shards", "read_state", "tensors_in", "to_host", "write_model_files", "write_state"]

@@ -1,10 +1,7 @@
 """Plain torch: a CPU or a CUDA device, with accelerate's own loaders around it."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from . import PartitionSpec, Planners, Remat, Topology, Value
 from .kernels.plain import MATMULS, attend_in_rows
-from .storage import read_state, write_state
 
 
 class NativeRuntime:
@@ -24,41 +20,17 @@ class NativeRuntime:
     compiles = False
     shares_mesh = False
 
-    def start(self) -> None:
-        """Plain torch needs no preparation."""
+    @property
+    def has_attention_kernel(self) -> bool:
+        return False
 
     def topology(self) -> Topology:
-        return Topology(1, description=self.hardware())
-
-    def checkpoint_planners(self) -> Planners:
-        return Planners()
-
-    def device_count(self) -> int:
-        return 1
-
-    def process_index(self) -> int:
-        return 0  # several processes of plain torch share no mesh: accelerate leads them
-
-    def process_count(self) -> int:
-        return 1
-
-    def local_positions(self) -> tuple[int, ...]:
-        return (0,)
-
-    def barrier(self) -> None:
-        """One process."""
+        """Return one device and one process: several processes share no mesh, accelerate leads them."""
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+        return Topology(1, slices=1, process_index=0, process_count=1, local_positions=(0,), description=name)
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         return [value]
-
-    def hardware(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-
-    def seed(self, seed: int) -> None:
-        """transformers' ``set_seed`` has seeded every generator of plain torch."""
-
-    def slice_count(self) -> int:
-        return 1
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         """One device: every axis has size 1, which the mesh arithmetic has checked."""
@@ -75,14 +47,8 @@ class NativeRuntime:
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         """They are: operations run in order."""
 
-    def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-
     def attention(self, *args: Any) -> torch.Tensor:
         return attend_in_rows(*args)
-
-    def has_attention_kernel(self) -> bool:
-        return False
 
     def shard_map(
         self,
@@ -116,30 +82,15 @@ class NativeRuntime:
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
 
-    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
-
-    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
-    def join_shards(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return dict(snapshot)
-
-    def index_shards(self, part: Any, index: int) -> Any:
-        return part[index]
-
-    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
-        write_state(snapshot, folder)
-
-    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-        read_state(state, folder)
+    def checkpoint_planners(self) -> Planners:
+        return Planners()
 
     def compile_count(self) -> int:
         return 0

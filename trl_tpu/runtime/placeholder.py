@@ -4,6 +4,7 @@ A tensor that would hold data is torch_xla's placeholder. Where the trainer woul
 is kept as HLO, and what it computed becomes placeholders too; so a whole run can be traced, of any size, on one host.
 """
 
+import dataclasses
 import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec
+from . import PartitionSpec, Topology
 from .layout import parts_of
 from .xla import XlaRuntime
 
@@ -67,17 +68,12 @@ class PlaceholderRuntime(XlaRuntime):
         self._chips, self._stop = chips, stop
         self._known: dict[int, Known] = {}
         self._holder: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
-
-    def start(self) -> None:
-        super().start()
+        super().__init__()
         # which torch_xla asks when a mesh is made
-        xr.global_runtime_device_count = self.device_count  # type: ignore[assignment]
+        xr.global_runtime_device_count = lambda: self._chips  # type: ignore[assignment]
 
-    def device_count(self) -> int:
-        return self._chips
-
-    def local_positions(self) -> tuple[int, ...]:
-        return tuple(range(self._chips))
+    def topology(self) -> Topology:
+        return dataclasses.replace(super().topology(), local_positions=tuple(range(self._chips)))
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
@@ -86,6 +82,7 @@ class PlaceholderRuntime(XlaRuntime):
         write_kernels_for_libtpu()
         return splash_attention
 
+    @property
     def has_attention_kernel(self) -> bool:
         return True
 

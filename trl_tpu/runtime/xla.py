@@ -6,8 +6,6 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,8 +91,8 @@ class _ShardingLoader(pl.ParallelLoader):
     def _send(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, dict):
             return {key: self._send(part, device) for key, part in value.items()}
-        if hasattr(value, "map_tensors"):  # packed rows
-            return value.map_tensors(lambda tensor: self._upload(tensor, device))
+        if isinstance(value, list):
+            return [self._send(part, device) for part in value]
         if not isinstance(value, torch.Tensor):
             return value
         return self._upload(value, device)
@@ -109,7 +107,12 @@ class XlaRuntime:
     _mesh: xs.Mesh  # of `set_mesh`
     _first_scatter: xs.Mesh | None = None
 
-    def start(self) -> None:
+    def __init__(self) -> None:
+        """Turn SPMD on, which torch_xla cannot do later.
+
+        Raises:
+            RuntimeError: A device was used before.
+        """
         if xr.is_spmd():
             return
         if torch_xla._XLAC._xla_get_spmd_config_is_locked():
@@ -121,47 +124,25 @@ class XlaRuntime:
         libtpu.set_flags()
         xr.use_spmd()
 
+    @property
+    def has_attention_kernel(self) -> bool:
+        return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
+
     def topology(self) -> Topology:
-        positions = self.local_positions() if hasattr(self, "_mesh") else ()
-        return Topology(
-            self.device_count(),
-            self.slice_count(),
-            self.process_index(),
-            self.process_count(),
-            positions,
-            self.hardware(),
-        )
-
-    def checkpoint_planners(self) -> Planners:
-        return Planners(shards._SavePlanner(), shards.SPMDLoadPlanner(), hosts.saving_group())
-
-    def device_count(self) -> int:
-        return xr.global_runtime_device_count()
-
-    def process_index(self) -> int:
-        return xr.process_index()
-
-    def process_count(self) -> int:
-        return xr.process_count()
-
-    def local_positions(self) -> tuple[int, ...]:
+        devices = xr.global_runtime_device_count()
         own = {int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()}
-        return tuple(position for position, device in enumerate(self._mesh.device_ids) if int(device) in own)
-
-    def barrier(self) -> None:
-        hosts.barrier()
+        order = self._mesh.device_ids if hasattr(self, "_mesh") else range(devices)
+        return Topology(
+            devices=devices,
+            slices=len(reported_slices()) or 1,
+            process_index=xr.process_index(),
+            process_count=xr.process_count(),
+            local_positions=tuple(position for position, device in enumerate(order) if int(device) in own),
+            description=f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD",
+        )
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         return hosts.all_gather_object(value, while_saving)
-
-    def hardware(self) -> str:
-        return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
-
-    def seed(self, seed: int) -> None:
-        torch_xla.manual_seed(seed)
-
-    def slice_count(self) -> int:
-        return len(reported_slices()) or 1
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         self._mesh = make_mesh(sizes, slices)
@@ -188,9 +169,6 @@ class XlaRuntime:
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         xm.optimization_barrier_(list(tensors))
 
-    def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-        return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-
     @functools.cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:
         """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
@@ -203,9 +181,6 @@ class XlaRuntime:
     def attention(self, q_RHLD: torch.Tensor, *others: Any) -> torch.Tensor:
         kernel = self.attention_kernel if q_RHLD.device.type == "xla" else attend_in_rows
         return kernel(q_RHLD, *others)
-
-    def has_attention_kernel(self) -> bool:
-        return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
     def shard_map(
         self,
@@ -259,33 +234,14 @@ class XlaRuntime:
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return xm.send_cpu_data_to_device([tensor], device)[0]  # type: ignore[index]
 
-    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.constrain(tensor, (None,) * tensor.dim())
-
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
-
-    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if xr.process_count() > 1:  # none of several hosts has all shards
-            gathered = {id(tensor): self.replicate(tensor) for tensor in state.values() if tensor.device.type == "xla"}
-            state = {name: gathered.get(id(tensor), tensor) for name, tensor in state.items()}
-        return self.join_shards(shards.local_shards(state))
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return shards.local_shards(state)
 
-    def join_shards(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        unique = {id(part): shards.whole(part) for part in snapshot.values()}
-        return {name: unique[id(part)] for name, part in snapshot.items()}
-
-    def index_shards(self, part: Any, index: int) -> Any:
-        return shards.index_shards(part, index)
-
-    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
-        shards.write(snapshot, folder)
-
-    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-        shards.read(state, folder)
+    def checkpoint_planners(self) -> Planners:
+        return Planners(shards.SavePlanner(), shards.LoadPlanner(), hosts.saving_group())
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")

@@ -201,7 +201,7 @@ class BatchPlan:
         key = dataset._fingerprint, batch_size
         if key not in self._row_plans:
             # kernels want lengths in large multiples
-            multiple = 256 if self._expands and self._runtime.has_attention_kernel() else 32
+            multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
             self._row_plans[key] = plan_rows_of(
                 dataset, self._hidden_size, batch_size, self._mesh.batch_shards, self._args, self._expands, multiple
             )
@@ -278,7 +278,7 @@ def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig, r
     Raises:
         ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
     """
-    long = runtime.has_attention_kernel() and longest_row >= _LONG_ROW
+    long = runtime.has_attention_kernel and longest_row >= _LONG_ROW
     if args.packed_attention == "masks" or (args.packed_attention == "auto" and not long):
         return False
     try:

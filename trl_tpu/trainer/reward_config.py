@@ -234,10 +234,10 @@ class RewardConfig(TrainingArguments):
     def __post_init__(self) -> None:
         if self.output_dir is not None and is_url(self.output_dir):
             self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
-        chosen = runtime.current()
-        chosen.start()  # transformers looks for the device below, and SPMD must be on before that
+        chosen = runtime.current()  # before transformers looks for the device, below: SPMD must be on by then
+        topology = chosen.topology()
         if chosen.shares_mesh:
-            check_xla_limits(self, chosen.process_count())
+            check_xla_limits(self, topology.process_count)
         if self.bf16 is None:
             can_compute_bf16 = chosen.compiles or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16
@@ -265,7 +265,7 @@ class RewardConfig(TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
-        self.mesh_shape = parse_mesh(self.mesh, chosen.device_count(), chosen.slice_count())
+        self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
         if self.activation_offloading:
             raise ValueError(
@@ -295,7 +295,8 @@ class RewardConfig(TrainingArguments):
     @property
     def process_index(self) -> int:
         """Which host of the mesh this is. accelerate takes each for the only one, and all would write and push."""
-        return runtime.current().process_index() if runtime.current().shares_mesh else super().process_index
+        chosen = runtime.current()
+        return chosen.topology().process_index if chosen.shares_mesh else super().process_index
 
     @property
     def local_process_index(self) -> int:

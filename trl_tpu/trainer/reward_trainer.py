@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from transformers import (
@@ -19,7 +20,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
-    set_seed,
 )
 from transformers.trainer_utils import PredictionOutput
 
@@ -39,8 +39,8 @@ from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
 
-# Here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
-runtime.current().start()
+# Made here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
+runtime.current()
 
 EvalDataset: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
@@ -102,13 +102,11 @@ class RewardTrainer(DeviceTrainer):
         max_length: int | None = None,
     ) -> None:
         device = runtime.current()
-        device.start()
         check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
         args = today_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = uses_old_columns(train_dataset, data_collator)
         device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
-        set_seed(args.seed)  # before the model, whose score head may be random
-        device.seed(args.seed)
+        set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         given_tokenizer = today_processing_class(processing_class, tokenizer)
 
         def build(model: Any) -> RewardModel:

@@ -222,8 +222,8 @@ class DeviceTrainer(Trainer):
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         stack = super().compute_loss_context_manager()
-        dtype = torch.bfloat16 if self.args.bf16 else None
-        stack.enter_context(self.runtime.autocast(dtype, self.args.device))
+        if self.args.bf16:
+            stack.enter_context(torch.autocast(self.args.device.type, dtype=torch.bfloat16))
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:

@@ -147,7 +147,7 @@ class _EvaluatedPairs:
         self._batches: list[list[torch.Tensor]] = []
 
     def add(self, batch: Sequence[torch.Tensor]) -> None:
-        self._batches.append([self._runtime.replicate(tensor) for tensor in batch])
+        self._batches.append([self._runtime.constrain(tensor, (None,) * tensor.dim()) for tensor in batch])
 
     def fetch_last(self) -> tuple[torch.Tensor, np.ndarray]:
         """Return the losses [N] and predictions [N, ...] of the last batch's real pairs."""
