@@ -91,8 +91,8 @@ class _ShardingLoader(pl.ParallelLoader):
     def _send(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, dict):
             return {key: self._send(part, device) for key, part in value.items()}
-        if isinstance(value, list):
-            return [self._send(part, device) for part in value]
+        if hasattr(value, "map_tensors"):  # packed rows
+            return value.map_tensors(lambda tensor: self._upload(tensor, device))
         if not isinstance(value, torch.Tensor):
             return value
         return self._upload(value, device)
