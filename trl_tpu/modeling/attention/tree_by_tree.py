@@ -29,7 +29,7 @@ class TreeMasks(NamedTuple):
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
     """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
     tail_masks: dict[Tail, torch.Tensor]
-    """Of trees without a mask, the masks [1, 1, T, K] of tails after the first: their paths, then themselves."""
+    """The masks [1, 1, T, K] of the tails after the first of trees without a mask: their paths, then themselves."""
 
     @classmethod
     def of(cls, trees: Sequence[tuple[Tree, torch.Tensor | None]], device: torch.device) -> "TreeMasks":
