@@ -128,6 +128,8 @@ def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatc
     if not found:
         pytest.skip("it has none")
     monkeypatch.chdir(checkout(tmp_path))
+    monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 16)
+    monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
     torch.set_num_threads(2)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in found:
