@@ -12,6 +12,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from trl_tpu import runtime
+from trl_tpu.errors import UserError, UserTypeError
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -25,12 +26,12 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
     """The LoRA configuration that the flags ask for, or None without ``use_peft``.
 
     Raises:
-        ValueError: ``use_peft`` without peft installed.
+        UserError: ``use_peft`` without peft installed.
     """
     if not model_args.use_peft:
         return None
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("`use_peft` needs the peft library: run `pip install peft`, or leave `use_peft` out.")
+        raise UserError("`use_peft` needs the peft library: run `pip install peft`, or leave `use_peft` out.")
     from peft import LoraConfig
 
     return LoraConfig(
@@ -51,13 +52,13 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
     """The bitsandbytes configuration that the flags ask for, or None without ``load_in_4bit`` and ``load_in_8bit``.
 
     Raises:
-        ValueError: One of the two on PyTorch/XLA: the kernels of bitsandbytes need CUDA.
+        UserError: One of the two on PyTorch/XLA: the kernels of bitsandbytes need CUDA.
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     flag = "load_in_4bit" if model_args.load_in_4bit else "load_in_8bit"
     if runtime.is_xla():
-        raise ValueError(
+        raise UserError(
             f"`{flag}` needs bitsandbytes, whose kernels need CUDA, and this process trains on PyTorch/XLA "
             f"({runtime.choice().reason}). Leave `{flag}` out and store the frozen base model in bfloat16 with "
             "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
@@ -111,20 +112,20 @@ def add_adapters(
 
     Raises:
         ImportError: peft is not installed.
-        TypeError: `peft_config` is not a configuration of peft.
-        ValueError: The model has adapters already, or cannot have these.
+        UserTypeError: `peft_config` is not a configuration of peft.
+        UserError: The model has adapters already, or cannot have these.
     """
     if importlib.util.find_spec("peft") is None:
         raise ImportError("You passed `peft_config`, but the peft library is not installed: run `pip install peft`.")
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):
-        raise TypeError(
+        raise UserTypeError(
             "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
             f"{type(peft_config).__name__}."
         )
     if is_peft_model(model):
-        raise ValueError(
+        raise UserError(
             "You passed a `PeftModel` instance together with a `peft_config`. Either leave `peft_config` out to train "
             "the adapters it has, or merge them first (`model.merge_and_unload()`) and pass the merged model."
         )
@@ -137,7 +138,7 @@ def add_adapters(
         kind = getattr(peft_config.task_type, "value", peft_config.task_type)
         task = "" if kind == "SEQ_CLS" else f" Its task_type is {kind!r}; that of a reward model is 'SEQ_CLS'."
         reason = str(error).rstrip(".")
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} cannot have the adapters of `peft_config`: {reason}.{task} Correct the "
             "configuration (on a command line, the flags `--lora_...`)."
         ) from error
@@ -228,7 +229,7 @@ def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[st
 
 
 def saved_adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Of each name in a state dict of `model` that its ``save_pretrained`` keeps, the name in the file."""
+    """Map each name in a state dict of `model` that its ``save_pretrained`` keeps to the name in the file."""
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in state.items()}

@@ -17,6 +17,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from trl_tpu.errors import UserError
+
 SEED = 0
 
 NUMBERS = range(10, 50)
@@ -133,10 +135,10 @@ def resolve_model(name: str, folder: str) -> str:
         The model's folder, which `from_pretrained` loads.
 
     Raises:
-        ValueError: if no model has this name.
+        UserError: if no model has this name.
     """
     if name not in MODELS:
-        raise ValueError(f"There is no synthetic model {name!r}; the known ones are {', '.join(MODELS)}.")
+        raise UserError(f"There is no synthetic model {name!r}; the known ones are {', '.join(MODELS)}.")
     path = os.path.join(folder, name.replace(":", "-"))
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(path)
@@ -148,8 +150,8 @@ def load_dataset(name: str) -> datasets.DatasetDict:
     """The preference data that `name`, one of DATASETS, stands for, in splits "train" and "test".
 
     Raises:
-        ValueError: if no dataset has this name.
+        UserError: if no dataset has this name.
     """
     if name not in DATASETS:
-        raise ValueError(f"There is no synthetic dataset {name!r}; the known ones are {', '.join(DATASETS)}.")
+        raise UserError(f"There is no synthetic dataset {name!r}; the known ones are {', '.join(DATASETS)}.")
     return DATASETS[name]()
