@@ -58,7 +58,7 @@ def run() -> None:
         copies = []
         for _ in trainer.waits:
             began = time.perf_counter()
-            trainer.runtime.snapshot(state)
+            trainer.runtime.local_shards(state)
             copies.append(time.perf_counter() - began)
         size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     print(json.dumps({"bytes": size, "waits": trainer.waits, "writes": trainer.writes, "copies": copies}))

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from trl_tpu.modeling.load import load_model
 from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.parallel.shard import WeightPlacer, place_model, plan_model
-from trl_tpu.runtime import Axes, current
+from trl_tpu.runtime import PartitionSpec, current
 from trl_tpu.runtime.xla import XlaRuntime
 
 
@@ -41,7 +41,7 @@ class Measured(XlaRuntime):
         self.placed = 0
         self.before = private_bytes()
 
-    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         if tensor.device.type == "xla":
             return super().place(tensor, axes, device)
         self.held.append(private_bytes() - self.before - self.placed)

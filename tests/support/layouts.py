@@ -121,7 +121,7 @@ class Counting(TrainerCallback):
         self.at: list[tuple[int, int]] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if runtime.is_xla():
+        if runtime.current().compiles:
             import torch_xla.core.xla_model as xm
             import torch_xla.debug.metrics as met
 
@@ -139,7 +139,7 @@ class Walking(TrainerCallback):
         self.tensors: list[dict[str, Any]] = []
 
     def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        if runtime.is_xla() and state.global_step == STEPS:
+        if runtime.current().compiles and state.global_step == STEPS:
             self.tensors = tensors_of(self.trainer)
 
 

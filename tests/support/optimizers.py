@@ -62,7 +62,7 @@ class Watched(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        if runtime.is_xla():
+        if runtime.current().compiles:
             self.counts.append(counted())
             if len(self.counts) in (1, 3):
                 self.held.append(state_of(self))
@@ -108,7 +108,7 @@ def train(name: str, folder: str) -> dict[str, Any]:
     pairs = made_up_pairs(PAIRS * (STEPS + 1))
     texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
     tokenizer = tiny_tokenizer(texts)
-    mesh = "fsdp=4,tensor=2" if runtime.is_xla() else "fsdp=-1"
+    mesh = "fsdp=4,tensor=2" if runtime.current().shares_mesh else "fsdp=-1"
     args = RewardConfig(
         folder,
         mesh=mesh,

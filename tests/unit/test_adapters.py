@@ -1,6 +1,5 @@
 """Adapters follow the flags, train what they should, reload to the same rewards, and warn where they would not."""
 
-import importlib.util
 import logging
 import re
 from pathlib import Path
@@ -183,18 +182,11 @@ def test_adapter_names_are_those_of_the_saved_tensors(config: peft.LoraConfig, t
 
 
 def test_quantization_is_refused_on_xla_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("torch_xla") is None:
-        pytest.skip("torch_xla is not installed, so no process here trains on XLA")
-    monkeypatch.setenv("USE_TORCH_XLA", "1")
-    runtime.choice.cache_clear()
-    try:
-        for flag in ("load_in_4bit", "load_in_8bit"):
-            with pytest.raises(ValueError, match=f"`{flag}` needs bitsandbytes.*CUDA.*--dtype bfloat16 --use_peft"):
-                adapters.get_quantization_config(ModelConfig(**{flag: True}))
-        assert adapters.get_quantization_config(ModelConfig()) is None
-    finally:
-        monkeypatch.undo()
-        runtime.choice.cache_clear()
+    monkeypatch.setattr(type(runtime.current()), "compiles", True)
+    for flag in ("load_in_4bit", "load_in_8bit"):
+        with pytest.raises(ValueError, match=f"`{flag}` needs bitsandbytes.*CUDA.*--dtype bfloat16 --use_peft"):
+            adapters.get_quantization_config(ModelConfig(**{flag: True}))
+    assert adapters.get_quantization_config(ModelConfig()) is None
 
 
 @pytest.mark.parametrize(
@@ -214,12 +206,7 @@ def test_quantization_on_plain_torch_is_trls(flags: dict[str, Any], monkeypatch:
             return type(error)
         return made and made.to_dict()
 
-    monkeypatch.setenv("USE_TORCH_XLA", "0")
-    runtime.choice.cache_clear()
-    try:
-        ours = outcome(adapters.get_quantization_config, ModelConfig)
-        assert ours == outcome(reference.get_quantization_config, trl.ModelConfig)
-        assert (ours is None) == (not flags)
-    finally:
-        monkeypatch.undo()
-        runtime.choice.cache_clear()
+    monkeypatch.setattr(type(runtime.current()), "compiles", False)
+    ours = outcome(adapters.get_quantization_config, ModelConfig)
+    assert ours == outcome(reference.get_quantization_config, trl.ModelConfig)
+    assert (ours is None) == (not flags)

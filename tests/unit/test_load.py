@@ -115,7 +115,7 @@ def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
     ],
 )
 def test_bitsandbytes_is_refused_on_xla(checkpoint: str, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "is_xla", lambda: True)
+    monkeypatch.setattr(type(runtime.current()), "compiles", True)
     with pytest.raises(ValueError, match="bitsandbytes quantization needs CUDA kernels.*USE_TORCH_XLA=0"):
         load.load_model(checkpoint, **kwargs)
 
@@ -123,7 +123,7 @@ def test_bitsandbytes_is_refused_on_xla(checkpoint: str, kwargs: Any, monkeypatc
 def test_the_trainer_places_the_model_on_xla(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runtime, "is_xla", lambda: True)
+    monkeypatch.setattr(type(runtime.current()), "compiles", True)
     model = load.load_model(checkpoint, model_init_kwargs={"device_map": "auto"})
     assert not hasattr(model, "hf_device_map") and "`device_map='auto'` is ignored" in caplog.text
 

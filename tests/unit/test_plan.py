@@ -15,7 +15,7 @@ from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.parallel.shard import place_model, plan_model
 from trl_tpu.parallel.shard_report import ShardReport
 from trl_tpu.parallel.sharding_plan import _SPLITS, _WHOLE, Plan, bare_name
-from trl_tpu.runtime import Axes
+from trl_tpu.runtime import PartitionSpec
 from trl_tpu.runtime.native import NativeRuntime
 
 shapes = st.lists(st.integers(1, 40), max_size=4).map(tuple)
@@ -75,7 +75,7 @@ LAYER = {
     ],
 )
 def test_tensor_follows_the_style_and_fsdp_takes_what_is_left(
-    name: str, shape: tuple[int, ...], axes: Axes, reason: str
+    name: str, shape: tuple[int, ...], axes: PartitionSpec, reason: str
 ) -> None:
     plan = Plan(MeshShape(fsdp=4, tensor=2), LAYER)
     assert plan.place(name, shape).axes == axes
@@ -94,7 +94,9 @@ def test_tensor_follows_the_style_and_fsdp_takes_what_is_left(
         ((512,), ("fsdp",)),
     ],
 )
-def test_fsdp_takes_rows_where_each_device_gets_whole_tiles_of_them(shape: tuple[int, ...], axes: Axes) -> None:
+def test_fsdp_takes_rows_where_each_device_gets_whole_tiles_of_them(
+    shape: tuple[int, ...], axes: PartitionSpec
+) -> None:
     assert Plan(MeshShape(fsdp=4)).place("layers.0.weight", shape).axes == axes
 
 
@@ -119,7 +121,7 @@ def test_whole_experts_go_over_tensor_where_it_divides_them() -> None:
         (MeshShape(data=8), (1000, 64), (None, None)),
     ],
 )
-def test_an_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[int, int], axes: Axes) -> None:
+def test_an_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[int, int], axes: PartitionSpec) -> None:
     plan = Plan(mesh, {"embed": "embedding_rowwise"}, embeddings={"embed.weight"})
     assert plan.place("embed.weight", shape).axes == axes
     adapted = plan.place("embed.base_layer.weight", shape)
@@ -219,9 +221,9 @@ class RecordingRuntime(NativeRuntime):
     """Plain torch that notes how it is asked to place."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[torch.Tensor, Axes]] = []
+        self.asked: list[tuple[torch.Tensor, PartitionSpec]] = []
 
-    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         self.asked.append((tensor, axes))
         return tensor.to(device)
 

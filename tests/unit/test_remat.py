@@ -67,7 +67,7 @@ def test_plain_torch_keeps_matrix_products_too() -> None:
         model.train()
         if policy != "none":
             model.activation_checkpointing_enable()
-            NativeRuntime().use_checkpointing(model, policy)  # type: ignore[arg-type]
+            NativeRuntime().recompute_layers(model, policy)  # type: ignore[arg-type]
         ids = torch.randint(2, 200, (8, 32), generator=torch.Generator().manual_seed(0))
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.square().sum()
         with Counting() as counting:

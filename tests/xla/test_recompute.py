@@ -16,7 +16,7 @@ def model_on_xla(checkpointing: bool) -> PreTrainedModel:
     model.to("xla").train()
     if checkpointing:
         model.activation_checkpointing_enable()
-        current().use_checkpointing(model, "full")
+        current().recompute_layers(model, "full")
     return model
 
 

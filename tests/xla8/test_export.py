@@ -53,7 +53,7 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
 
     checkpoint = tmp_path / "checkpoint-1"
     trainer.model.save_pretrained(checkpoint, state_dict={})
-    runtime.write(runtime.snapshot(trained_tensors(trainer.model)), checkpoint / "state")
+    runtime.write(runtime.local_shards(trained_tensors(trainer.model)), checkpoint / "state")
     assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OFFLINE, str(checkpoint), str(tmp_path / "offline")]

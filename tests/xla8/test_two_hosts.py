@@ -151,7 +151,7 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
     hosts = [all_devices[:2] + all_devices[4:6], all_devices[2:4] + all_devices[6:]]  # as on 2 of 4 x 4 chips
     for index, own in enumerate(hosts):
         monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda own=own: own)
-        host = Host(index, 2, current.own_positions())
+        host = Host(index, 2, current.local_positions())
         held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})
         assert host.rows(16, mesh).tolist() == held
         garbled = torch.full_like(rows, -1)

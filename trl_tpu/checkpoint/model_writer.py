@@ -59,7 +59,7 @@ def stream_model(
         failed = error
     for name in list(state):  # the others are still gathering
         runtime.to_host({name: state.pop(name)})
-    problem = next((said for said in runtime.from_everyone(failed and str(failed)) if said), None)
+    problem = next((said for said in runtime.all_gather_object(failed and str(failed)) if said), None)
     if problem is not None:
         raise failed or OSError(f"The model could not be written on another host: {problem}")
 

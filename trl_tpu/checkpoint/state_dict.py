@@ -185,8 +185,8 @@ def _make_state(
         made = (parameter.detach() * 0).to(like.dtype)  # has its layout too
     else:
         made = torch.zeros_like(like, device="cpu")
-        if runtime.name == "xla" or any(optimizer.defaults.get(option) for option in ("fused", "capturable")):
-            made = runtime.upload(made, parameter.device)  # elsewhere torch keeps Adam's step on the host
+        if runtime.compiles or any(optimizer.defaults.get(option) for option in ("fused", "capturable")):
+            made = runtime.to_device(made, parameter.device)  # elsewhere torch keeps Adam's step on the host
     optimizer.state[parameter][kind] = made
 
 

@@ -57,7 +57,7 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     flag = "load_in_4bit" if model_args.load_in_4bit else "load_in_8bit"
-    if runtime.is_xla():
+    if runtime.current().compiles:
         raise UserError(
             f"`{flag}` needs bitsandbytes, whose kernels need CUDA, and this process trains on PyTorch/XLA "
             f"({runtime.choice().reason}). Leave `{flag}` out and store the frozen base model in bfloat16 with "

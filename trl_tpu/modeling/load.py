@@ -72,7 +72,7 @@ def load_model(
     kwargs["num_labels"] = 1
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     kwargs.setdefault("device_map", None)
-    if runtime.is_xla():
+    if runtime.current().compiles:
         _fit_xla(kwargs)
     may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
     with broken.explaining(name), _without_load_report(), nullcontext() if place is None else placing(place):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..runtime import Axes, Remat, Runtime
+from ..runtime import PartitionSpec, Remat, Runtime
 from .layers import ScanImpossible, find_layers
 
 #: torch's optimizers whose update of a number depends on that number's own gradients, so that what is stacked is
@@ -102,7 +102,7 @@ class _Kind:
 
     parts: list[nn.Parameter]
     whole: nn.Parameter
-    axes: Axes
+    axes: PartitionSpec
     nothing: torch.Tensor  # what the empty one has
 
 
@@ -117,7 +117,7 @@ class LayerStack:
         ScanImpossible: See `find_layers`.
     """
 
-    def __init__(self, model: nn.Module, axes: Mapping[str, Axes], policy: Remat, runtime: Runtime) -> None:
+    def __init__(self, model: nn.Module, axes: Mapping[str, PartitionSpec], policy: Remat, runtime: Runtime) -> None:
         path, self._layers = find_layers(model)
         owner, _, self._attribute = path.rpartition(".")
         self.model, self._owner, self._runtime = model, model.get_submodule(owner), runtime
@@ -127,7 +127,7 @@ class LayerStack:
         self._kinds = []
         for name, part in first.items():
             # uploaded once: tensors made on the device would be results of a program, in number as many as weights
-            nothing = runtime.upload(torch.empty(0, dtype=part.dtype), part.device)
+            nothing = runtime.to_device(torch.empty(0, dtype=part.dtype), part.device)
             whole = nn.Parameter(nothing, part.requires_grad)
             self._kinds.append(_Kind([parts[name] for parts in by_name], whole, of_layer[name], nothing))
         self._places = [  # where each parameter is
@@ -141,7 +141,7 @@ class LayerStack:
         self._groups: list[list[nn.Parameter]] = []  # its parameters, one by one
 
     @property
-    def axes(self) -> dict[nn.Parameter, Axes]:
+    def axes(self) -> dict[nn.Parameter, PartitionSpec]:
         """The mesh axes that the dimensions of the stacked parameters go over: the first over none."""
         return {kind.whole: (None, *kind.axes) for kind in self._kinds}
 
@@ -236,13 +236,13 @@ class LayerStack:
         replaced = ([wholes.get(each, each) for each in group["params"]] for group in optimizer.param_groups)
         return [[each for each in parameters if each is not None] for parameters in replaced]
 
-    def _join(self, parts: list[torch.Tensor], axes: Axes) -> torch.Tensor:
+    def _join(self, parts: list[torch.Tensor], axes: PartitionSpec) -> torch.Tensor:
         whole = torch.stack([part.detach() for part in parts])
         whole = self._runtime.place(whole, (None, *axes), whole.device)
         self._runtime.step_boundary()
         return whole
 
-    def _cut(self, whole: torch.Tensor, axes: Axes) -> list[torch.Tensor]:
+    def _cut(self, whole: torch.Tensor, axes: PartitionSpec) -> list[torch.Tensor]:
         parts = [part.clone() for part in whole.detach().unbind()]
         parts = [self._runtime.place(part, axes, part.device) for part in parts]
         self._runtime.step_boundary()

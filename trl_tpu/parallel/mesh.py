@@ -5,9 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log2, prod
 
-#: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
-Axes = tuple[str | tuple[str, ...] | None, ...]
-
 #: Every axis, slowest first. A batch goes over `data` and `fsdp` together; weights are split over `fsdp` and `tensor`.
 AXES = ("data", "fsdp", "tensor")
 

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .mesh import AXES, Axes, MeshShape, names_of
+from .mesh import AXES, MeshShape, names_of
+
+if TYPE_CHECKING:
+    from ..runtime import PartitionSpec
 
 AUTO = "auto"
 
@@ -30,7 +33,7 @@ class Rules:
     """
 
     source: str
-    patterns: dict[str, Axes | str]
+    patterns: "dict[str, PartitionSpec | str]"
 
     @classmethod
     def read(cls, path: str | Path) -> "Rules":
@@ -82,7 +85,7 @@ class Rules:
                 "decides. Move it up, or take it out."
             )
 
-    def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> Axes | None:
+    def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> "PartitionSpec | None":
         """The axes of ``pattern`` for the parameter ``name``, without those that the mesh has only one device of.
 
         Returns:
@@ -111,7 +114,7 @@ class Rules:
         return tuple(None if not names else names[0] if len(names) == 1 else names for names in kept)
 
 
-def _axes(source: str, pattern: Any, value: Any) -> Axes | str:
+def _axes(source: str, pattern: Any, value: Any) -> "PartitionSpec | str":
     if value == AUTO:
         return AUTO
     if not isinstance(value, list):
@@ -119,7 +122,7 @@ def _axes(source: str, pattern: Any, value: Any) -> Axes | str:
     for each in value:
         if not all(isinstance(name, str) for name in (each if isinstance(each, list) else [each or ""])):
             raise ValueError(f"{source}: {pattern!r}: {each!r} is no mesh axis, list of axes or null.")
-    axes: Axes = tuple(tuple(each) if isinstance(each, list) else each for each in value)
+    axes: PartitionSpec = tuple(tuple(each) if isinstance(each, list) else each for each in value)
     names = [name for each in axes for name in names_of(each)]
     for name in names:
         if name not in AXES:

@@ -9,9 +9,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import TYPE_CHECKING
 
-from .mesh import Axes, MeshShape, names_of
+from .mesh import MeshShape, names_of
 from .rules import Rules
+
+if TYPE_CHECKING:
+    from ..runtime import PartitionSpec
 
 # What a style of transformers splits of a weight: the features it puts out, those it takes in, rows or columns of an
 # embedding table, or whole experts. The others say how modules communicate, which the compiler finds out by itself.
@@ -61,7 +65,7 @@ _ADAPTER_DIMS = {
 class Placement:
     """Where a parameter goes: ``axes[d]`` is the mesh axis, or axes, of dimension d; ``reason`` says why."""
 
-    axes: Axes
+    axes: "PartitionSpec"
     reason: str
 
     @property

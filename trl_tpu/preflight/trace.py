@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PretrainedConfig
 
-from ..parallel.mesh import Axes, names_of
+from ..parallel.mesh import names_of
+from ..runtime import PartitionSpec
 
 STATE = ("weight", "optimizer", "gradient")
 """Kinds of arguments that stay on the chips from step to step."""
@@ -196,12 +197,12 @@ def _what_it_said(printed: str) -> str:
     return trace[said.start() :].strip()[:4000] if said else printed.strip()[-4000:]
 
 
-def parts_of(mesh: Mapping[str, int], axes: Axes) -> int:
+def parts_of(mesh: Mapping[str, int], axes: PartitionSpec) -> int:
     """Into how many parts ``axes``, of each dimension, cut a tensor."""
     return prod(mesh[axis] for over in axes for axis in names_of(over))
 
 
-def hlo_sharding(mesh: Mapping[str, int], axes: Axes) -> str:
+def hlo_sharding(mesh: Mapping[str, int], axes: PartitionSpec) -> str:
     """A layout over a mesh, whose devices are numbered with the last axis fastest, in HLO's words."""
     names = list(mesh)
     over = [[axis for axis in names_of(each) if mesh[axis] > 1] for each in axes]

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 if TYPE_CHECKING:
     from .kernels.plain import KernelRows
 
-#: Of each dimension of a tensor: the mesh axis or axes that it goes over, None meaning none.
-Axes = tuple[str | tuple[str, ...] | None, ...]
+#: The mesh axis or axes that each dimension of a tensor goes over, None meaning none.
+PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 #: What a layer's backward computes again: nothing, all, or all but its matrix products.
 Remat = Literal["none", "full", "dots"]
@@ -50,15 +50,20 @@ def choice() -> Choice:
     return Choice("xla", "torch_xla is installed (USE_TORCH_XLA=0 would turn it off)")
 
 
-def is_xla() -> bool:
-    """Whether training runs on PyTorch/XLA in this process."""
-    return choice().name == "xla"
-
-
 class Runtime(Protocol):
     """What the trainer needs of a device. Two implementations: `XlaRuntime` and `NativeRuntime`."""
 
     name: str
+    """For messages; what differs is asked of the capabilities."""
+
+    compiles: bool
+    """Whether steps are recorded and compiled: shapes have to be static, and reading a value stops the device."""
+
+    shares_mesh: bool
+    """Whether one process drives all devices of its host and all processes form one mesh, which this runtime leads.
+
+    Else a process has one device, and accelerate leads the processes.
+    """
 
     def start(self) -> None:
         """Get ready before anything touches a device (XLA: turn SPMD on). May be called many times."""
@@ -72,13 +77,13 @@ class Runtime(Protocol):
     def process_count(self) -> int:
         """How many processes share one mesh."""
 
-    def own_positions(self) -> tuple[int, ...]:
+    def local_positions(self) -> tuple[int, ...]:
         """Where in the mesh, last axis fastest, the devices of this process are, ascending."""
 
     def barrier(self) -> None:
         """Wait until all processes of the mesh are here."""
 
-    def from_everyone(self, value: Value, while_saving: bool = False) -> list[Value]:
+    def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         """What each process of the mesh says, in their order. For small values; all processes take part.
 
         Threads that write a checkpoint ask ``while_saving``, so that their words are not taken for those of training.
@@ -102,26 +107,26 @@ class Runtime(Protocol):
             ValueError: The devices are in another number of slices.
         """
 
-    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         """``tensor`` on the device, laid out over the mesh: dimension d over the axes ``axes[d]``, None meaning whole.
 
         A host tensor goes to its shards directly; a device tensor is laid out in place.
         """
 
-    def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         """The activation ``tensor``, and its gradient, laid out as in `place`; the compiler has to see to it.
 
         Axes that do not divide their dimension are left out.
         """
 
-    def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def scatter(self, gradient: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         """``gradient`` on its way to where its weight is, laid out by ``axes`` over `fsdp`: how it is added up.
 
         Where the compiler would not scatter it over so many devices at once, it is laid out over some of them. What is
         laid out already stays so.
         """
 
-    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let nothing be computed from any of ``tensors``, in place, before all of them are there."""
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
@@ -142,12 +147,12 @@ class Runtime(Protocol):
     def has_attention_kernel(self) -> bool:
         """Whether `attention` needs less memory than a mask for each query and key."""
 
-    def by_device(
+    def shard_map(
         self,
         function: Callable[..., torch.Tensor],
         tensors: Sequence[torch.Tensor],
-        axes: Sequence[Axes],
-        result_axes: Axes,
+        axes: Sequence[PartitionSpec],
+        result_axes: PartitionSpec,
     ) -> torch.Tensor:
         """``function(*tensors)``, each device computing its own part of the result from its own parts of the tensors.
 
@@ -160,13 +165,13 @@ class Runtime(Protocol):
             result_axes: The same of the result.
         """
 
-    def use_checkpointing(self, model: nn.Module, policy: Remat) -> None:
+    def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
         """Make layers that transformers marked for activation checkpointing recompute in a way the device supports.
 
         With "dots" they keep what their matrix products return.
         """
 
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, Axes]) -> None:
+    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
         """Let the backward of a feed-forward block take its features in parts where its weights, gathered, are large.
 
         Everywhere it rounds the gradient of what the last product takes as soon as that is made.
@@ -181,7 +186,7 @@ class Runtime(Protocol):
     def scan(
         self,
         layer: nn.Module,
-        axes: Mapping[str, Axes],
+        axes: Mapping[str, PartitionSpec],
         policy: Remat,
         hidden: torch.Tensor,
         *args: Any,
@@ -205,10 +210,10 @@ class Runtime(Protocol):
     def step_boundary(self) -> None:
         """End the recorded step: what was computed since the last boundary becomes one execution."""
 
-    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A small host tensor as data on the device. Rank 1 or more: XLA bakes scalars 0 and 1 into the program."""
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor whole on every device, in the recorded step itself, so that fetching it needs no new program."""
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -217,13 +222,13 @@ class Runtime(Protocol):
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A state dict as host tensors, put together from shards; tied tensors stay tied. All processes take part."""
 
-    def snapshot(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Host copies of named tensors, of each the parts that this process's devices hold; of tied tensors one."""
 
-    def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def join_shards(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors of a snapshot, where one process has all parts; tied tensors stay tied."""
 
-    def row(self, part: Any, index: int) -> Any:
+    def index_shards(self, part: Any, index: int) -> Any:
         """Of a tensor of a snapshot, its ``index`` in the first dimension, which is over no axes. No copy."""
 
     def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
@@ -251,7 +256,7 @@ def current() -> Runtime:
     """The runtime of this process."""
     if _replacement is not None:
         return _replacement
-    if is_xla():
+    if choice().name == "xla":
         from .xla import XlaRuntime
 
         return XlaRuntime()

@@ -18,7 +18,7 @@ import torch_xla.core.xla_model as xm
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from . import Axes
+from . import PartitionSpec
 from .remat import autocast_now, weights_of
 from .scan import LayOut
 
@@ -48,7 +48,7 @@ class FeedForward:
         self,
         block: nn.Module,
         last: str,
-        axes: Sequence[Axes],
+        axes: Sequence[PartitionSpec],
         shards: int,
         constrain: LayOut,
         scatter: LayOut,

@@ -24,7 +24,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def from_everyone(value: Value, while_saving: bool = False) -> list[Value]:
+def all_gather_object(value: Value, while_saving: bool = False) -> list[Value]:
     """What each host says, in their order."""
     if xr.process_count() == 1:
         return [value]

@@ -7,7 +7,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 
-from . import Axes
+from . import PartitionSpec
 from .libtpu import MOST_SCATTERED
 
 
@@ -32,7 +32,7 @@ def parts_of(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
     return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))
 
 
-def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     """A copy of ``tensor``, dimension d of which, and of whose gradient, is over ``axes[d]`` where these divide it."""
     fitting = tuple(
         None if size % parts_of(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)

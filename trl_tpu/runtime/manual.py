@@ -10,18 +10,18 @@ from typing import Any
 import torch
 import torch_xla.distributed.spmd as xs
 
-from . import Axes
+from . import PartitionSpec
 from .layout import parts_of
 
 
-def by_device(
+def shard_map(
     mesh: xs.Mesh,
     function: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
-    axes: Sequence[Axes],
-    result_axes: Axes,
+    axes: Sequence[PartitionSpec],
+    result_axes: PartitionSpec,
 ) -> torch.Tensor:
-    """See `Runtime.by_device`."""
+    """See `Runtime.shard_map`."""
     dividing = _dividing_axes(mesh, tensors, axes)
     parts = [_Parts.apply(tensor, mesh, _only(over, dividing)) for tensor, over in zip(tensors, axes, strict=True)]
     return _Whole.apply(function(*parts), mesh, _only(result_axes, dividing))
@@ -29,7 +29,7 @@ def by_device(
 
 class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         return _to_parts(whole, mesh, axes)
 
@@ -40,7 +40,7 @@ class _Parts(torch.autograd.Function):
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+    def forward(ctx: Any, part: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
         ctx.mesh, ctx.axes = mesh, axes
         return _to_whole(part, mesh, axes)
 
@@ -49,17 +49,17 @@ class _Whole(torch.autograd.Function):
         return _to_parts(gradient, ctx.mesh, ctx.axes), None, None
 
 
-def _to_parts(whole: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+def _to_parts(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     # a copy, since the layout is written to the tensor itself
     return xs.enable_manual_sharding(whole + 0, axes, mesh=mesh).global_tensor
 
 
-def _to_whole(part: torch.Tensor, mesh: xs.Mesh, axes: Axes) -> torch.Tensor:
+def _to_whole(part: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     shape = torch.Size(size * parts_of(mesh, over) for size, over in zip(part.shape, axes, strict=True))
     return xs.disable_manual_sharding(part, axes, shape, mesh=mesh).global_tensor
 
 
-def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequence[Axes]) -> set[Any]:
+def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequence[PartitionSpec]) -> set[Any]:
     """The entries of ``axes`` that are more than one device and divide each dimension that they are named for."""
     sizes: dict[Any, set[int]] = {}
     for tensor, over_all in zip(tensors, axes, strict=True):
@@ -69,5 +69,5 @@ def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequenc
     return {over for over, count in shards.items() if count > 1 and all(size % count == 0 for size in sizes[over])}
 
 
-def _only(axes: Axes, dividing: set[Any]) -> Axes:
+def _only(axes: PartitionSpec, dividing: set[Any]) -> PartitionSpec:
     return tuple(over if over in dividing else None for over in axes)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from . import Axes, Remat, Value
+from . import PartitionSpec, Remat, Value
 from .kernels.plain import MATMULS, attend_in_rows
 from .storage import read_state, write_state
 
@@ -21,6 +21,8 @@ class NativeRuntime:
     """The `Runtime` for plain torch. One process drives one device; accelerate's launchers add more processes."""
 
     name = "native"
+    compiles = False
+    shares_mesh = False
 
     def start(self) -> None:
         """Plain torch needs no preparation."""
@@ -34,13 +36,13 @@ class NativeRuntime:
     def process_count(self) -> int:
         return 1
 
-    def own_positions(self) -> tuple[int, ...]:
+    def local_positions(self) -> tuple[int, ...]:
         return (0,)
 
     def barrier(self) -> None:
         """One process."""
 
-    def from_everyone(self, value: Value, while_saving: bool = False) -> list[Value]:
+    def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         return [value]
 
     def hardware(self) -> str:
@@ -55,16 +57,16 @@ class NativeRuntime:
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         """One device: every axis has size 1, which the mesh arithmetic has checked."""
 
-    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
 
-    def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         return tensor
 
-    def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def scatter(self, gradient: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         return gradient
 
-    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         """They are: operations run in order."""
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
@@ -76,16 +78,16 @@ class NativeRuntime:
     def has_attention_kernel(self) -> bool:
         return False
 
-    def by_device(
+    def shard_map(
         self,
         function: Callable[..., torch.Tensor],
         tensors: Sequence[torch.Tensor],
-        axes: Sequence[Axes],
-        result_axes: Axes,
+        axes: Sequence[PartitionSpec],
+        result_axes: PartitionSpec,
     ) -> torch.Tensor:
         return function(*tensors)
 
-    def use_checkpointing(self, model: nn.Module, policy: Remat) -> None:
+    def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
         if policy != "dots":
             return  # torch.utils.checkpoint, which transformers uses, works here as it is
         keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
@@ -96,7 +98,7 @@ class NativeRuntime:
                     checkpoint, use_reentrant=False, context_fn=keep
                 )
 
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, Axes]) -> None:
+    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
         pass  # its weights are whole here
 
     def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -108,10 +110,10 @@ class NativeRuntime:
     def step_boundary(self) -> None:
         """Plain torch executes as it goes."""
 
-    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -120,14 +122,14 @@ class NativeRuntime:
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
-    def snapshot(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
-    def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def join_shards(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         return dict(snapshot)
 
-    def row(self, part: Any, index: int) -> Any:
+    def index_shards(self, part: Any, index: int) -> Any:
         return part[index]
 
     def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:

@@ -17,7 +17,7 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
-from . import Axes
+from . import PartitionSpec
 from .layout import parts_of
 from .xla import XlaRuntime
 
@@ -32,7 +32,7 @@ class Known:
 
     name: str
     kind: str
-    axes: Axes
+    axes: PartitionSpec
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PlaceholderRuntime(XlaRuntime):
     def device_count(self) -> int:
         return self._chips
 
-    def own_positions(self) -> tuple[int, ...]:
+    def local_positions(self) -> tuple[int, ...]:
         return tuple(range(self._chips))
 
     @cached_property
@@ -91,11 +91,11 @@ class PlaceholderRuntime(XlaRuntime):
 
     # ---- tensors without data
 
-    def know(self, tensor: torch.Tensor, name: str, kind: str, axes: Axes) -> None:
+    def know(self, tensor: torch.Tensor, name: str, kind: str, axes: PartitionSpec) -> None:
         """Say what ``tensor`` stands for."""
         self._known[_C._xla_get_tensor_id(tensor)] = Known(name, kind, axes)
 
-    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         if tensor.device.type != "xla":
             whole = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
             # a placeholder takes no layout, but what is computed from it does, and then becomes a placeholder
@@ -105,10 +105,10 @@ class PlaceholderRuntime(XlaRuntime):
         self.know(tensor, "", "other", axes)
         return tensor
 
-    def _sharding(self, axes: Axes) -> Any:
+    def _sharding(self, axes: PartitionSpec) -> Any:
         return self._mesh.get_op_sharding(axes or (None,))
 
-    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if not _pending():
             return self.place(tensor, (None,) * tensor.dim(), device)
         # in the middle of a step nothing may be cleared; what comes then, learning rates, needs no layout
@@ -122,10 +122,10 @@ class PlaceholderRuntime(XlaRuntime):
         shards = parts_of(self._mesh, batch_axes)
         device = torch_xla.device()
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
-            axes: Axes = (batch_axes, *([None] * (tensor.dim() - 1)))
+            axes: PartitionSpec = (batch_axes, *([None] * (tensor.dim() - 1)))
             placed = self.place(tensor, axes, device)
         else:
-            axes, placed = (None,) * tensor.dim(), self.upload(tensor, device)
+            axes, placed = (None,) * tensor.dim(), self.to_device(tensor, device)
         self.know(placed, name, "batch", axes)
         return placed
 

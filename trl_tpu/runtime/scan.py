@@ -18,16 +18,16 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_flat
 
-from . import Axes
+from . import PartitionSpec
 from .remat import Keeping, Operations, Reusing, autocast_now, weights_of
 
 Tensors = list[torch.Tensor]
-LayOut = Callable[[torch.Tensor, Axes], torch.Tensor]
+LayOut = Callable[[torch.Tensor, PartitionSpec], torch.Tensor]
 
 
 def scan_layers(
     layer: nn.Module,
-    axes: Mapping[str, Axes],
+    axes: Mapping[str, PartitionSpec],
     constrain: LayOut,
     scatter: LayOut,
     keep: Operations,

@@ -34,7 +34,7 @@ class _SavePlanner(SPMDSavePlanner):
         return dataclasses.replace(plan, items=list(once.values()))
 
 
-def snapshot(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def local_shards(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Host copies of the parts that this host has; of tied tensors one."""
     torch_xla.sync(wait=True)  # reading a shard while it is computed fails
     unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
@@ -52,7 +52,7 @@ def whole(part: Any) -> torch.Tensor:
     return assembled
 
 
-def row(part: Any, index: int) -> Any:
+def index_shards(part: Any, index: int) -> Any:
     """``tensor[index]`` of a tensor of a snapshot, whose first dimension is whole on every device."""
     if not isinstance(part, _CpuShards):
         return part[index]

@@ -20,11 +20,11 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import Axes, Remat, Value, hosts, libtpu, shards
+from . import PartitionSpec, Remat, Value, hosts, libtpu, shards
 from .feed_forward import FeedForward
 from .kernels.plain import MATMULS, attend_in_rows, contract
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
-from .manual import by_device
+from .manual import shard_map
 from .remat import recompute
 from .scan import scan_layers
 from .slices import make_mesh, reported_slices
@@ -105,6 +105,8 @@ class XlaRuntime:
     """The `Runtime` for PyTorch/XLA."""
 
     name = "xla"
+    compiles = True
+    shares_mesh = True
     _mesh: xs.Mesh  # of `set_mesh`
     _first_scatter: xs.Mesh | None = None
 
@@ -129,15 +131,15 @@ class XlaRuntime:
     def process_count(self) -> int:
         return xr.process_count()
 
-    def own_positions(self) -> tuple[int, ...]:
+    def local_positions(self) -> tuple[int, ...]:
         own = {int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()}
         return tuple(position for position, device in enumerate(self._mesh.device_ids) if int(device) in own)
 
     def barrier(self) -> None:
         hosts.barrier()
 
-    def from_everyone(self, value: Value, while_saving: bool = False) -> list[Value]:
-        return hosts.from_everyone(value, while_saving)
+    def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
+        return hosts.all_gather_object(value, while_saving)
 
     def hardware(self) -> str:
         return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
@@ -153,24 +155,24 @@ class XlaRuntime:
         self._first_scatter = mesh_of_first_scatter(self._mesh)
         xs.set_global_mesh(self._mesh)
 
-    def place(self, tensor: torch.Tensor, axes: Axes, device: torch.device) -> torch.Tensor:
+    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         if tensor.device.type == "xla":
             xs.mark_sharding(tensor, self._mesh, axes)
             return tensor
         return xm.send_cpu_data_to_device([tensor.detach()], device, MeshSharding(self._mesh, axes))[0]  # type: ignore[index]
 
-    def constrain(self, tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         if tensor.device.type != "xla" or not hasattr(self, "_mesh"):
             return tensor  # on the host, or outside a trainer
         return laid_out(tensor, self._mesh, axes)
 
-    def scatter(self, gradient: torch.Tensor, axes: Axes) -> torch.Tensor:
+    def scatter(self, gradient: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         is_small = gradient.numel() < libtpu.LEAST_SCATTERED
         if self._first_scatter is None or is_small or torch_xla._XLAC._get_xla_sharding_spec(gradient):
             return gradient
         return laid_out(gradient, self._first_scatter, axes)
 
-    def tie(self, tensors: Sequence[torch.Tensor]) -> None:
+    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         xm.optimization_barrier_(list(tensors))
 
     def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
@@ -192,24 +194,24 @@ class XlaRuntime:
     def has_attention_kernel(self) -> bool:
         return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
-    def by_device(
+    def shard_map(
         self,
         function: Callable[..., torch.Tensor],
         tensors: Sequence[torch.Tensor],
-        axes: Sequence[Axes],
-        result_axes: Axes,
+        axes: Sequence[PartitionSpec],
+        result_axes: PartitionSpec,
     ) -> torch.Tensor:
         if tensors[0].device.type != "xla" or not hasattr(self, "_mesh"):
             return function(*tensors)  # on the host, or outside a trainer
-        return by_device(self._mesh, function, tensors, axes, result_axes)
+        return shard_map(self._mesh, function, tensors, axes, result_axes)
 
-    def use_checkpointing(self, model: nn.Module, policy: Remat) -> None:
+    def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
         keep = MATMULS if policy == "dots" else frozenset()
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
 
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, Axes]) -> None:
+    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
         in_order = [axes[name] for name, _ in block.named_parameters()]
         shards = {parts_of(self._mesh, axes[name][0]) for name in axes if name != f"{last}.weight"}
         if len(shards) == 1:  # or else shards do not have the same features of all weights
@@ -220,7 +222,7 @@ class XlaRuntime:
     def scan(
         self,
         layer: nn.Module,
-        axes: Mapping[str, Axes],
+        axes: Mapping[str, PartitionSpec],
         policy: Remat,
         hidden: torch.Tensor,
         *args: Any,
@@ -249,10 +251,10 @@ class XlaRuntime:
     def step_boundary(self) -> None:
         torch_xla.sync()
 
-    def upload(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return xm.send_cpu_data_to_device([tensor], device)[0]  # type: ignore[index]
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.constrain(tensor, (None,) * tensor.dim())
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -260,19 +262,19 @@ class XlaRuntime:
 
     def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if xr.process_count() > 1:  # none of several hosts has all shards
-            gathered = {id(tensor): self.gather(tensor) for tensor in state.values() if tensor.device.type == "xla"}
+            gathered = {id(tensor): self.replicate(tensor) for tensor in state.values() if tensor.device.type == "xla"}
             state = {name: gathered.get(id(tensor), tensor) for name, tensor in state.items()}
-        return self.assemble(shards.snapshot(state))
+        return self.join_shards(shards.local_shards(state))
 
-    def snapshot(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return shards.snapshot(state)
+    def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return shards.local_shards(state)
 
-    def assemble(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    def join_shards(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         unique = {id(part): shards.whole(part) for part in snapshot.values()}
         return {name: unique[id(part)] for name, part in snapshot.items()}
 
-    def row(self, part: Any, index: int) -> Any:
-        return shards.row(part, index)
+    def index_shards(self, part: Any, index: int) -> Any:
+        return shards.index_shards(part, index)
 
     def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
         shards.write(snapshot, folder)

@@ -52,7 +52,7 @@ def try_to_pack(model: PreTrainedModel, pad_token_id: int, train_dataset: Any) -
 def takes_tight_rows(model: PreTrainedModel) -> bool:
     """Whether batches are one row without padding: where any shape does, and attention goes tree by tree."""
     base = without_adapters(model)
-    return not runtime.is_xla() and goes_tree_by_tree(base)
+    return not runtime.current().compiles and goes_tree_by_tree(base)
 
 
 def report_obstacle(args: RewardConfig, obstacle: str) -> None:

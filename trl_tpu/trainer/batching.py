@@ -61,7 +61,7 @@ class PairBatching(DeviceTrainer):
                 return "each packed into one row without padding"
             attention = "in rows of whole dialogues" if self._expands else "through masks"
             return f"packed into rows of {self._training_plan}; they attend {attention}"
-        lengths = self._training_lengths if self.runtime.name == "xla" else None
+        lengths = self._training_lengths if self.runtime.compiles else None
         if lengths is None:
             shape = "their longest"
         else:
@@ -119,7 +119,7 @@ class PairBatching(DeviceTrainer):
             ValueError: If it is too short for a pair of the training or evaluation data, and not hours into a run; or
                 if the user insists on attention that the model does not allow.
         """
-        if self.runtime.name == "native" or not self._packs(self.train_dataset):
+        if not self.runtime.compiles or not self._packs(self.train_dataset):
             return
         base = without_adapters(self.model)
         self._expands = expands_rows(base, self._training_plan.longest, self.args)
@@ -149,7 +149,7 @@ class PairBatching(DeviceTrainer):
                 return TightRow(pad_token_id, attention_length(self._hidden_size))
             plan = self._training_plan if is_training else self._row_plan(dataset, batch_size)
             return PackedRows(plan, batch_size, pad_token_id, self._expands)
-        if self.runtime.name == "native":
+        if not self.runtime.compiles:
             return self.data_collator
         # a stream's columns are removed example by example; a dataset's have been by then
         collate: Any = self.data_collator

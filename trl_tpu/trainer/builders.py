@@ -132,7 +132,7 @@ def build_reward_model(
 
 def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
     """On XLA, weights go to their devices as they are read, unless adapters still have to read them on the host."""
-    if not runtime.is_xla() or (peft_config is not None and reads_base_weights(peft_config)):
+    if not runtime.current().shares_mesh or (peft_config is not None and reads_base_weights(peft_config)):
         return None
     grows = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
     return WeightPlacer(args.mesh_shape, args.sharding_rules, runtime.current(), args.device, keeps_embeddings=grows)
@@ -142,7 +142,7 @@ def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
     if args.bf16:
         keep_score_head_in_float32(model)
     base = without_adapters(model)
-    if runtime.is_xla():
+    if runtime.current().compiles:
         use_static_attention(base)
         use_static_experts(base)
     if args.scan_layers:

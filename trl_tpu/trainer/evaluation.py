@@ -60,8 +60,8 @@ class PairEvaluation(PairBatching):
         Both are sums that begin with zeros on the device, so that every pass is the same program wherever it comes.
         """
         pairs = len(inputs["pair_mask"])
-        upload, device = self.runtime.upload, self.args.device
-        loss_1, rewards_P2 = upload(torch.zeros(1), device), upload(torch.zeros(pairs, 2), device)
+        to_device, device = self.runtime.to_device, self.args.device
+        loss_1, rewards_P2 = to_device(torch.zeros(1), device), to_device(torch.zeros(pairs, 2), device)
         for index, rows in enumerate(inputs["passes"]):
             if index:
                 self.runtime.step_boundary()
@@ -99,7 +99,7 @@ class PairEvaluation(PairBatching):
         own = {"loss": float(losses_N.mean())} if len(losses_N) else {}
         own |= {"num_tokens": self.reward_metrics.num_tokens + open_sums.tokens, **sums_of(rewards_N2).metrics()}
         # what is stopped, saved or kept because of a metric has to be the same in every process
-        metrics = self._from_everyone(denumpify_detensorize(own | metrics))[0]
+        metrics = self._all_gather_object(denumpify_detensorize(own | metrics))[0]
         prefix = f"{metric_key_prefix}_"
         named = {key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()}
         labels_N = np.zeros(len(rewards_N2), dtype=np.int64)
@@ -137,7 +137,7 @@ class PairEvaluation(PairBatching):
         batch = [losses_P, rewards_P2, predictions, mask_P.int()]
         if self.accelerator.num_processes > 1:  # accelerate's processes: on XLA there is one, for all devices
             batch = [self.accelerator.gather_for_metrics(tensor.contiguous()) for tensor in batch]
-        collected.add([self.runtime.gather(tensor) for tensor in batch])
+        collected.add([self.runtime.replicate(tensor) for tensor in batch])
 
     def _prediction(self, losses_N: torch.Tensor, predictions_N: np.ndarray) -> EvalPrediction:
         losses = losses_N.numpy() if "loss" in self.args.include_for_metrics else None

@@ -201,7 +201,7 @@ def check_remat(args: Any) -> None:
             f"remat={args.remat!r} contradicts gradient_checkpointing={args.activation_checkpointing}: leave "
             "gradient_checkpointing out, or choose remat='none' to keep all activations."
         )
-    if args.scan_layers and not runtime.is_xla():
+    if args.scan_layers and not runtime.current().compiles:
         raise ValueError(
             "scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out."
         )

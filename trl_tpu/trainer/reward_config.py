@@ -235,10 +235,10 @@ class RewardConfig(TrainingArguments):
             self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
         chosen = runtime.current()
         chosen.start()  # transformers looks for the device below, and SPMD must be on before that
-        if runtime.is_xla():
+        if chosen.shares_mesh:
             check_xla_limits(self, chosen.process_count())
         if self.bf16 is None:
-            can_compute_bf16 = runtime.is_xla() or self.use_cpu or is_torch_bf16_gpu_available()
+            can_compute_bf16 = chosen.compiles or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16
         if self.evaluation_strategy is not None:
             warnings.warn("`evaluation_strategy` is deprecated: use `eval_strategy`.", FutureWarning, stacklevel=3)
@@ -294,17 +294,17 @@ class RewardConfig(TrainingArguments):
     @property
     def process_index(self) -> int:
         """Which host of the mesh this is. accelerate takes each for the only one, and all would write and push."""
-        return runtime.current().process_index() if runtime.is_xla() else super().process_index
+        return runtime.current().process_index() if runtime.current().shares_mesh else super().process_index
 
     @property
     def local_process_index(self) -> int:
         """As `process_index` on XLA, so that one host logs for all."""
-        return self.process_index if runtime.is_xla() else super().local_process_index
+        return self.process_index if runtime.current().shares_mesh else super().local_process_index
 
     @property
     def should_save(self) -> bool:
         """Whether this process writes: the first, or with `save_on_each_node` that of every host."""
-        return (runtime.is_xla() and self.save_on_each_node) or super().should_save
+        return (runtime.current().shares_mesh and self.save_on_each_node) or super().should_save
 
     @property
     def train_batch_size(self) -> int:
@@ -317,7 +317,7 @@ class RewardConfig(TrainingArguments):
         return self._over_mesh(self.per_device_eval_batch_size, super().eval_batch_size)
 
     def _over_mesh(self, per_device: int, native: int) -> int:
-        if not runtime.is_xla():
+        if not runtime.current().shares_mesh:
             return native
         shards = self.mesh_shape.batch_shards
         config = cast(AcceleratorConfig, self.accelerator_config)  # __post_init__ has read its other forms

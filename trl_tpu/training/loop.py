@@ -23,7 +23,7 @@ from ..modeling.stacked import LayerStack
 from ..parallel.rules import Rules
 from ..parallel.shard import divide_feed_forward, keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
-from ..runtime import Axes, Remat
+from ..runtime import PartitionSpec, Remat
 from .metrics import RewardMetrics, RewardSums, on_host
 from .nonfinite import DeviceSkip
 from .optimizer import GradientBuffers, passes_of, prepare_optimizer
@@ -83,10 +83,10 @@ class DeviceTrainer(SkippingTrainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         plan = plan_model(model, self.mesh, self.sharding_rules)
         plan.check(name for name, _ in model.named_parameters())
-        if self.runtime.name == "native":
+        if not self.runtime.shares_mesh:
             super()._move_model_to_device(model, device)
         self.shard_report = place_model(model, plan, self.runtime, device)
-        if self.runtime.name == "xla":
+        if self.runtime.shares_mesh:
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
             scatter_gradients(model, plan, self.shard_report.placements, self.runtime)
             if self.remat == "full":
@@ -109,7 +109,7 @@ class DeviceTrainer(SkippingTrainer):
     ) -> DataLoader:
         """On XLA, our own loader: accelerate's replicates every batch and forgets its settings on resume."""
         collate: Any = self.device_collator(dataset, batch_size)
-        if self.runtime.name == "native":
+        if not self.runtime.shares_mesh:
             with _collating(self, collate):
                 loader = super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
@@ -130,7 +130,7 @@ class DeviceTrainer(SkippingTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # A resumed epoch skips batches through accelerate, which rebuilds the loader without its sharding.
-        with _skipping(self._skip_batches) if self.runtime.name == "xla" else contextlib.nullcontext():
+        with _skipping(self._skip_batches) if self.runtime.shares_mesh else contextlib.nullcontext():
             super()._run_epoch(*args, **kwargs)
 
     def _skip_batches(self, loader: Any, count: int) -> Any:
@@ -143,7 +143,7 @@ class DeviceTrainer(SkippingTrainer):
         torch_optimizer = self._torch_optimizer
         if self.scan_layers:
             self._layer_stack().stack(torch_optimizer)
-        if self.runtime.name == "xla" and torch_optimizer is not self._prepared_optimizer:
+        if self.runtime.compiles and torch_optimizer is not self._prepared_optimizer:
             prepare_optimizer(torch_optimizer, self.runtime, self._parameter_axes())
             accumulates = self._accumulates or self.has_partial_passes
             self._gradients = GradientBuffers(torch_optimizer, self.runtime) if accumulates else None
@@ -159,10 +159,10 @@ class DeviceTrainer(SkippingTrainer):
         return position
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        self.runtime.use_checkpointing(self.model, self.remat)
+        self.runtime.recompute_layers(self.model, self.remat)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
-    def _parameter_axes(self) -> dict[nn.Parameter, Axes]:
+    def _parameter_axes(self) -> dict[nn.Parameter, PartitionSpec]:
         """The mesh axes that the dimensions of the model's parameters, as they are now, go over."""
         placements = self.shard_report.placements if self.shard_report is not None else {}
         axes = {parameter: placements[name].axes for name, parameter in self.model.named_parameters()}
@@ -297,7 +297,7 @@ class _StepEdges(TrainerCallback):
         trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
         trainer.reset_loss()
         trainer._resume_loss()
-        if trainer.runtime.name == "xla":
+        if trainer.runtime.compiles:
             planned = trainer.planned_shapes
             trainer._guard = RecompileGuard(trainer.runtime, planned, shared_programs=int(trainer._accumulates))
 

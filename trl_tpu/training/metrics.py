@@ -81,7 +81,7 @@ class RewardMetrics:
 
     def _load(self, sums: RewardSums) -> None:
         def upload(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-            return self._runtime.upload(torch.tensor(values, dtype=dtype), self._device)
+            return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
 
         self._counts = upload([getattr(sums, name) for name in _COUNTS], torch.int32)
         self._sums = upload([getattr(sums, name) for name in _SUMS], torch.float32)

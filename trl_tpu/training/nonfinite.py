@@ -43,11 +43,11 @@ class StepCounts:
     def reset(self) -> None:
         """Start a run."""
         self.nonfinite = 0  # in all steps of this run up to the last log
-        self._seen_1 = self.finite_1 = self._runtime.upload(torch.ones(1, dtype=torch.bool), self._device)
+        self._seen_1 = self.finite_1 = self._runtime.to_device(torch.ones(1, dtype=torch.bool), self._device)
         self._load(0, 0, 0, 0)
 
     def _load(self, *counts: int) -> None:
-        self.device_counts = self._runtime.upload(torch.tensor(counts, dtype=torch.int32), self._device)
+        self.device_counts = self._runtime.to_device(torch.tensor(counts, dtype=torch.int32), self._device)
 
     @torch.no_grad()
     def see(self, loss: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 from transformers.optimization import Adafactor
 
-from ..runtime import Axes, Runtime
+from ..runtime import PartitionSpec, Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _ALMOST_1 = 1 - 2**-24  # the float32 before 1
 _RATE_IS_DATA = (Adam, Adamax, NAdam, RAdam)
 
 #: Of each parameter, the mesh axes that its dimensions go over.
-ParameterAxes = Mapping[Any, Axes]
+ParameterAxes = Mapping[Any, PartitionSpec]
 
 
 def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> None:
@@ -73,7 +73,7 @@ def _create_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -
             if state:
                 states[parameter] = state
     if states and "capturable" in optimizer.defaults:
-        steps = runtime.upload(torch.zeros(len(states)), next(iter(states)).device).unbind()
+        steps = runtime.to_device(torch.zeros(len(states)), next(iter(states)).device).unbind()
         for state, step in zip(states.values(), steps, strict=True):
             state["step"] = step.clone()
     for parameter, state in states.items():
@@ -82,7 +82,11 @@ def _create_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -
 
 
 def _first_state(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, runtime: Runtime, axes: Axes | None
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    runtime: Runtime,
+    axes: PartitionSpec | None,
 ) -> dict[str, Any] | None:
     """What the optimizer itself would begin with, but for the count of steps of capturable ones."""
 
@@ -127,7 +131,9 @@ def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
         for parameter in optimizer.state:
             if parameter.grad is not None:
                 state = state_on_device(optimizer, parameter)
-                runtime.tie([parameter.grad, *(each for each in state if each.shape == parameter.shape)])
+                runtime.optimization_barrier(
+                    [parameter.grad, *(each for each in state if each.shape == parameter.shape)]
+                )
 
     optimizer.register_step_pre_hook(wait)
 
@@ -212,7 +218,7 @@ def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
     def to_device(*_: object) -> None:
         host_rates[:] = [group["lr"] for group in optimizer.param_groups]
         on_device = {
-            rate: runtime.upload(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0] for rate in set(host_rates)
+            rate: runtime.to_device(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0] for rate in set(host_rates)
         }
         for group in optimizer.param_groups:
             group["lr"] = on_device[group["lr"]]

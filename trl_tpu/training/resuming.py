@@ -67,9 +67,9 @@ class ResumingTrainer(Trainer):
             (self.accelerator.process_index, self.accelerator.num_processes) if several else (host.index, host.count)
         )
 
-    def _from_everyone(self, value: Value) -> list[Value]:
+    def _all_gather_object(self, value: Value) -> list[Value]:
         """What every process has given; all take part."""
-        return gather_object([value]) if self.accelerator.num_processes > 1 else self.runtime.from_everyone(value)
+        return gather_object([value]) if self.accelerator.num_processes > 1 else self.runtime.all_gather_object(value)
 
     @property
     def _torch_optimizer(self) -> Optimizer:
@@ -129,7 +129,7 @@ class ResumingTrainer(Trainer):
 
     def _examine(self, folder: Path) -> list[str]:
         own = faults(folder, self._process if self._shares_disk else (0, 1))
-        return [fault for said in self._from_everyone(own) for fault in said]
+        return [fault for said in self._all_gather_object(own) for fault in said]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if Path(resume_from_checkpoint, STATE_FOLDER).is_dir():
@@ -162,7 +162,7 @@ class ResumingTrainer(Trainer):
             read_scheduler(self.lr_scheduler, checkpoint)
             self._progress |= self._own_part(self._progress["processes"])
             self.reward_metrics.load_state_dict(self._progress["metrics"])
-        elif self.runtime.name == "native":
+        elif not self.runtime.shares_mesh:
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             read_torch_optimizer(self._torch_optimizer, self.lr_scheduler, checkpoint, self.runtime)
@@ -182,7 +182,7 @@ class ResumingTrainer(Trainer):
         if self._progress is None:
             return
         open_loss = self._progress["open_loss"]
-        self._tr_loss = self.runtime.upload(torch.tensor([open_loss]), self.args.device)
+        self._tr_loss = self.runtime.to_device(torch.tensor([open_loss]), self.args.device)
         self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume, as in transformers
         self._globalstep_last_logged = self._progress["logged_step"]
         self._progress = None

@@ -63,7 +63,7 @@ class _Save:
     def copy_to_host(self, model: nn.Module, runtime: Runtime) -> None:
         """Both in one copy, of what is in both only one, and every layer's by its own name."""
         marked = {f"exported {name}": tensor for name, tensor in self.weights.items()}
-        copies = by_layer(model, runtime.snapshot(marked | self.state), runtime.row)
+        copies = by_layer(model, runtime.local_shards(marked | self.state), runtime.index_shards)
         mark = "exported "
         self.weights = {name.removeprefix(mark): copy for name, copy in copies.items() if name.startswith(mark)}
         self.state = {name: copy for name, copy in copies.items() if not name.startswith(mark)}
@@ -100,7 +100,7 @@ class SavingTrainer(ResumingTrainer):
         remote = self.remote if folder == str(self.args.output_dir) else None
         if is_url(folder):
             folder, remote = staging_folder(folder), RemoteRun(folder)
-        if self.runtime.name == "native":
+        if not self.runtime.shares_mesh:
             super().save_model(folder, _internal_call=True)
         elif isinstance(self.model, PreTrainedModel) and not is_stacked(self.model):
             self._save(folder, state_dict={})  # all but the weights
@@ -143,7 +143,7 @@ class SavingTrainer(ResumingTrainer):
         return None
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.runtime.name == "native" or self.args.should_save:
+        if not self.runtime.shares_mesh or self.args.should_save:
             super()._save_rng_state(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -190,7 +190,7 @@ class SavingTrainer(ResumingTrainer):
     def _all_could(self, action: Callable[[], None], save: _Save) -> bool:
         """Whether every process could do its part; else the save has failed on all."""
         error = _error_of(action)
-        problem = next((fault for fault in self._from_everyone(error and str(error)) if fault), None)
+        problem = next((fault for fault in self._all_gather_object(error and str(error)) if fault), None)
         if problem is not None:
             self.saves.fail(self._place_of(save), error or OSError(f"on another host: {problem}"))
             if self._writes_here:
@@ -202,7 +202,7 @@ class SavingTrainer(ResumingTrainer):
         began = time.monotonic()
         try:
             if save.weights:
-                self._save(str(save.aside), self.runtime.assemble(save.weights))
+                self._save(str(save.aside), self.runtime.join_shards(save.weights))
             if save.state:
                 self.runtime.write(save.state, save.aside / STATE_FOLDER)
             if self.remote is not None and self.args.should_save:
@@ -210,12 +210,14 @@ class SavingTrainer(ResumingTrainer):
             files = self._digests(save.aside)
             if self.remote is not None:
                 self.remote.put(save.aside, files_in(save.aside), save.name)
-            self.runtime.from_everyone(None, while_saving=True)  # the manifest comes last
+            self.runtime.all_gather_object(None, while_saving=True)  # the manifest comes last
             try:
                 if self.args.should_save:
                     self._publish(save, files)
             finally:
-                self.runtime.from_everyone(None, while_saving=True)  # no host goes on before the checkpoint is there
+                self.runtime.all_gather_object(
+                    None, while_saving=True
+                )  # no host goes on before the checkpoint is there
         finally:
             if self._writes_here:  # also when the disk is full
                 shutil.rmtree(save.aside.parent, ignore_errors=True)
@@ -239,13 +241,13 @@ class SavingTrainer(ResumingTrainer):
 
     def _digests(self, folder: Path) -> dict[str, Any]:
         """Sizes and checksums of a checkpoint's files, each host reading its share of those that all see."""
-        self.runtime.from_everyone(None, while_saving=True)  # all have written
+        self.runtime.all_gather_object(None, while_saving=True)  # all have written
         names = files_in(folder)
         try:
             own: Any = digests(folder, names[self.host.index :: self.host.count] if self._shares_disk else names)
         except OSError as error:
             own = str(error)
-        said = self.runtime.from_everyone(own, while_saving=True)
+        said = self.runtime.all_gather_object(own, while_saving=True)
         if problems := [problem for problem in said if isinstance(problem, str)]:
             raise OSError(problems[0])
         return dict(file for part in ([own] if self.args.save_on_each_node else said) for file in part.items())
@@ -273,7 +275,7 @@ class SavingTrainer(ResumingTrainer):
     @property
     def _takes_part(self) -> bool:
         """Whether this process has state to write: on XLA all have, of accelerate's processes the first."""
-        return self.runtime.name == "xla" or self.args.should_save
+        return self.runtime.shares_mesh or self.args.should_save
 
     @property
     def _writes_here(self) -> bool:

@@ -55,7 +55,7 @@ class SkippingTrainer(StoppingTrainer):
 
     def reset_loss(self) -> None:
         """Start the loss sum anew, as a vector: XLA would bake a scalar 0 into the next step's program."""
-        self._tr_loss, self._loss_before = (self.runtime.upload(torch.zeros(1), self.args.device) for _ in range(2))
+        self._tr_loss, self._loss_before = (self.runtime.to_device(torch.zeros(1), self.args.device) for _ in range(2))
         self._known_loss = self._tr_loss
 
     def begin_step(self) -> None:
@@ -78,7 +78,7 @@ class SkippingTrainer(StoppingTrainer):
         counts.end_step(finite_1)
         self._loss_before = torch.where(finite_1, self._tr_loss, self._loss_before)
         self._tr_loss = self._known_loss = self._loss_before.clone()  # what is added to it is added in place
-        if self.runtime.name == "native" and not finite_1:
+        if not (self.runtime.compiles or finite_1):
             drop_gradients(getattr(self.optimizer, "optimizer", self.optimizer))
         return norm
 

@@ -210,7 +210,7 @@ class StoppingTrainer(TogetherTrainer):
     def _between_evaluated_batches(self) -> None:
         if not self._breaks_off_evaluation:
             return
-        if any(self._from_everyone(self._told_to_stop)):
+        if any(self._all_gather_object(self._told_to_stop)):
             raise _BrokenOff
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ class TogetherTrainer(SavingTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         runtime = self.runtime
-        self.host = Host(runtime.process_index(), runtime.process_count(), runtime.own_positions())
+        self.host = Host(runtime.process_index(), runtime.process_count(), runtime.local_positions())
         self.wishes: dict[str, bool] = {}  # of subclasses, agreed upon as the loop's decisions are
         super().__init__(*args, **kwargs)
         if self._process[1] > 1:
@@ -50,7 +50,7 @@ class TogetherTrainer(SavingTrainer):
         """
         self._order = self._order_of_pairs()
         if self.host.count > 1:
-            check_alike(self.runtime.from_everyone(self._run(resume_from_checkpoint)))
+            check_alike(self.runtime.all_gather_object(self._run(resume_from_checkpoint)))
         if self._process[1] > 1:
             # stable: its turn comes after all other callbacks have wished
             self.callback_handler.callbacks.sort(key=lambda callback: callback is self._postponed)
@@ -93,7 +93,7 @@ class TogetherTrainer(SavingTrainer):
         if self._process[1] == 1:
             return
         own = {name: bool(getattr(self.control, name)) for name in _DECISIONS} | self._postponed.pop() | self.wishes
-        decided = dict(zip(own, agreed(self._from_everyone(tuple(own.values()))), strict=True))
+        decided = dict(zip(own, agreed(self._all_gather_object(tuple(own.values()))), strict=True))
         for name in _DECISIONS:
             setattr(self.control, name, decided[name])
         self.wishes = {name: decided[name] for name in self.wishes}

@@ -21,7 +21,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ... import runtime
-from ...parallel.mesh import BATCH_AXES, Axes
+from ...parallel.mesh import BATCH_AXES
+from ...runtime import PartitionSpec
 from ...runtime.kernels.plain import masked_attention
 from .expanded_rows import ExpandedRows
 from .masked import RowLayout, TreeMask
@@ -128,9 +129,9 @@ def expanded_attention(
 
     # rows are independent: left to itself, the compiler would fetch every row to every device to gather from
     tensors = (query, key, value, *attention_mask.rows)
-    axes: list[Axes] = [(BATCH_AXES, _HEADS, None, None)] * 3
+    axes: list[PartitionSpec] = [(BATCH_AXES, _HEADS, None, None)] * 3
     axes += [(BATCH_AXES, *(None,) * (place.dim() - 1)) for place in attention_mask.rows]
-    return runtime.current().by_device(attend, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
+    return runtime.current().shard_map(attend, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
 
 
 def _refuse(dropout: float, module: nn.Module, kwargs: dict[str, Any]) -> None:
