@@ -1,7 +1,7 @@
 """What a user can put right: settings, files, data and models that cannot work. The message names rule, value and fix.
 
-The command prints these in one line and ends with status 2; every other exception keeps its traceback. They are made of
-one message, so that they come back whole from worker processes.
+The command prints these in one line and ends with status 2; every other exception keeps its traceback. They are made
+of one message, so that they come back whole from worker processes.
 """
 
 

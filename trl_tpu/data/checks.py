@@ -58,9 +58,7 @@ def column_names(dataset: Dataset | IterableDataset, name: str) -> list[str]:
     if columns is None:
         columns = list(next(iter(dataset), ()))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
-        raise UserError(
-            f"The {name} dataset is empty: it needs at least one pair. Check its split, file and filters."
-        )
+        raise UserError(f"The {name} dataset is empty: it needs at least one pair. Check its split, file and filters.")
     return columns
 
 
@@ -139,8 +137,8 @@ def _check_message(message: Any, where: str) -> None:
     says = role and isinstance(role, str) and any(message[key] is not None for key in message if key != "role")
     if not says or isinstance(content, int | float):  # a call of tools needs no content
         raise UserTypeError(
-            f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text, '' where nothing "
-            "was said; `maybe_convert_to_chatml` converts `from`/`value`."
+            f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text, '' where "
+            "nothing was said; `maybe_convert_to_chatml` converts `from`/`value`."
         )
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in (None, "text"):

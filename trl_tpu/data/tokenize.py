@@ -87,9 +87,7 @@ def prepare_preference_dataset(
             num_proc=num_proc,
             desc=f"Tokenizing {name} dataset",
         )
-    return keep_fitting(
-        dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name
-    )
+    return keep_fitting(dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name)
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -176,7 +174,7 @@ def _fits(row: Mapping[str, Any], max_length: int) -> bool:
 def keep_fitting(
     dataset: Dataset, columns: tuple[str, str], *, num_embeddings: int, max_length: int | None, name: str
 ) -> Dataset:
-    """Check the token ids, and leave out the pairs that are too long; the log counts these, and those of equal answers.
+    """Check the token ids, and leave out the pairs that are too long; count them, and pairs of equals, in the log.
 
     Args:
         dataset: tokenized pairs.

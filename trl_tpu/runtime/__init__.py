@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -23,10 +24,26 @@ if TYPE_CHECKING:
 #: The mesh axis or axes that each dimension of a tensor goes over, None meaning none.
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
-#: What a layer's backward computes again: nothing, all, or all but its matrix products.
-Remat = Literal["none", "full", "dots"]
-
 Value = TypeVar("Value")
+
+
+class Remat(StrEnum):
+    """What a layer's backward computes again: nothing, all, or all but its matrix products."""
+
+    NONE = "none"
+    FULL = "full"
+    DOTS = "dots"
+
+    @classmethod
+    def parse(cls, value: str) -> "Remat":
+        """Read what a user writes.
+
+        Raises:
+            ValueError: If it is none of the three.
+        """
+        if value not in list(cls):
+            raise ValueError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
+        return cls(value)
 
 
 @dataclass(frozen=True)

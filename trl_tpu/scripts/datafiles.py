@@ -78,7 +78,7 @@ def _bad_line(path: Path) -> str | None:
     """Which JSON file, of one file or of a folder, is broken, and in which line; None if none is."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file() and _builder(file) == "json" and (fault := first_bad_line(file)) is not None:
-            return f"{file} is broken: {fault}. Correct or remove it."
+            return f"{file} is broken: {fault}. Correct the file."
     return None
 
 
@@ -88,19 +88,23 @@ def first_bad_line(file: Path) -> str | None:
     Returns:
         ``"line 3: Expecting ',' delimiter (column 14)"``, say.
     """
-    number = 0
+    number = rows = 0
     try:
         with fsspec.open(str(file), mode="rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.lstrip().startswith(b"[") and number == 1:
-                    json.loads((line + lines.read()).decode("utf-8-sig"))
-                elif line.strip() and not isinstance(json.loads(line.decode("utf-8-sig")), dict):
-                    return f"line {number}: a row must be a JSON object"
+                is_array = rows == 0 and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
+                text = (line + lines.read() if is_array else line).decode("utf-8-sig")
+                if text.strip():
+                    rows += 1
+                    if not isinstance(json.loads(text), list if is_array else dict):
+                        return f"line {number}: a row must be a JSON object"
     except json.JSONDecodeError as error:
         return f"line {number + error.lineno - 1}: {error.msg} (column {error.colno})"
-    except Exception as error:  # no UTF-8; and each compression has errors of its own
-        return f"line {number}: {' '.join(str(error).split())}"
-    return None if number else "it holds no rows"
+    except UnicodeDecodeError as error:
+        return f"line {number + error.object.count(10, 0, error.start)}: {error}"  # 10 is the end of a line
+    except Exception as error:  # each compression has errors of its own
+        return f"it cannot be read ({' '.join(str(error).split())})"
+    return None if rows else "it holds no rows"
 
 
 def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:

@@ -49,8 +49,8 @@ class TrlParser(HfArgumentParser):
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         members = get_args(field.type)
-        # A private method of the base class, which adds one flag for each field. It narrows `field.type` in place: give
-        # it a copy, so that the user's dataclass stays as it was.
+        # A private method of the base class, which adds one flag for each field. It narrows `field.type` in place, so
+        # it is given a copy, and the user's dataclass stays as it was.
         HfArgumentParser._parse_dataclass_field(parser, copy.copy(field))
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:

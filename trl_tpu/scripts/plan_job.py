@@ -145,7 +145,7 @@ def rows_of_data(asked: "Asked", model: Any, name: str, kwargs: Mapping[str, Any
 
 
 def lengths_of(tokens: Any) -> tuple[PairLengths, int]:
-    """The lengths of tokenised pairs, and how many first tokens all dialogues share."""
+    """The lengths of tokenized pairs, and how many first tokens all dialogues share."""
     names = ["chosen_ids", "rejected_ids"]
     chunks = [chunk for chunk in tokens.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
     sizes_P = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_tpu.errors import UserError
 from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.trainer.field_docs import with_field_docs
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -51,14 +52,12 @@ class DatasetConfig:
     fraction: float | None = None
 
 
+@with_field_docs
 @dataclass
 class DatasetMixtureConfig:
     """Several datasets, concatenated: the ``datasets:`` section of a YAML file.
 
-    Args:
-        datasets: The datasets; mappings become [`DatasetConfig`].
-        streaming: Whether to stream them.
-        test_split_size: Rows (a count, or a share below 1) to hold out as the split ``test``; none when None.
+    The mappings of `datasets` become [`DatasetConfig`].
 
     Raises:
         UserError: `datasets` is no list, or one of it has no `path` or an unknown key.
@@ -94,23 +93,16 @@ class DatasetMixtureConfig:
         self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
 
 
+@with_field_docs
 @dataclass
 class ScriptArguments:
-    """Where a script's data is. All but `ignore_bias_buffers` is overruled by the ``datasets:`` of a mixture.
-
-    Args:
-        dataset_name: A Hub id, a local folder, a local file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``), or
-            ``synthetic:NAME``.
-        dataset_config: Configuration of the dataset.
-        dataset_train_split: Split to train on.
-        dataset_test_split: Split to evaluate on.
-        dataset_streaming: Whether to stream the dataset.
-        ignore_bias_buffers: Kept for scripts that set it; it works around a fault of DistributedDataParallel.
-    """
+    """Where a script's data is. All but `ignore_bias_buffers` is overruled by the ``datasets:`` of a mixture."""
 
     dataset_name: str | None = field(
         default=None,
-        metadata={"help": "Hub id, local folder or local file (.jsonl, .json, .parquet, .csv) of the dataset."},
+        metadata={
+            "help": "A Hub id, a local folder, a local file (.jsonl, .json, .parquet, .csv), or synthetic:NAME."
+        },
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
     dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
@@ -118,7 +110,7 @@ class ScriptArguments:
     dataset_streaming: bool = field(default=False, metadata={"help": "Whether to stream the dataset."})
     ignore_bias_buffers: bool = field(
         default=False,
-        metadata={"help": "Debug argument for DistributedDataParallel: leave out the buffers of bias and mask."},
+        metadata={"help": "Kept for scripts that set it; it works around a fault of DistributedDataParallel."},
     )
 
 

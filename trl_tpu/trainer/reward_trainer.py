@@ -33,7 +33,7 @@ from ..modeling.losses import pairwise_losses
 from .batch_plan import packing_obstacle, report_obstacle, try_to_pack
 from .builders import build_dataset, build_reward_model, check_arguments, default_folder
 from .evaluation import PairEvaluation
-from .legacy import today_args, today_processing_class, uses_old_columns
+from .legacy import upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .reward_config import RewardConfig
 
@@ -106,7 +106,7 @@ class RewardTrainer(PairEvaluation):
         self.runtime = runtime.current()
         self.runtime.start()
         check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
-        args = today_args(args or RewardConfig(default_folder(model)), max_length)
+        args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
         self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
         self.padded_because = packing_obstacle(args, data_collator, self.computes_own_loss, self._old_columns)
@@ -122,7 +122,7 @@ class RewardTrainer(PairEvaluation):
 
         set_seed(args.seed)  # before the model, whose score head may be random
         self.runtime.seed(args.seed)
-        given_tokenizer = today_processing_class(processing_class, tokenizer)
+        given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
 
         def build(model: Any) -> PreTrainedModel:
             built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)

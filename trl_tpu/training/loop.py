@@ -39,7 +39,7 @@ class DeviceTrainer(SkippingTrainer):
 
     sharding_rules: Rules | None = None
     compute_dtype: torch.dtype | None
-    remat: Remat = "full"
+    remat: Remat = Remat.FULL
     scan_layers: bool = False
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     shard_report: ShardReport | None = None
