@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_tpu.errors import UserError
-from trl_tpu.trainer.field_docs import with_field_docs
+from trl_tpu.trainer.field_help import help_from_docstring
 
 # nothing heavy at the top: the command exports the `env` of its YAML file before transformers is imported
 if TYPE_CHECKING:
@@ -24,33 +24,33 @@ logger = logging.getLogger(__name__)
 Dialogue = str | list[dict[str, Any]]
 
 
-@with_field_docs
+@help_from_docstring
 @dataclass
 class ScoreArguments:
-    """What to score, and with which model."""
+    """What to score, and with which model.
 
-    model_name_or_path: str = field(metadata={"help": "Folder or Hub id of a saved reward model or its adapters."})
-    text: list[str] | None = field(
-        default=None, metadata={"action": "extend", "help": "Texts to score; the flag may be repeated."}
-    )
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Rows to score: a local file, a folder, a Hub id. Columns text, messages, or pairs in chosen and "
-            "rejected (prompt too where it is explicit)."
-        },
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "Split to score; may be left out where there is only one."}
-    )
-    output: str | None = field(default=None, metadata={"help": "JSON Lines file for the rows with their rewards."})
-    batch_size: int = field(default=8, metadata={"help": "Dialogues per forward pass."})
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Dialogues of more tokens get no reward, as training leaves them out; no limit when None."},
-    )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Whether the model may bring its own code."})
+    Args:
+        model_name_or_path: Folder (or Hub id) of a saved reward model or of its adapters.
+        text: Texts to score; the flag may be repeated.
+        dataset_name: Rows to score: a local file, a folder, a Hub id. Columns ``text``, ``messages``, or pairs in
+            ``chosen`` and ``rejected`` (``prompt`` too where it is explicit).
+        dataset_config: Configuration of the dataset.
+        dataset_split: Split to score; may be left out where there is only one.
+        output: JSON Lines file for the rows with their rewards.
+        batch_size: Dialogues per forward pass.
+        max_length: Dialogues of more tokens get no reward, as training leaves them out; no limit when None.
+        trust_remote_code: Whether the model may bring its own code.
+    """
+
+    model_name_or_path: str
+    text: list[str] | None = field(default=None, metadata={"action": "extend"})
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str | None = None
+    output: str | None = None
+    batch_size: int = 8
+    max_length: int | None = None
+    trust_remote_code: bool = False
 
 
 class Scorer:

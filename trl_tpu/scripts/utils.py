@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_tpu.errors import UserError
 from trl_tpu.scripts.parser import TrlParser
-from trl_tpu.trainer.field_docs import with_field_docs
+from trl_tpu.trainer.field_help import help_from_docstring
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -52,28 +52,24 @@ class DatasetConfig:
     fraction: float | None = None
 
 
-@with_field_docs
+@help_from_docstring
 @dataclass
 class DatasetMixtureConfig:
     """Several datasets, concatenated: the ``datasets:`` section of a YAML file.
 
-    The mappings of `datasets` become [`DatasetConfig`].
+    Args:
+        datasets: Datasets of the mixture, in the YAML file of `--config`; mappings become [`DatasetConfig`].
+        streaming: Whether to stream the datasets of the mixture.
+        test_split_size: How many rows of the mixture to hold out as the split `test`: a count, or a share below 1.
+            None without a value.
 
     Raises:
         UserError: `datasets` is no list, or one of it has no `path` or an unknown key.
     """
 
-    datasets: list[DatasetConfig] = field(
-        default_factory=list, metadata={"help": "Datasets of the mixture; give them in the YAML file of `--config`."}
-    )
-    streaming: bool = field(default=False, metadata={"help": "Whether to stream the datasets of the mixture."})
-    test_split_size: float | None = field(
-        default=None,
-        metadata={
-            "help": "How many rows of the mixture to hold out as the split `test`: a count, or a share below 1. None "
-            "without a value."
-        },
-    )
+    datasets: list[DatasetConfig] = field(default_factory=list)
+    streaming: bool = False
+    test_split_size: float | None = None
 
     def __post_init__(self) -> None:
         form = "`datasets` must be a list of mappings with a `path` each, in YAML `datasets:` and below `- path: NAME`"
@@ -93,25 +89,27 @@ class DatasetMixtureConfig:
         self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
 
 
-@with_field_docs
+@help_from_docstring
 @dataclass
 class ScriptArguments:
-    """Where a script's data is. All but `ignore_bias_buffers` is overruled by the ``datasets:`` of a mixture."""
+    """Where a script's data is. All but `ignore_bias_buffers` is overruled by the ``datasets:`` of a mixture.
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "A Hub id, a local folder, a local file (.jsonl, .json, .parquet, .csv), or synthetic:NAME."
-        },
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Whether to stream the dataset."})
-    ignore_bias_buffers: bool = field(
-        default=False,
-        metadata={"help": "Kept for scripts that set it; it works around a fault of DistributedDataParallel."},
-    )
+    Args:
+        dataset_name: A Hub id, a local folder, a local file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``), or
+            ``synthetic:NAME``.
+        dataset_config: Configuration of the dataset.
+        dataset_train_split: Split to train on.
+        dataset_test_split: Split to evaluate on.
+        dataset_streaming: Whether to stream the dataset.
+        ignore_bias_buffers: Kept for scripts that set it; it works around a fault of DistributedDataParallel.
+    """
+
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    dataset_streaming: bool = False
+    ignore_bias_buffers: bool = False
 
 
 def init_zero_verbose() -> None:

@@ -1,7 +1,7 @@
 """RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honor is refused here."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,18 +16,113 @@ from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
 from ..training.stops import parse_duration
-from .field_docs import with_field_docs
+from .field_help import help_from_docstring
 from .limits import check_choices, check_ranges, check_remat, check_xla_limits
 from .packing_option import Packing
 
 
-@with_field_docs
+@help_from_docstring
 @dataclass
 class RewardConfig(TrainingArguments):
-    """Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, and those of the mesh, the rows and the saves.
+    r"""Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, and those of the devices, the rows and the saves.
 
     Only what is special to reward models is described here; everything else is
     [`~transformers.TrainingArguments`]'. `per_device_train_batch_size` counts pairs on each device of the mesh.
+
+    Parameters:
+        learning_rate (`float`, *optional*, defaults to `1e-4`):
+            The initial learning rate for AdamW.
+        logging_steps (`float`, *optional*, defaults to `10`):
+            Log every this many steps; below 1, as a fraction of all training steps.
+        gradient_checkpointing (`bool`, *optional*, defaults to `True`):
+            Recompute activations in the backward pass to save memory.
+        bf16 (`bool`, *optional*):
+            Compute matrix products in bfloat16 over float32 weights. Unset, it is on unless `fp16` is; on a CPU with
+            plain torch, where it only costs, it is off.
+        lr_scheduler_kwargs (`dict` or `str`, *optional*):
+            Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}.
+        optim (`str`, *optional*, defaults to `"adamw_torch"`):
+            The optimizer: a name of transformers' OptimizerNames.
+
+        model_init_kwargs (`dict[str, Any]`, *optional*):
+            For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
+            defaults to float32. On a command line: JSON.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether models and tokenizers may bring their own Python code from the Hub.
+        chat_template_path (`str`, *optional*):
+            A `.jinja` file, or a tokenizer's folder or Hub id, whose chat template to use.
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            Whether to set every dropout probability to 0.
+
+        dataset_num_proc (`int`, *optional*):
+            Worker processes that tokenize.
+        eos_token (`str`, *optional*):
+            The end-of-sequence token; the tokenizer's own by default.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Pairs with a longer dialogue, in tokens, are left out, and counted in the log. `None` keeps all. Nothing is
+            truncated.
+        pad_to_multiple_of (`int` or `str`, *optional*, defaults to `"auto"`):
+            The lengths of padded batches are rounded up to a multiple of this. `"auto"` does not round on plain torch;
+            on XLA it pads to one of a few lengths chosen from the data, since each length is compiled once.
+
+        center_rewards_coefficient (`float`, *optional*):
+            Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
+        training_time_limit (`str`, *optional*):
+            How long `train()` may take, such as "2h30m", "1d" or "90m". At the end of the step in which that is over
+            training saves a checkpoint, whatever `save_strategy` says, and stops; `trainer.stopped_by` is then
+            "training_time_limit", and the command ends with status 75, which asks to be started again with
+            `resume_from_checkpoint`. The checkpoint's `trainer_state.json` says so too. A SIGTERM does the same, and
+            `train()` raises `Unfinished`, which ends a script with status 75: that takes what is left of one step, and
+            one save. An evaluation is not waited for, but made up for when training resumes. A second SIGTERM kills.
+        save_interval_minutes (`float`, *optional*):
+            Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
+        nonfinite_limit (`int`, *optional*, defaults to `3`):
+            How many steps in a row may have a NaN or infinite loss or gradient before the run stops, at the next log,
+            with the first of them named and its batch saved in `output_dir`. Such a step takes no update, is counted
+            as `nonfinite` in the logs, and is no part of the logged loss. 0 trains on as TRL does. Not with `fp16`,
+            whose loss scale skips steps by itself.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Not supported: activations are recomputed instead (`gradient_checkpointing`).
+
+        packing (`str` or `bool`, *optional*, defaults to `"auto"`):
+            Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
+            once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
+            says why not: causal decoders with a `score` head, TRL's own columns, collator and loss. `True` insists.
+        row_length (`int`, *optional*):
+            The length of packed rows on XLA, at least the tokens of the largest pair. By default lengths are chosen
+            from the data. Plain torch needs none.
+        packed_attention (`str`, *optional*, defaults to `"auto"`):
+            How packed rows attend on XLA. `"masks"` builds a mask for each query and key; `"expanded"` moves queries,
+            keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need. `"auto"`
+            expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
+        max_shapes (`int`, *optional*, defaults to `4`):
+            On XLA, how many shapes batches may have, packed or padded: each is compiled once.
+
+        mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
+            How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
+            weights and batch, `data` only the batch, `tensor` weights and the work on each row. TPU slices that a
+            slower network joins are the outer part of `data`: `slices=2`, on its own found out by itself. With plain
+            torch there is one device.
+        sharding_plan (`str`, *optional*):
+            A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
+            the model's own plan; `"*": auto` keeps the rest of it. See `trl_tpu.parallel.rules`.
+        remat (`str`, *optional*):
+            What each layer's backward computes again, to save memory: `"full"` all of the layer, which is what
+            `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
+            them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
+        scan_layers (`bool`, *optional*, defaults to `False`):
+            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while training the
+            layers' weights are held as one of each kind, so compiling takes as long for deep models as for shallow
+            ones. The layers have to be all alike, `remat` "full" or "dots", and the optimizer one that updates each
+            number on its own, such as Adam.
+        output_url (`str`, *optional*):
+            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
+            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
+
+        pad_token (`str`, *optional*):
+            Deprecated. Set the tokenizer's own `pad_token`.
+        evaluation_strategy (`str`, *optional*):
+            Deprecated. The name of `eval_strategy` up to TRL 0.9.
 
     Raises:
         UserError: For a mesh that the devices do not fill, and for settings that cannot be meant or that XLA cannot
@@ -36,184 +131,49 @@ class RewardConfig(TrainingArguments):
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
-    # defaults that differ from TrainingArguments', as in TRL
-    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
-    logging_steps: float = field(
-        default=10,
-        metadata={"help": "Log every this many steps; below 1, as a fraction of all training steps."},
-    )
-    gradient_checkpointing: bool = field(
-        default=True, metadata={"help": "Recompute activations in the backward pass to save memory."}
-    )
-    bf16: bool | None = field(  # type: ignore[assignment]  # TRL's type: None is "not set" until __post_init__
-        default=None,
-        metadata={
-            "help": "Compute matrix products in bfloat16 over float32 weights. Unset, it is on unless `fp16` is; on a "
-            "CPU with plain torch, where it only costs, it is off."
-        },
-    )
-    lr_scheduler_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}."}
-    )
-    # differs from TRL: transformers' default is a fused kernel, which XLA does not have
-    optim: str = field(
-        default="adamw_torch", metadata={"help": "The optimizer: a name of transformers' OptimizerNames."}
-    )
+    # TRL's defaults, which differ from TrainingArguments'
+    learning_rate: float = 1e-4
+    logging_steps: float = 10
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None  # type: ignore[assignment]  # TRL's type: None is "not set" until __post_init__
+    lr_scheduler_kwargs: dict | str | None = None
+    optim: str = "adamw_torch"  # differs from TRL: transformers' default is a fused kernel, which XLA does not have
 
     # the model
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Arguments of `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is "
-            "a name; `dtype` defaults to float32. On a command line: JSON."
-        },
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether models and tokenizers may bring their own Python code from the Hub."}
-    )
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A .jinja file, or a tokenizer's folder or Hub id, whose chat template to use."},
-    )
-    disable_dropout: bool = field(
-        default=True, metadata={"help": "Whether to set every dropout probability of the model to 0."}
-    )
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
+    chat_template_path: str | None = None
+    disable_dropout: bool = True
 
     # the data
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Worker processes that tokenize."})
-    eos_token: str | None = field(
-        default=None, metadata={"help": "The end-of-sequence token; the tokenizer's own by default."}
-    )
-    max_length: int | None = field(
-        default=1024,
-        metadata={
-            "help": "Pairs with a longer dialogue, in tokens, are left out, and counted in the log; nothing is "
-            "truncated. None keeps all pairs."
-        },
-    )
-    pad_to_multiple_of: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "Round the lengths of padded batches up to a multiple of this. 'auto' does not round on plain "
-            "torch; on XLA, where each length is compiled once, it pads to one of a few lengths that fit the data."
-        },
-    )
+    dataset_num_proc: int | None = None
+    eos_token: str | None = None
+    max_length: int | None = 1024
+    pad_to_multiple_of: int | str | None = "auto"
 
     # the training
-    center_rewards_coefficient: float | None = field(
-        default=None,
-        metadata={
-            "help": "Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2). Recommended "
-            "value: 0.01."
-        },
-    )
-    training_time_limit: str | None = field(
-        default=None,
-        metadata={
-            "help": "How long train() may take: '2h30m', '1d' or '90m', for example. At the end of the step in which "
-            "that is over, training saves a checkpoint, whatever save_strategy says, and stops; `trainer.stopped_by` "
-            "and the checkpoint's trainer_state.json say so, and the command ends with status 75, which asks to be "
-            "started again with resume_from_checkpoint. A SIGTERM does the same, and train() raises `Unfinished`."
-        },
-    )
-    save_interval_minutes: float | None = field(
-        default=None,
-        metadata={
-            "help": "Save also when this many minutes have passed since training began or last saved, whatever "
-            "save_strategy says."
-        },
-    )
-    nonfinite_limit: int = field(
-        default=3,
-        metadata={
-            "help": "How many steps in a row may have a NaN or infinite loss or gradient before the run stops, at the "
-            "next log, with the first of them named and its batch saved in output_dir. Such a step takes no update, "
-            "is counted as `nonfinite` in the logs, and is no part of the logged loss. 0 neither skips nor stops. Not "
-            "with fp16, whose loss scale skips steps by itself."
-        },
-    )
-    activation_offloading: bool = field(
-        default=False, metadata={"help": "Not supported; activations are recomputed instead."}
-    )
+    center_rewards_coefficient: float | None = None
+    training_time_limit: str | None = None
+    save_interval_minutes: float | None = None
+    nonfinite_limit: int = 3
+    activation_offloading: bool = False
 
     # the rows
-    packing: str = field(  # or a bool
-        default="auto",
-        metadata={
-            "help": "Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch "
-            "share, once: the same losses at a fraction of the work. 'auto' packs where that is exact and possible, "
-            "and else says why not: causal decoders with a `score` head, TRL's own columns, collator and loss. true "
-            "insists, false pads."
-        },
-    )
-    row_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "The length of packed rows on XLA, at least the tokens of the largest pair; by default lengths "
-            "are chosen from the data. Plain torch needs none."
-        },
-    )
-    packed_attention: str = field(
-        default="auto",
-        metadata={
-            "help": "How packed rows attend on XLA: 'masks' builds a mask for each query and key; 'expanded' moves "
-            "queries, keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need; "
-            "'auto' expands on a TPU, where rows are of 2,048 tokens or more and the model allows it."
-        },
-    )
-    max_shapes: int = field(
-        default=4,
-        metadata={"help": "How many shapes batches may have on XLA, packed or padded; each is compiled once."},
-    )
+    packing: str = "auto"  # or a bool
+    row_length: int | None = None
+    packed_attention: str = "auto"
+    max_shapes: int = 4
 
     # the devices
-    mesh: str = field(
-        default="fsdp=-1",
-        metadata={
-            "help": "How the devices are arranged: axis sizes separated by commas, such as 'data=2,fsdp=4', -1 "
-            "meaning what is left. fsdp splits weights and batch, data only the batch, tensor weights and the work on "
-            "each row. TPU slices that a slower network joins are the outer part of data: 'slices=2', on its own "
-            "found out by itself. With plain torch there is one device."
-        },
-    )
-    sharding_plan: str | None = field(
-        default=None,
-        metadata={
-            "help": "A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, "
-            "which overrules the model's own plan; '\"*\": auto' keeps the rest. See `trl_tpu.parallel.rules`."
-        },
-    )
-    remat: str | None = field(
-        default=None,
-        metadata={
-            "help": "What each layer's backward computes again, to save memory: 'full' all of the layer, which is "
-            "what gradient_checkpointing means; 'dots' all but the matrix products, scores of attention masks among "
-            "them, whose results are kept; 'none' nothing, which turns gradient_checkpointing off."
-        },
-    )
-    scan_layers: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while "
-            "training the layers' weights are held as one of each kind, so compiling takes as long for deep models as "
-            "for shallow ones. The layers have to be all alike, remat 'full' or 'dots', and the optimizer one that "
-            "updates each number on its own, such as Adam."
-        },
-    )
-    output_url: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where checkpoints and the model are kept, on any file system of fsspec (gs://bucket/run); "
-            "output_dir is then the folder through which they pass. A URL as output_dir means the same, with a folder "
-            "below TMPDIR."
-        },
-    )
+    mesh: str = "fsdp=-1"
+    sharding_plan: str | None = None
+    remat: str | None = None
+    scan_layers: bool = False
+    output_url: str | None = None
 
     # deprecated
-    pad_token: str | None = field(
-        default=None, metadata={"help": "Deprecated. Set the tokenizer's own `pad_token` instead."}
-    )
-    evaluation_strategy: str | None = field(default=None, metadata={"help": "Deprecated. Use `eval_strategy`."})
+    pad_token: str | None = None
+    evaluation_strategy: str | None = None
 
     def __post_init__(self) -> None:
         if self.output_dir is not None and is_url(self.output_dir):
