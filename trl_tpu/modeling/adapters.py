@@ -229,7 +229,7 @@ def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[st
 
 
 def saved_adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Map each name in a state dict of `model` that its ``save_pretrained`` keeps to the name in the file."""
+    """Of each name in a state dict of `model` that its ``save_pretrained`` keeps, the name in the file."""
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in state.items()}
