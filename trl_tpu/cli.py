@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def environment() -> str:
-    """Versions of Python and of the packages, and which runtime trains and why, a line each."""
+    """List the versions of Python and of the packages, and which runtime trains and why, a line each."""
     lines = [f"python: {platform.python_version()} ({platform.platform()})"]
     for package in PACKAGES:
         try:

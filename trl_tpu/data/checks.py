@@ -27,7 +27,7 @@ _ACCEPTED = (
 
 
 def row_of(index: int, name: str) -> str:
-    """How errors begin: which row of which dataset, counted as the rows came."""
+    """Begin an error: which row of which dataset, counted as the rows came."""
     return f"Row {index} of the {name} dataset"
 
 
@@ -233,7 +233,7 @@ def check_margin(value: Any, where: str, *, nested: bool = False) -> None:
 
 
 def check_margins(dataset: Dataset, name: str, *, nested: bool = False) -> None:
-    """`check_margin` for every row of a dataset that has the column ``margin``; nothing for one that has not."""
+    """Check every row of a dataset as `check_margin` does, where it has the column ``margin``."""
     if "margin" not in dataset.column_names:
         return
     for first, table in arrow_tables(dataset, ["margin"]):

@@ -31,7 +31,7 @@ _TEMPLATE_FORMS: tuple[set[str], ...] = (
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Whether the example's dialogues are lists of messages with a ``role``, judged by its first dialogue column."""
+    """Tell whether the dialogues are lists of messages with a ``role``, judged by the first dialogue column."""
     key = next((key for key in _DIALOGUE_KEYS if key in example), None)
     if key is None or not isinstance(example[key], list) or not example[key]:
         return False
@@ -39,7 +39,7 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
-    """Whether the example holds ``conversations`` spelled ``from``/``value`` (see `maybe_convert_to_chatml`)."""
+    """Tell whether the example holds ``conversations`` spelled ``from``/``value`` (see `maybe_convert_to_chatml`)."""
     messages = example.get("conversations")
     first = messages[0] if isinstance(messages, list) and messages else None
     return isinstance(first, dict) and {"from", "value"} <= set(first)
@@ -126,7 +126,7 @@ def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> 
 
 
 def _common_length(first: Sequence, second: Sequence) -> int:
-    """How many elements the two begin with in common."""
+    """Count the elements that the two begin with in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
@@ -137,7 +137,7 @@ def maybe_apply_chat_template(
     tools: list[dict | Callable] | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """`apply_chat_template` for a conversational example; any other is returned as it is."""
+    """Apply the chat template to a conversational example; any other is returned as it is."""
     if is_conversational(example):
         return apply_chat_template(example, processing_class, tools, **template_kwargs)
     return example
@@ -167,7 +167,7 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """`extract_prompt` for a preference example without a prompt of its own; any other is returned as it is.
+    """Extract the prompt of a preference example without one of its own; any other is returned as it is.
 
     A ``prompt`` in another form than ``chosen`` (text beside messages) is a copy for display in datasets where the
     prompt is implicit, so it does not count.
@@ -203,7 +203,7 @@ def unpair_preference_dataset(dataset: AnyDataset, **map_kwargs: Any) -> AnyData
 def maybe_unpair_preference_dataset(
     dataset: AnyDataset, num_proc: int | None = None, desc: str | None = None
 ) -> AnyDataset:
-    """`unpair_preference_dataset` where the dataset holds pairs; any other is returned as it is."""
+    """Unpair a dataset that holds pairs; any other is returned as it is."""
     split: Any = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     if "chosen" in split.column_names and "rejected" in split.column_names:
         return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)

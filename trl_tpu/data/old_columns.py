@@ -61,7 +61,7 @@ def _check_no_new_columns(columns: list[str], name: str) -> None:
 
 
 def _fits(row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str) -> bool:
-    """Whether a streamed pair is short enough; raises for a bad one, as it would be for one of a whole dataset."""
+    """Tell whether a streamed pair is short enough; raise for a bad one, as for one of a whole dataset."""
     where = checks.row_of(index, name)
     if "margin" in row:
         checks.check_margin(row["margin"], where, nested=True)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
-    """The LoRA configuration that the flags ask for, or None without ``use_peft``.
+    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``.
 
     Raises:
         UserError: ``use_peft`` without peft installed.
@@ -49,7 +49,7 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
 
 
 def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
-    """The bitsandbytes configuration that the flags ask for, or None without ``load_in_4bit`` and ``load_in_8bit``.
+    """Make the bitsandbytes configuration that the flags ask for; None without ``load_in_4bit`` and ``load_in_8bit``.
 
     Raises:
         UserError: One of the two on PyTorch/XLA: the kernels of bitsandbytes need CUDA.
@@ -75,20 +75,20 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
 
 
 def reads_base_weights(peft_config: "PeftConfig") -> bool:
-    """Whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
+    """Tell whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
     plain_starts = (True, False, "gaussian")
     starts_plain = getattr(peft_config, "init_lora_weights", True) in plain_starts
     return not starts_plain or getattr(peft_config, "use_dora", False)
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
+    """Tell whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def without_adapters(model: nn.Module) -> Any:
-    """The transformers model itself, which adapters may be wrapped around."""
+    """Return the transformers model itself, which adapters may be wrapped around."""
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
@@ -147,7 +147,7 @@ def add_adapters(
 
 
 def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> None:
-    """What training asks of a model with adapters, whether we added them or the user did.
+    """Do what training asks of a model with adapters, whether we added them or the user did.
 
     Recomputing activations cuts the graph at a frozen embedding, so its output must require gradients. On a quantized
     base the adapters are bfloat16, as QLoRA has it (https://arxiv.org/abs/2305.14314, section 3), but for DoRA's
@@ -162,7 +162,7 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
 
 
 def load_adapted_model(folder: str, **kwargs: Any) -> "PeftModel":
-    """The sequence classifier with the adapters saved in `folder`, which names its base model.
+    """Load the sequence classifier with the adapters saved in `folder`, which names its base model.
 
     Args:
         folder: Folder or Hub id of saved adapters.

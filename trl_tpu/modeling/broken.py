@@ -29,7 +29,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 
 @contextmanager
 def explaining(name: str, what: str = "a reward model") -> Iterator[None]:
-    """While `name` (a hub id or folder) is loaded as `what`: raise UserError that says why it cannot be."""
+    """Raise a UserError that says why `name`, a Hub id or folder, cannot be loaded as `what` meanwhile."""
     try:
         yield
     except UserError:
@@ -46,7 +46,7 @@ def explaining(name: str, what: str = "a reward model") -> Iterator[None]:
 
 
 def _fault(name: str, what: str) -> str | None:
-    """Which file of a model's folder is missing or broken, and how; None where that is not what is wrong."""
+    """Say which file of a model's folder is missing or broken, and how; None where that is not what is wrong."""
     folder = Path(name)
     if not folder.is_dir():
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists()

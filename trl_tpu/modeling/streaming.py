@@ -24,7 +24,7 @@ Place = Callable[[Any, str, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def placing(place: Place) -> Iterator[None]:
-    """While open, ``from_pretrained`` hands every weight that it has read to ``place`` and keeps what that returns.
+    """Let ``from_pretrained``, meanwhile, hand every weight that it has read to ``place`` and keep what that returns.
 
     What the checkpoint lacks (a new reward head) is initialized on the host as ever and stays there.
 
@@ -71,7 +71,7 @@ def placing(place: Place) -> Iterator[None]:
 
 
 class _Unmapped:
-    """An open file of which each tensor is read when it is asked for; transformers does that on Windows alone.
+    """An open file whose tensors are read when they are asked for; transformers does that on Windows alone.
 
     Elsewhere it maps all files until the end, and what was read of them stays in the process's resident memory.
     """

@@ -39,17 +39,16 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
     if path.startswith(SYNTHETIC):
         return _synthetic(path, split, streaming)
     local = Path(path).expanduser()
-    builder = _builder(local)
-    if builder is not None and not local.exists():
-        raise UserFileError(f"There is no data file {path} (looked for {local.absolute()}).")
     source = str(local) if local.exists() else path
-    if local.is_file():
+    if (builder := _builder(local)) is not None:
+        if not local.exists():
+            raise UserFileError(f"There is no data file {path} (looked for {local.absolute()}).")
         if kwargs.get("data_files") or kwargs.get("data_dir"):
             raise UserError(f"{path} is a file already: leave `data_files` and `data_dir` out, or give a folder.")
         kwargs |= {"data_files": {"train": source}}
         if ".tsv" in local.suffixes[-2:]:
             kwargs["sep"] = "\t"
-        source = str(builder)
+        source = builder
     try:
         return datasets.load_dataset(source, split=split, streaming=streaming, **kwargs)
     except Exception as error:  # each format's library has errors of its own, and none names the file
@@ -64,7 +63,7 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
 
 @contextmanager
 def naming_bad_lines(*paths: str | None) -> Iterator[None]:
-    """While streams of these datasets are read: raise UserError, with file and line, where a JSON file is broken."""
+    """Raise UserError, with file and line, where a JSON file is broken that is streamed meanwhile."""
     try:
         yield
     except (pa.ArrowException, datasets.exceptions.DatasetGenerationError, UnicodeDecodeError, EOFError) as error:
@@ -75,7 +74,7 @@ def naming_bad_lines(*paths: str | None) -> Iterator[None]:
 
 
 def _bad_line(path: Path) -> str | None:
-    """Which JSON file, of one file or of a folder, is broken, and in which line; None if none is."""
+    """Say which JSON file, of one file or of a folder, is broken, and in which line; None if none is."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file() and _builder(file) == "json" and (fault := first_bad_line(file)) is not None:
             return f"{file} is broken: {fault}. Correct the file."

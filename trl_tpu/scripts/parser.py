@@ -114,7 +114,7 @@ class TrlParser(HfArgumentParser):
         return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
 
     def unknown_arguments(self, words: list[str], where: str) -> UserError:
-        """The error to raise for words that no flag takes; it names the flags that are spelled most like them."""
+        """Make the error for words that no flag takes, which names the flags that are spelled most like them."""
         known = {action.dest for action in _actions(self)}
         named = [word for word in words if word.startswith("--")] or words
         described = []
@@ -129,7 +129,7 @@ class TrlParser(HfArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\nSee `{self.prog} --help` for the flags.\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse, but of many choices it names those that are spelled most like the value."""
+        """Check as argparse does, but name, of many choices, those that are spelled most like the value."""
         choices = [str(choice) for choice in action.choices or ()]
         if len(choices) <= 12 or value in (action.choices or ()):
             super()._check_value(action, value)
@@ -140,7 +140,7 @@ class TrlParser(HfArgumentParser):
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Every flag of the parser and of its subparsers."""
+    """Return every flag of the parser and of its subparsers."""
     found: list[argparse.Action] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -151,7 +151,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _check_choice(action: argparse.Action, value: Any) -> None:
-    """argparse checks the choices of flags but not of defaults, where the values of a file go."""
+    """Check a default, where the values of a file go: argparse checks the choices of flags alone."""
     if action.choices is None or value is None:
         return
     choices = [str(choice) for choice in action.choices]
@@ -172,7 +172,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _typed(action: argparse.Action, value: Any) -> Any:
-    """A value of the file as the flag has it. argparse converts text only, and passes any other default on as it is.
+    """Convert a value of the file as the flag does: argparse converts text only, and leaves any other default.
 
     So a whole number may be written 8.0, and a name 2024, as on a command line.
     """

@@ -92,7 +92,7 @@ def main(
 
 
 def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") -> dict[str, Any]:
-    """The arguments that load the model: those of the flags, and over their defaults those of ``model_init_kwargs``.
+    """Merge what loads the model: the flags, and over their defaults what ``model_init_kwargs`` says.
 
     Raises:
         UserError: A flag that was given and ``model_init_kwargs`` say two different things.
@@ -118,7 +118,7 @@ def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") 
 
 
 def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfig") -> Any:
-    """The splits of the mixture, or else of the named dataset.
+    """Load the splits of the mixture, or else of the named dataset.
 
     Raises:
         UserError: Neither is given.
@@ -136,7 +136,7 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
 
 
 def local_model(name: str, output_dir: str) -> str:
-    """The name, or for ``synthetic:NAME`` the folder below `output_dir` where that model was made."""
+    """Return the name, or for ``synthetic:NAME`` the folder below `output_dir` where that model is made."""
     if not name.startswith(SYNTHETIC):
         return name
     from trl_tpu.scripts import synthetic
@@ -145,7 +145,7 @@ def local_model(name: str, output_dir: str) -> str:
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
-    """What `Trainer.train` expects: a path, True for the last checkpoint of the output folder, or None.
+    """Return what `Trainer.train` expects: a path, True for the last checkpoint of the output folder, or None.
 
     A command line can only say ``--resume_from_checkpoint true``, which the trainer would take for a path.
     """
@@ -155,7 +155,7 @@ def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
 
 
 def held_out_table(metrics: dict[str, float]) -> str:
-    """Accuracy, loss, margin and reward statistics on the held-out split, a line each.
+    """List accuracy, loss, margin and reward statistics on the held-out split, a line each.
 
     Args:
         metrics: What `RewardTrainer.evaluate` returns; keys begin with ``eval_``.
@@ -175,7 +175,7 @@ def print_examples(model_folder: str) -> None:
 
 
 def make_parser(subparsers: Any = None, prog: str | None = None) -> "TrlParser":
-    """The parser of the command's flags, alone or below the `subparsers` of another."""
+    """Make the parser of the command's flags, alone or below the `subparsers` of another."""
     from trl_tpu.scripts.parser import TrlParser
     from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
     from trl_tpu.trainer.model_config import ModelConfig
@@ -188,7 +188,7 @@ def make_parser(subparsers: Any = None, prog: str | None = None) -> "TrlParser":
 
 
 def parse(parser: "TrlParser", argv: list[str]) -> tuple[Any, ...]:
-    """The four argument objects.
+    """Parse the command line into the four argument objects.
 
     Raises:
         UserError: Unknown arguments, and those of accelerate's launcher in particular.
@@ -210,7 +210,7 @@ def parse(parser: "TrlParser", argv: list[str]) -> tuple[Any, ...]:
 
 
 def run(argv: list[str]) -> int:
-    """The command ``trl-tpu reward``; returns the exit status."""
+    """Run the command ``trl-tpu reward``; returns the exit status."""
     parser = make_parser(prog="trl-tpu reward")
     try:
         parsed = parse(parser, argv)

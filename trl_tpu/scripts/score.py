@@ -80,7 +80,7 @@ class Scorer:
         self.pad_token_id: int = text_config.pad_token_id
 
     def token_ids(self, dialogue: Dialogue) -> list[int]:
-        """The tokens of a dialogue as training sees them: text ends with the EOS, messages go through the template."""
+        """Tokenize a dialogue as training does: text ends with the EOS, messages go through the template."""
         if isinstance(dialogue, str):
             eos = self.tokenizer.eos_token or ""
             return self.tokenizer(text=dialogue if dialogue.endswith(eos) else dialogue + eos)["input_ids"]
@@ -89,7 +89,7 @@ class Scorer:
         return self.tokenizer.apply_chat_template(dialogue, tokenize=True, return_dict=True)["input_ids"]
 
     def rewards(self, ids: list[list[int]], batch_size: int = 8, max_length: int | None = None) -> list[float]:
-        """Rewards of tokenized dialogues, in order; nan for one of more than `max_length` tokens.
+        """Compute rewards of tokenized dialogues, in order; nan for one of more than `max_length` tokens.
 
         Raises:
             UserError: A dialogue without tokens, or a batch size below 1.
@@ -152,7 +152,7 @@ def score_texts(
     batch_size: int = 8,
     max_length: int | None = None,
 ) -> list[float]:
-    """Rewards of texts or conversations by a saved reward model, in plain torch and float32.
+    """Compute rewards of texts or conversations by a saved reward model, in plain torch and float32.
 
     Args:
         model_folder: Folder (or Hub id) of a saved reward model or of its adapters.
@@ -173,7 +173,7 @@ def score_texts(
 def score_dataset(
     scorer: Scorer, rows: "Dataset", batch_size: int = 8, max_length: int | None = None
 ) -> dict[str, list[float]]:
-    """Rewards of a dataset's rows.
+    """Compute rewards of a dataset's rows.
 
     Args:
         scorer: The model.
@@ -247,7 +247,7 @@ def _rows(args: ScoreArguments) -> Any:
 
 
 def summary(scored: dict[str, list[float]]) -> str:
-    """The rewards in a few lines: count, accuracy and margin of pairs, mean and range of each column."""
+    """Sum rewards up in a few lines: count, accuracy and margin of pairs, mean and range of each column."""
     lines = []
     if "reward_chosen" in scored:
         margins = [c - r for c, r in zip(scored["reward_chosen"], scored["reward_rejected"], strict=True)]
@@ -277,14 +277,14 @@ def write_rows(output: str, rows: "Dataset", scored: dict[str, list[float]]) -> 
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
-    """The parser of the command's flags."""
+    """Make the parser of the command's flags."""
     from trl_tpu.scripts.parser import TrlParser
 
     return TrlParser(ScoreArguments, prog=prog)
 
 
 def run(argv: list[str]) -> int:
-    """The command ``trl-tpu score``; returns the exit status."""
+    """Run the command ``trl-tpu score``; returns the exit status."""
     parser = make_parser(prog="trl-tpu score")
     try:
         (args,) = parser.parse_args_and_config(argv)

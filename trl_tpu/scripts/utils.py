@@ -194,7 +194,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
 
 
 def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> list[Any]:
-    """The first rows of each part, so that the parts have the asked shares of the largest mixture without repeats."""
+    """Take the first rows of each part: the shares that are asked for, of the largest mixture without repeats."""
     fractions = [part.fraction for part in mixture_config.datasets]
     given = [fraction for fraction in fractions if fraction is not None]
     if not given:

@@ -45,7 +45,7 @@ class RewardModel:
 
 
 def default_folder(model: Any) -> str:
-    """Where a trainer without `args` writes: ``{model name}-Reward``, as in TRL."""
+    """Name the folder that a trainer without `args` writes to: ``{model name}-Reward``, as in TRL."""
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
@@ -131,7 +131,7 @@ def build_reward_model(
 
 
 def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
-    """On XLA, weights go to their devices as they are read, unless adapters still have to read them on the host."""
+    """Send weights, on XLA, to their devices as they are read, unless adapters have to read them on the host."""
     if not runtime.current().shares_mesh or (peft_config is not None and reads_base_weights(peft_config)):
         return None
     grows = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
@@ -157,7 +157,7 @@ def build_dataset(
     name: str,
     old_columns: bool,
 ) -> Any:
-    """Token pairs that ``model`` can read, from a dataset in any of the accepted forms; each of a dict of datasets.
+    """Make token pairs that ``model`` can read of a dataset in any of the accepted forms; of each in a dict.
 
     Raises:
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.

@@ -31,7 +31,7 @@ def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfi
 
 
 def _as_reward_config(args: TrainingArguments) -> RewardConfig:
-    """The same settings as a RewardConfig; no `max_length`, which was TRL's default then.
+    """Make a RewardConfig of the same settings; no `max_length`, which was TRL's default then.
 
     What a subclass of TrainingArguments adds comes along: callbacks and overridden methods may read it.
     """
@@ -64,7 +64,7 @@ def upgrade_processing_class(
 
 
 def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
-    """Whether the dataset's columns or the collator are those of TRL up to 0.23; warns with today's spelling if so."""
+    """Tell whether the dataset's columns or the collator are those of TRL up to 0.23; warn with today's spelling."""
     columns = getattr(train_dataset, "column_names", None) or []
     is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(LEGACY_KEYS) & set(columns))
     if is_old:

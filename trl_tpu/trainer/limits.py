@@ -161,7 +161,7 @@ def check_ranges(args: Any) -> None:
 
 
 def _check_json(setting: str, value: Any) -> None:
-    """A mapping may be written as JSON, and some as the name of a JSON file, which transformers reads."""
+    """Refuse text that is no JSON object. Some settings may also name a JSON file, which transformers reads."""
     if not isinstance(value, str) or not (value.startswith("{") or setting.endswith("_kwargs")):
         return
     try:

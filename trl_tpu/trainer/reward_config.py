@@ -221,19 +221,19 @@ class RewardConfig(TrainingArguments):
 
     @property
     def remat_policy(self) -> Remat:
-        """What `remat` says, and where it says nothing `gradient_checkpointing`."""
+        """What each layer computes again: what `remat` says, or where it says nothing `gradient_checkpointing`."""
         if self.remat is not None:
             return Remat.parse(self.remat)
         return Remat.FULL if self.activation_checkpointing else Remat.NONE
 
     @property
     def time_limit(self) -> timedelta | None:
-        """After which `train()` saves and stops."""
+        """How long `train()` runs before it saves and stops."""
         return None if self.training_time_limit is None else parse_duration(self.training_time_limit)
 
     @property
     def save_interval(self) -> timedelta | None:
-        """After which to save again."""
+        """How long training runs before it saves again."""
         return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
 
     def __copy__(self) -> "RewardConfig":
@@ -242,7 +242,7 @@ class RewardConfig(TrainingArguments):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
+        """Leave out the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
         return vars(self) | {"hub_token": None}
 
     @property
