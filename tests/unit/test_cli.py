@@ -148,7 +148,8 @@ def test_dialogues_get_the_tokens_that_training_gave_them(saved: Path, form: str
         row = {"chosen": TEXTS[0], "rejected": TEXTS[3]} | ({"prompt": "Say: "} if form == "prompt" else {})
         whole = [row.get("prompt", "") + row[key] for key in ("chosen", "rejected")]
     rows = datasets.Dataset.from_list([row])
-    trained: Any = prepare_preference_dataset(rows, scorer.tokenizer, max_length=None, num_proc=None, name="x")[0]
+    settings: dict[str, Any] = {"num_embeddings": 1000, "max_length": None, "num_proc": None, "name": "x"}
+    trained: Any = prepare_preference_dataset(rows, scorer.tokenizer, **settings)
     assert [scorer.token_ids(dialogue) for dialogue in whole] == [*trained["chosen_ids"], *trained["rejected_ids"]]
     pairs = score.score_dataset(scorer, rows)
     alone = score.score_texts(str(saved), whole)

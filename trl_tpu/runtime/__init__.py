@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -25,10 +26,26 @@ if TYPE_CHECKING:
 #: The mesh axis or axes that each dimension of a tensor goes over, None meaning none.
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
-#: What a layer's backward computes again: nothing, all, or all but its matrix products.
-Remat = Literal["none", "full", "dots"]
-
 Value = TypeVar("Value")
+
+
+class Remat(StrEnum):
+    """What a layer's backward computes again: nothing, all, or all but its matrix products."""
+
+    NONE = "none"
+    FULL = "full"
+    DOTS = "dots"
+
+    @classmethod
+    def parse(cls, value: str) -> Remat:
+        """Read what a user writes.
+
+        Raises:
+            ValueError: If it is none of the three.
+        """
+        if value not in list(cls):
+            raise ValueError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
+        return cls(value)
 
 
 @dataclass(frozen=True)

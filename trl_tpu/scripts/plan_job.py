@@ -126,8 +126,13 @@ def rows_of_data(asked: "Asked", model: Any, name: str, kwargs: Mapping[str, Any
     tokenizer = set_eos_token(model, AutoTokenizer.from_pretrained(name, **loading), args.eos_token)
     _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token)
-    tokens, _ = prepare_preference_dataset(
-        dataset, tokenizer, max_length=args.max_length, num_proc=args.dataset_num_proc, name="train"
+    tokens = prepare_preference_dataset(
+        dataset,
+        tokenizer,
+        num_embeddings=model.get_input_embeddings().weight.shape[0],
+        max_length=args.max_length,
+        num_proc=args.dataset_num_proc,
+        name="train",
     )
     pairs, shared_prefix = lengths_of(tokens)
     settings = {
@@ -140,7 +145,7 @@ def rows_of_data(asked: "Asked", model: Any, name: str, kwargs: Mapping[str, Any
 
 
 def lengths_of(tokens: Any) -> tuple[PairLengths, int]:
-    """The lengths of tokenised pairs, and how many first tokens all dialogues share."""
+    """The lengths of tokenized pairs, and how many first tokens all dialogues share."""
     names = ["chosen_ids", "rejected_ids"]
     chunks = [chunk for chunk in tokens.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
     sizes_P = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])

@@ -33,7 +33,7 @@ from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
 from .builders import RewardModel, build_dataset, build_reward_model, check_arguments, default_folder
-from .legacy import today_args, today_processing_class, uses_old_columns
+from .legacy import upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .reward_config import RewardConfig
 
@@ -103,11 +103,11 @@ class RewardTrainer(DeviceTrainer):
     ) -> None:
         device = runtime.current()
         check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
-        args = today_args(args or RewardConfig(default_folder(model)), max_length)
+        args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
         self._old_columns = uses_old_columns(train_dataset, data_collator)
         device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
-        given_tokenizer = today_processing_class(processing_class, tokenizer)
+        given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
 
         def build(model: Any) -> RewardModel:
             built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
