@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TPU := $(VENV)/.ready-tpu
 
-# Tests need no network. A process can hold only one set of devices, so each set has a suite of its own; two processes
-# share a suite's files.
-PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Tests need no network. A process can hold only one set of devices, so each set has a suite of its own, whose files two
+# processes share.
+PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+BY_TWO := -n 2 --dist loadfile
 
 .PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check lint typecheck long-run \
 	bench clean
@@ -40,21 +41,21 @@ test: $(READY)
 
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) tests/unit tests/train
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) tests/unit tests/train
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)
-	PJRT_DEVICE=CPU $(PYTEST) tests/xla
+	PJRT_DEVICE=CPU $(PYTEST) $(BY_TWO) tests/xla
 
 # on eight virtual CPU devices: what only several can show, and what says something else on them
 test-xla8: $(READY)
-	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) tests/xla tests/xla8
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) tests/xla tests/xla8
 
-# what takes too long for every change: many more kills, layouts and examples
-test-long: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) -m long tests/unit tests/train
-	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) -m long tests/xla8
-	USE_TORCH_XLA=0 $(PYTEST) --hypothesis-profile=search tests/unit
+# what takes too long for every change: many more kills, layouts, examples and steps
+test-long: $(READY) long-run
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) -m long tests/unit tests/train
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) -m long tests/xla8
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) --hypothesis-profile=search tests/unit
 
 # what the trainer runs, through the TPU's own compiler, which needs no TPU
 tpu-check: $(READY_TPU)

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xla_flags
 from device_fixtures import config, model_folder
 from places import ROOT, SUPPORT
 
 FOLDER = Path(__file__).parent
-
-os.environ.setdefault("XLA_FLAGS", xla_flags.QUICK)  # read when the first program is compiled
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from counters import CountAtSteps, count
 from datasets import Dataset
 
 from trl_tpu import RewardTrainer, runtime
+from trl_tpu.data.loader import skip_batches
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -79,7 +80,7 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
     loader.set_epoch(0)
     batches = list(loader.batches)
     loader.set_epoch(0)  # as the loop does; each pass over the pairs is an epoch of its own
-    resumed = list(whole._skip_batches(loader, 5).batches)
+    resumed = list(skip_batches(loader.batches, 5))
     assert len(resumed) == len(batches) - 5
     for one, other in zip(batches[5:], resumed, strict=True):
         for rows, again in zip(one["packed"].micro_batches, other["packed"].micro_batches, strict=True):
@@ -91,7 +92,8 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
 def test_an_epoch_of_real_lengths(source: str, config: Callable[..., Any], tmp_path: Path) -> None:
     """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""
     pairs = real_pairs.pairs_from(source)
-    model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=8, layers=1)
+    hidden = 8 * (1 + real_pairs.SOURCES.index(source))  # programs that no other source has compiled
+    model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=hidden, layers=1)
     counter = CountAtSteps()
     args = config(packing=True, num_train_epochs=1, logging_steps=1000, max_length=256)
     args.per_device_train_batch_size *= 4

@@ -3,11 +3,6 @@
 They are virtual devices of the CPU. What says the same on one device belongs in `tests/xla`.
 """
 
-import os
-
-import xla_flags
 from device_fixtures import config, model_folder
-
-os.environ.setdefault("XLA_FLAGS", xla_flags.QUICK)  # read when the first program is compiled
 
 __all__ = ["config", "model_folder"]

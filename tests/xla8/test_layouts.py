@@ -1,9 +1,8 @@
 """On eight devices every layout trains like one device, in one program a batch shape, holding no more than planned.
 
-Five families on five meshes in four variants are 100 runs of some 10 s. These cover every mesh with three families,
-every family on three meshes, and both with padded and packed rows, with and without accumulation; one run says its
-`data` axis as slices, and three attend in rows of whole dialogues, two of them with fewer key heads than query heads.
-`python tests/layouts.py OUT MODEL:MESH:VARIANT ...` runs any other.
+Five families on five meshes in four variants are 100 runs of some 10 s. These cover every family, mesh and variant;
+those marked `long` cover more of their combinations, and `python tests/support/layouts.py OUT MODEL:MESH:VARIANT ...`
+runs any other.
 
 The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 20
 steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.1.
@@ -23,27 +22,31 @@ from places import ROOT, SUPPORT
 
 RUNS = [
     "llama:fsdp=8:padded",
-    "llama:data=2,fsdp=4:packed",
     "llama:data=2,fsdp=4:packed+dots",
-    "llama:fsdp=8:packed+accumulated+scanned",
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
+    "llama_grouped:tensor=8:expanded",
+    "llama_lora:fsdp=8:packed",
+    "qwen3:slices=2,fsdp=4:accumulated",
+    "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
+    "gemma3_text:fsdp=4,tensor=2:padded",
+    "qwen3_moe:tensor=8:packed+accumulated",
+    "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
+    "llama:fsdp=8:packed+scanned+in steps+in parts",
+]
+LONG_RUNS = [
+    "llama:data=2,fsdp=4:packed",
+    "llama:fsdp=8:packed+accumulated+scanned",
     "llama:fsdp=4,tensor=2:expanded",
     "llama_grouped:data=2,fsdp=2,tensor=2:expanded",
-    "llama_grouped:tensor=8:expanded",
-    "qwen3:slices=2,fsdp=4:accumulated",
     "qwen3:fsdp=4,tensor=2:packed",
     "qwen3:tensor=8:padded",
     "gemma3_text:fsdp=8:packed+accumulated",
-    "gemma3_text:fsdp=4,tensor=2:padded",
     "gemma3_text:data=2,fsdp=2,tensor=2:accumulated",
     "qwen3_moe:data=2,fsdp=4:padded",
     "qwen3_moe:data=2,fsdp=2,tensor=2:packed",
-    "qwen3_moe:tensor=8:packed+accumulated",
-    "llama_lora:fsdp=8:packed",
     "llama_lora:fsdp=4,tensor=2:accumulated",
     "llama_lora:tensor=8:padded",
     "llama_lora:fsdp=8:packed+accumulated+scanned",
-    "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
     "llama:fsdp=8:packed+in steps",
     "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
 ]
@@ -51,13 +54,24 @@ RUNS = [
 Results = dict[str, dict[str, Any]]
 
 
+def with_runs(name: str = "") -> pytest.MarkDecorator:
+    """A test of every run whose variant has this in its name."""
+    marked = [*RUNS, *(pytest.param(run, marks=pytest.mark.long) for run in LONG_RUNS)]
+    return pytest.mark.parametrize("run", [run for run in marked if name in str(run)])
+
+
+every_run = with_runs()
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """What happened on eight devices and on one, side by side in two processes."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    """What happened on eight devices and on one in the runs that were chosen, side by side in two processes."""
     folder = tmp_path_factory.mktemp("layouts")
-    one_device = sorted({f"{run.partition(':')[0]}:fsdp=-1:padded" for run in RUNS})
+    tests = (item for item in request.session.items if item.path == request.path)
+    chosen = list(dict.fromkeys(test.callspec.params["run"] for test in tests))  # type: ignore[attr-defined]
+    one_device = sorted({f"{run.partition(':')[0]}:fsdp=-1:padded" for run in chosen})
     settings: dict[str, tuple[dict[str, str], list[str]]] = {
-        "eight": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, RUNS),
+        "eight": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, chosen),
         "one": ({"USE_TORCH_XLA": "0"}, one_device),
     }
     processes = {
@@ -80,9 +94,6 @@ def result(results: tuple[Results, Results], run: str) -> dict[str, Any]:
     found = results[0][run]
     assert "error" not in found, found["error"]
     return found
-
-
-every_run = pytest.mark.parametrize("run", RUNS)
 
 
 @every_run
@@ -175,7 +186,7 @@ def test_no_activation_is_gathered_over_fsdp_and_no_logits_anywhere(result: dict
     assert len(found["embeddings made whole"]) <= 1
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if "in steps" in run])
+@with_runs("in steps")
 def test_over_many_devices_gradients_are_scattered_first_and_then_added_up_in_parts(
     result: dict[str, Any], run: str
 ) -> None:
