@@ -126,7 +126,7 @@ GOOD = b'{"chosen": "a", "rejected": "b"}\n'
         ("d.jsonl", GOOD + b"\n" + b'{"chosen": "a" "rejected": "b"}\n', r"line 3: Expecting ',' delimiter \(column"),
         ("d.jsonl", GOOD * 3 + b'{"chosen": "cut', r"line 4: Unterminated"),
         ("d.json", b'[\n{"chosen": "a", "rejected": "b"},\n{"chosen" "a"}\n]', r"line 3: Expecting ':'"),
-        ("d.jsonl.gz", gzip.compress(GOOD + b"oops\n"), r"d.jsonl.gz is broken: line 2: Expecting value"),
+        ("d.jsonl.gz", gzip.compress(GOOD + b"oops\n", mtime=0), r"d.jsonl.gz is broken: line 2: Expecting value"),
     ],
 )
 def test_a_broken_file_is_named_with_its_first_bad_line(

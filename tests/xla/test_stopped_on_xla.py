@@ -67,7 +67,7 @@ os._exit(0)
 
 
 def test_torch_xlas_own_notice_is_a_sigterm_that_a_second_one_does_not_get_through(tmp_path: Path) -> None:
-    """Why `preemption` handles the signal itself: the manager only sets a handler of SIGTERM, and no other signal's."""
+    """Why `preemption` handles the signal itself: the manager only sets a handler of SIGTERM."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
