@@ -92,8 +92,8 @@ def first_bad_line(file: Path) -> str | None:
         with fsspec.open(str(file), mode="rb", compression="infer") as lines:
             for number, line in enumerate(lines, start=1):
                 is_array = rows == 0 and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
-                text = (line + lines.read() if is_array else line).decode("utf-8-sig")
-                if text.strip():
+                text = (line + lines.read() if is_array else line).decode("utf-8-sig").rstrip()
+                if text:
                     rows += 1
                     if not isinstance(json.loads(text), list if is_array else dict):
                         return f"line {number}: a row must be a JSON object"
