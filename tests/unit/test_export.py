@@ -256,7 +256,7 @@ def _part_missing(folder: Path) -> list[str]:
     (folder / "model.safetensors").unlink()
     exports.write_state(folder / "state", exports.llama().state_dict())
     (folder / "state" / "host-00000-device-000.safetensors").unlink()
-    return []
+    return ["--dtype", "bfloat16"]
 
 
 def _existing(folder: Path) -> list[str]:

@@ -82,7 +82,7 @@ def export_checkpoint(
                 merged = _merged_model(folder, _base_name(folder, base), dtype, trust_remote_code)
                 merged.save_pretrained(staging, max_shard_size=max_shard_size)
             else:
-                _write_adapters(folder, staging, _base_name(folder, base), dtype, trust_remote_code)
+                _write_adapters(folder, staging, base, dtype, trust_remote_code)
             os.replace(staging, out)  # also over an empty folder
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -122,35 +122,36 @@ def _copy_companions(checkpoint: Path, folder: Path) -> None:
 def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the trained model, in the dtype that is asked for."""
     if any((checkpoint / file).is_file() for file in MODEL_FILES):
-        dtype = dtype or _stored_dtype(checkpoint)
-        model, missing = _load(str(checkpoint), dtype=dtype, trust_remote_code=trust_remote_code)
+        stored_dtype = _stored_dtype(checkpoint)
+        model, missing = _load(str(checkpoint), dtype=dtype or stored_dtype, trust_remote_code=trust_remote_code)
         if missing:
             raise UserError(f"{checkpoint} lacks weights: {', '.join(missing[:5])}. Copy it anew.")
         return model
-    dtype = dtype or _stored_dtype(checkpoint / STATE_FOLDER, "model.")
-    model = _without_memory(str(checkpoint), dtype, trust_remote_code).to_empty(device="cpu")
+    stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+    model = _without_memory(str(checkpoint), dtype or stored_dtype, trust_remote_code).to_empty(device="cpu")
     model.tie_weights()
     read_weights(model, checkpoint, NativeRuntime())
     return model
 
 
 def _write_adapters(
-    checkpoint: Path, folder: Path, base: str, dtype: torch.dtype | None, trust_remote_code: bool
+    checkpoint: Path, folder: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> None:
     """Write the trained adapters as peft does."""
     if (checkpoint / ADAPTER_FILE).is_file():
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
         stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
-        model = _without_memory(base, stored_dtype, trust_remote_code)
-        with _explaining_misfit(checkpoint, base):
+        name = _base_name(checkpoint, base)
+        model = _without_memory(name, stored_dtype, trust_remote_code)
+        with _explaining_misfit(checkpoint, name):
             adapted = empty_adapters(model, str(checkpoint), stored_dtype)
             read_weights(adapted, checkpoint, NativeRuntime())
         weights = adapter_weights(adapted)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / ADAPTER_FILE, {"format": "pt"})
     config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    config |= {"inference_mode": True, "base_model_name_or_path": base}
+    config |= {"inference_mode": True} | ({} if base is None else {"base_model_name_or_path": base})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
