@@ -7,6 +7,7 @@ import platform
 import sys
 
 from trl_tpu.errors import UserError
+from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         take_config(words)  # for its `env`, which must be there before anything below is imported
+        settle()
         return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
     except UserError as error:
         # a worker process of a data loader puts its traceback before what the error says
