@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
+from ..errors import UserError
 from ..packing.pack import pack, pack_tight
 from ..packing.schedule import RowPlan
 from .packed_batch import PackedBatch
@@ -68,7 +69,7 @@ class RewardDataCollatorWithPadding:
         return_tensors: Only ``"pt"``.
 
     Raises:
-        ValueError: If an example lacks one of the four columns.
+        UserError: If an example lacks one of the four columns.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -81,7 +82,7 @@ class RewardDataCollatorWithPadding:
         for feature in features:
             missing = [key for key in LEGACY_KEYS if key not in feature]
             if missing:
-                raise ValueError(
+                raise UserError(
                     f"The features should include {', '.join(LEGACY_KEYS)}, but {', '.join(missing)} is missing; "
                     f"found {', '.join(feature)}."
                 )

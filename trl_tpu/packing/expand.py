@@ -10,6 +10,7 @@ Letters: P pairs, D dialogues, T tokens of all dialogues, M tokens without repet
 
 import numpy as np
 
+from ..errors import UserError
 from .rows import Expansion, PackedRows
 
 
@@ -19,7 +20,7 @@ def expand_rows(packed: PackedRows[np.ndarray]) -> Expansion[np.ndarray]:
     A dialogue's tokens are contiguous and in order, so that indices count positions within it.
 
     Raises:
-        ValueError: If the chosen or the rejected dialogues of a row are together longer than the row. It takes pairs
+        UserError: If the chosen or the rejected dialogues of a row are together longer than the row. It takes pairs
             that share tokens with other pairs: a pair's own tokens always make room for either of its dialogues.
     """
     rows, length = packed.subtree_end_RL.shape
@@ -52,7 +53,7 @@ def expand_rows(packed: PackedRows[np.ndarray]) -> Expansion[np.ndarray]:
 def _check_fit(tokens: np.ndarray, length: int) -> None:
     if tokens.max() > length:
         row, half = divmod(int(tokens.argmax()), 2)
-        raise ValueError(
+        raise UserError(
             f"The {('chosen', 'rejected')[half]} dialogues of packed row {row} have {tokens.max()} tokens, but the "
             f"row has {length} columns: its pairs share tokens with each other. To expand rows for attention, pack so "
             "that the chosen dialogues of a row fit into its length, and the rejected ones too."

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..errors import UserError
 from .expand import expand_rows
 from .rows import PackedRows
 from .schedule import RowPlan, Schedule
@@ -62,7 +63,7 @@ def pack(
         The micro-batches in order; the last one updates.
 
     Raises:
-        ValueError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
+        UserError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
     sizes_P, shared_PP = tree_sizes(batch.prefix_DD)
@@ -170,16 +171,16 @@ class _Batch:
 
 def _check_counts(chosen: int, rejected: int, pairs: int) -> None:
     if chosen != rejected:
-        raise ValueError(f"A pair has a chosen and a rejected dialogue, got {chosen} chosen and {rejected} rejected.")
+        raise UserError(f"A pair has a chosen and a rejected dialogue, got {chosen} chosen and {rejected} rejected.")
     if not 1 <= chosen <= pairs:
-        raise ValueError(f"Shapes were planned for batches of 1 to {pairs} pairs, got {chosen}. Plan them anew.")
+        raise UserError(f"Shapes were planned for batches of 1 to {pairs} pairs, got {chosen}. Plan them anew.")
 
 
 def _up_to_scored(ids: np.ndarray, pad_token_id: int, index: int) -> np.ndarray:
     """Cut a dialogue after the token that is scored: the last that is not the pad token, or the first if all are."""
     if not len(ids):
         half = ("chosen", "rejected")[index % 2]
-        raise ValueError(f"The {half} dialogue of pair {index // 2} of the batch has no tokens that could be scored.")
+        raise UserError(f"The {half} dialogue of pair {index // 2} of the batch has no tokens that could be scored.")
     if ids[-1] != pad_token_id:
         return ids
     others = np.flatnonzero(ids != pad_token_id)
@@ -198,7 +199,7 @@ def _choose(
     """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
     if sizes_P.max() > plan.longest:
         pair = int(sizes_P.argmax())
-        raise ValueError(
+        raise UserError(
             f"Pair {pair} of the batch takes {sizes_P[pair]} tokens (both dialogues, their common prefix once), but "
             f"the longest planned row has {plan.longest}. Pairs are never cut: plan the shapes with this pair's size "
             "among them, or leave out long dialogues with `max_length`."
@@ -215,7 +216,7 @@ def _choose(
     rows_P = np.empty(len(sizes_P), np.int64)
     rows_P[np.argsort(-sizes_P, kind="stable")] = snake(len(sizes_P), last.rows)
     if np.bincount(rows_P, sizes_P).max() > last.length:
-        raise ValueError(
+        raise UserError(
             f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
             f"{plan}. Plan the shapes with the sizes of these pairs among them."
         )

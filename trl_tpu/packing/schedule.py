@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UserError
 from .shapes import RowShape, draw_batches, least_work, plan_shapes, round_up, rows_needed, snake
 
 Schedule = tuple[RowShape, ...]
@@ -110,7 +111,7 @@ def plan_rows(
         row_length: The length of all rows, instead of lengths that fit the data.
 
     Raises:
-        ValueError: As `plan_shapes`, and if ``row_length`` is too short for a pair.
+        UserError: As `plan_shapes`, and if ``row_length`` is too short for a pair.
     """
     settings: dict[str, Any] = {
         "shared_prefix": shared_prefix,
@@ -146,10 +147,10 @@ def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_pre
     """Return as many rows of ``length`` as the largest pairs of the data need, dealt out: they hold every batch.
 
     Raises:
-        ValueError: If a pair is longer.
+        UserError: If a pair is longer.
     """
     if sizes.max() > length:
-        raise ValueError(
+        raise UserError(
             f"row_length={length} is too short: the largest pair takes {sizes.max()} tokens (both dialogues, their "
             f"common prefix once), and pairs are never cut. Choose row_length={round_up(int(sizes.max()), 128)} or "
             "more, or leave out long dialogues with a smaller max_length."

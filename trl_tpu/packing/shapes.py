@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UserError
+
 _CANDIDATE_LENGTHS = 64
 _SWEEPS = 8
 
@@ -63,10 +65,10 @@ def plan_shapes(
         seed: Of the batches that are drawn.
 
     Raises:
-        ValueError: If a number is not positive, or there are no sizes.
+        UserError: If a number is not positive, or there are no sizes.
     """
     if not len(sizes) or min(pairs, shards, max_shapes, multiple) < 1 or attention_crossover_length <= 0:
-        raise ValueError(
+        raise UserError(
             "Planning shapes needs sizes, and positive numbers of pairs, shards, shapes and columns; got "
             f"{len(sizes)} sizes, pairs={pairs}, shards={shards}, max_shapes={max_shapes}, multiple={multiple}, "
             f"attention_crossover_length={attention_crossover_length}."

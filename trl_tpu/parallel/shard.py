@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..errors import UserError
 from ..runtime import Runtime
 from .mesh import MeshShape, check_heads, names_of
 from .rules import Rules
@@ -19,14 +20,14 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
     """Return the plan for ``model``, with or without adapters, from what transformers publishes about it.
 
     Raises:
-        ValueError: The `tensor` axis would cut through an attention head, or nothing is known to go over it.
+        UserError: The `tensor` axis would cut through an attention head, or nothing is known to go over it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     styles, expert_styles = (getattr(base, name, None) or {} for name in ("tp_plan", "ep_plan"))
     if mesh.tensor > 1 and any("attn" in name and style == "colwise" for name, style in styles.items()):
         styles = _with_whole_heads(base, mesh, styles)
     if mesh.tensor > 1 and rules is None and not (styles or expert_styles):
-        raise ValueError(
+        raise UserError(
             f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so nothing is known "
             f"to go over tensor={mesh.tensor}. Leave `tensor` out, or write a `sharding_plan`."
         )
@@ -41,7 +42,7 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
     the small part of grouped-query attention (https://arxiv.org/abs/2305.13245), and every device computes them.
 
     Raises:
-        ValueError: The query heads do not divide, or key and value heads do not in a projection of all three.
+        UserError: The query heads do not divide, or key and value heads do not in a projection of all three.
     """
     config = base.config.get_text_config()
     counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
@@ -60,7 +61,7 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
     Tied parameters stay tied and count once. Each is freed on the host before the next goes, unless others hold it.
 
     Raises:
-        ValueError: From `Plan.place`.
+        UserError: From `Plan.place`.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     placements = {name: plan.place(name, shape) for name, shape in shapes.items()}

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from ..errors import UserError
 from .device_choice import Choice, choice
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ class Remat(StrEnum):
         """Read what a user writes.
 
         Raises:
-            ValueError: If it is none of the three.
+            UserError: If it is none of the three.
         """
         if value not in list(cls):
-            raise ValueError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
+            raise UserError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
         return cls(value)
 
 
@@ -117,7 +118,7 @@ class Runtime(Protocol):
         The first axis goes over the ``slices``.
 
         Raises:
-            ValueError: The devices are in another number of slices.
+            UserError: The devices are in another number of slices.
         """
 
     # ---- layouts

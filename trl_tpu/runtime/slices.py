@@ -9,6 +9,8 @@ import numpy as np
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from ..errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
@@ -22,7 +24,7 @@ def make_mesh(sizes: Mapping[str, int], slices: int) -> xs.Mesh:
     names, shape = tuple(sizes), tuple(sizes.values())
     reported = reported_slices()
     if reported and len(reported) != slices:
-        raise ValueError(
+        raise UserError(
             f"The mesh is for {slices} slice(s), but the devices are in {len(reported)}: slices={len(reported)}, or "
             "leave `slices` out, which is read from the devices."
         )

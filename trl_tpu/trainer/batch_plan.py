@@ -15,6 +15,7 @@ from ..data.collators import (
     RewardDataCollatorWithPadding,
     TightRow,
 )
+from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.masked import goes_tree_by_tree
@@ -51,7 +52,7 @@ class BatchPlan:
         fixed_rows: Rows for every batch, instead of rows that fit the data.
 
     Raises:
-        ValueError: If the user insists on packing and something is in its way.
+        UserError: If the user insists on packing and something is in its way.
     """
 
     padded_because: str | None
@@ -91,7 +92,7 @@ class BatchPlan:
         """Make ``model``, the first or one that `model_init` made anew, read these batches.
 
         Raises:
-            ValueError: If the user insists on packing and the model cannot.
+            UserError: If the user insists on packing and the model cannot.
         """
         self._model = without_adapters(model)
         if not self.packed:
@@ -112,7 +113,7 @@ class BatchPlan:
 
     def _report_obstacle(self) -> None:
         if self._args.packing == Packing.TRUE:
-            raise ValueError(
+            raise UserError(
                 f"packing=True is impossible: {self.padded_because}. Leave packing at 'auto', or remove the obstacle."
             )
         if self._args.packing == Packing.AUTO:
@@ -135,7 +136,7 @@ class BatchPlan:
         """Plan the rows of prepared datasets, choose how they attend, and see that a `row_length` holds every pair.
 
         Raises:
-            ValueError: If it is too short for a pair of the training or evaluation data, and not hours into a run; or
+            UserError: If it is too short for a pair of the training or evaluation data, and not hours into a run; or
                 if the user insists on attention that the model does not allow.
         """
         self._train_dataset = train_dataset

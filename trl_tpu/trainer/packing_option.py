@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from ..errors import UserError
+
 
 class Packing(StrEnum):
     """Whether batches are to be packed."""
@@ -18,9 +20,9 @@ class Packing(StrEnum):
         """Read what a user writes, in a script or a file.
 
         Raises:
-            ValueError: It is neither 'auto' nor a bool.
+            UserError: It is neither 'auto' nor a bool.
         """
         try:
             return cls(str(value).lower())
         except ValueError:
-            raise ValueError(f"packing must be 'auto', true or false, got {value!r}.") from None
+            raise UserError(f"packing must be 'auto', true or false, got {value!r}.") from None

@@ -13,6 +13,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 from transformers.optimization import Adafactor
 
+from ..errors import UserError
 from ..parallel.shard import zeros_laid_out_like
 from ..runtime import PartitionSpec, Runtime
 
@@ -42,7 +43,7 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSp
         specs: The mesh axes of the parameters' dimensions; a parameter that is not in it is whole on every device.
 
     Raises:
-        ValueError: For an optimizer that would read every parameter from the device in each step.
+        UserError: For an optimizer that would read every parameter from the device in each step.
     """
     if isinstance(optimizer, Adafactor):
         _check_adafactor(optimizer)
@@ -168,7 +169,7 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: ParameterS
 
 def _check_adafactor(optimizer: Adafactor) -> None:
     if any(group["scale_parameter"] for group in optimizer.param_groups):
-        raise ValueError(
+        raise UserError(
             "Adafactor with scale_parameter=True chooses its step by comparing each parameter's size on the host, "
             "which stops an XLA device for every parameter of every step. Use scale_parameter=False and a learning "
             "rate, as optim='adafactor' does, or train on plain torch with USE_TORCH_XLA=0."

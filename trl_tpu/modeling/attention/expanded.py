@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ... import runtime
+from ...errors import UserError
 from ...packing.rows import PackedRows
 from ...parallel.mesh import BATCH_AXES
 from ...runtime import PartitionSpec
@@ -35,7 +36,7 @@ _HEADS = "tensor"  # the mesh axis that heads go over
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
 
 
-class ExpansionImpossible(ValueError):
+class ExpansionImpossible(UserError):
     """A model's attention is more than the kernels compute; the message says what. The dense way may still do."""
 
 

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...errors import UserError
 from ...packing.rows import PackedRows
 from ..score_head import find_score_head, score_wide
 from .tree_by_tree import TreeByTree, TreeMasks
@@ -104,12 +105,12 @@ def use_tree_masks(model: PreTrainedModel) -> None:
     Call it once the implementation is final. Ordinary batches get the same masks as before.
 
     Raises:
-        ValueError: If the implementation takes no mask for each query and key, as flash and flex attention.
+        UserError: If the implementation takes no mask for each query and key, as flash and flex attention.
     """
     name = model.config._attn_implementation
     plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if plain is None or name.startswith(("flash", "flex")):
-        raise ValueError(
+        raise UserError(
             f"Packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'."
         )
@@ -137,7 +138,7 @@ def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: A
         kwargs: Handed on to the model.
 
     Raises:
-        ValueError: If the model has no `score` head, or did not ask for a mask.
+        UserError: If the model has no `score` head, or did not ask for a mask.
     """
     states_P2H, _ = scored_states(model, rows, **kwargs)
     return score_wide(_score_head(model), states_P2H)
@@ -149,7 +150,7 @@ def scored_states(
     """Compute the hidden states [P, 2, H] that the rewards are read from; also the rules the model made masks of.
 
     Raises:
-        ValueError: If the model has no `score` head, or did not ask for a mask.
+        UserError: If the model has no `score` head, or did not ask for a mask.
     """
     reading, seen = Reading(rows), list[torch.Tensor]()
     watch = _score_head(model).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -162,7 +163,7 @@ def scored_states(
     finally:
         watch.remove()
     if not reading.rules:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or `use_tree_masks` "
             "was not called with its attention implementation. Train it on padded rows."
         )
@@ -172,5 +173,5 @@ def scored_states(
 def _score_head(model: nn.Module) -> nn.Module:
     head = find_score_head(model)
     if head is None:
-        raise ValueError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
+        raise UserError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
     return head

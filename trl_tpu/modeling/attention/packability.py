@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ...data.collators import DataCollatorForPreference, PlannedRows, TightRow
 from ...data.packed_batch import PackedBatch
+from ...errors import UserError
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
@@ -31,7 +32,7 @@ PROVEN_TYPES = frozenset(
 _ROUNDING = 2e-5
 
 
-class PackingImpossible(ValueError):
+class PackingImpossible(UserError):
     """Packed rows cannot be used; the message says why."""
 
 
