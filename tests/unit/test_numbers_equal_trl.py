@@ -5,24 +5,22 @@ taken in another order over 50 steps; what we see is below 1e-6.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import apart
 import pytest
 import real_pairs
 import tiny
-from places import ROOT, SUPPORT
 
-SETTINGS = {
+XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "XLA_FLAGS": ""}  # programs as users have them
+SETTINGS: dict[str, tuple[dict[str, str], int]] = {
     "TRL": ({"USE_TORCH_XLA": "0"}, 8),
     "plain torch": ({"USE_TORCH_XLA": "0"}, 8),
-    "XLA, 1 device": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}, 8),
-    "XLA, 8 devices": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, 1),
+    "XLA, 1 device": (XLA | {"CPU_NUM_DEVICES": "1"}, 8),
+    "XLA, 8 devices": (XLA | {"CPU_NUM_DEVICES": "8"}, 1),
 }
 LOGGED = ("loss", "grad_norm", "learning_rate", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 DATA: dict[str, dict[str, Any]] = {
@@ -89,12 +87,7 @@ def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | s
         for name, run in own.items()
     }
     package = "trl" if setting == "TRL" else "trl_tpu"
-    process = subprocess.run(
-        [sys.executable, str(SUPPORT / "trajectory.py"), package, str(folder), str(out), json.dumps(arguments)],
-        env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "CI": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    process = apart.run("trajectory.py", package, str(folder), str(out), json.dumps(arguments), CI="1", **environment)
     assert process.returncode == 0, process.stderr[-4000:]
     return {own[name]: logs for name, logs in json.loads(out.read_text()).items()}
 

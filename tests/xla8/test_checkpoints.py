@@ -1,18 +1,15 @@
 """Checkpoints of a mesh: sharded, without a compile, and resumed on the same mesh, on others and in plain torch."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import apart
 import killed_runs
 import pytest
 import tiny
 import torch
-from places import SUPPORT
 from safetensors import safe_open
 from torch import nn
 
@@ -108,12 +105,7 @@ def test_elsewhere_resumes_to_rounding(
     """1e-5 of a loss around 0.5: sums in another order, over four steps of Adam."""
     environment = {"CPU_NUM_DEVICES": str(devices)} if devices else {"USE_TORCH_XLA": "0"}
     words = [model_folder, f"{whole.args.output_dir}/checkpoint-4", str(tmp_path), json.dumps(SETTINGS | settings)]
-    process = subprocess.run(
-        [sys.executable, str(SUPPORT / "resume_elsewhere.py"), *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        capture_output=True,
-        text=True,
-    )
+    process = apart.run("resume_elsewhere.py", *words, **environment)
     assert process.returncode == 0, process.stderr[-3000:]
     found = json.loads(process.stdout.splitlines()[-1])
     for ours, theirs in zip(_logs(whole.state.log_history), _logs(found["logs"]), strict=True):

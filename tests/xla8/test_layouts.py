@@ -9,16 +9,15 @@ steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses th
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
-from places import ROOT, SUPPORT
 
 RUNS = [
     "llama:fsdp=8:padded",
@@ -70,23 +69,16 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     tests = (item for item in request.session.items if item.path == request.path)
     chosen = list(dict.fromkeys(test.callspec.params["run"] for test in tests))  # type: ignore[attr-defined]
     one_device = sorted({f"{run.partition(':')[0]}:fsdp=-1:padded" for run in chosen})
-    settings: dict[str, tuple[dict[str, str], list[str]]] = {
-        "eight": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, chosen),
-        "one": ({"USE_TORCH_XLA": "0"}, one_device),
-    }
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, str(SUPPORT / "layouts.py"), str(folder / f"{name}.json"), *runs],
-            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / f"{name}.log").open("w"),
-        )
-        for name, (environment, runs) in settings.items()
-    }
-    for name, process in processes.items():
-        assert process.wait() == 0, (folder / f"{name}.log").read_text()[-4000:]
-    eight, one = (json.loads((folder / f"{name}.json").read_text()) for name in processes)
-    return eight, one
+    with ThreadPoolExecutor() as pool:
+        eight = pool.submit(train, folder / "eight.json", chosen, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+        one = pool.submit(train, folder / "one.json", one_device, USE_TORCH_XLA="0")
+    return eight.result(), one.result()
+
+
+def train(out: Path, runs: list[str], **variables: str) -> Results:
+    process = apart.run("layouts.py", str(out), *runs, timeout=3000, **variables)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(out.read_text())
 
 
 @pytest.fixture

@@ -1,21 +1,19 @@
 """Two hosts do the same things at the same time, and one of them writes and logs."""
 
 import json
-import os
 import socket
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import apart
 import numpy as np
 import pytest
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
-from places import ROOT, SUPPORT
 
 from trl_tpu import runtime
 from trl_tpu.checkpoint.storage import to_host
@@ -28,18 +26,10 @@ def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = os.environ | {
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": "2",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
+    environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
     def run(index: int) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(SUPPORT / "one_of_two_hosts.py"), str(index), str(folder), kind]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        return apart.run("one_of_two_hosts.py", str(index), str(folder), kind, **environment)
 
     with ThreadPoolExecutor() as pool:
         return list(pool.map(run, (0, 1)))
