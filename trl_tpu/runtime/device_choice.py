@@ -122,7 +122,10 @@ def _facts() -> Facts:
 
 
 def _is_tpu(device: str) -> bool:
-    vendor, number = (Path(device, name).read_text(encoding="utf-8").strip() for name in ("vendor", "device"))
+    try:
+        vendor, number = (Path(device, name).read_text(encoding="utf-8").strip() for name in ("vendor", "device"))
+    except OSError:  # unplugged meanwhile, or hidden
+        return False
     return vendor == PCI_VENDOR and number in PCI_DEVICES
 
 

@@ -221,9 +221,9 @@ class XlaRuntime:
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
         host has 0, 1, 4 and 5.
         """
-        shards = shard_count(self._mesh, batch_axes)
+        count = shard_count(self._mesh, batch_axes)
         sharding = None
-        if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
+        if tensor.dim() > 0 and count > 1 and tensor.shape[0] % count == 0:
             spec = (batch_axes, *([None] * (tensor.dim() - 1)))
             sharding = MeshSharding(self._mesh, spec)
         return xm.send_cpu_data_to_device([tensor], device, sharding)[0]  # type: ignore[index]
