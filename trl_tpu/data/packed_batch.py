@@ -32,4 +32,9 @@ def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**inputs, "packed": rows} for rows in packed.micro_batches]
 
 
-__all__ = ["Expansion", "PackedBatch", "PackedRows", "micro_batches_of"]
+def tensors_of(micro_batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a micro-batch by name."""
+    return micro_batch["packed"].named_tensors() if "packed" in micro_batch else micro_batch
+
+
+__all__ = ["Expansion", "PackedBatch", "PackedRows", "micro_batches_of", "tensors_of"]

@@ -58,7 +58,7 @@ from ..data.loader import (
     skipping_with,
     training_order,
 )
-from ..data.packed_batch import micro_batches_of
+from ..data.packed_batch import micro_batches_of, tensors_of
 from ..modeling.adapters import save_adapter_config
 from ..modeling.stacked import LayerStack
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
@@ -323,7 +323,7 @@ class DeviceTrainer(Trainer):
         return self._micro_batch(model, last, num_items_in_batch)
 
     def _micro_batch(self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
-        self.recompiles.see(rows)
+        self.recompiles.see(tensors_of(rows))
         self._step_state.attach_gradients()
         loss = super().training_step(model, rows, num_items_in_batch)
         if self.nonfinite.is_on:
@@ -331,7 +331,10 @@ class DeviceTrainer(Trainer):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return sum(super(DeviceTrainer, self).floating_point_ops(rows) for rows in micro_batches_of(inputs))
+        if "packed" not in inputs:
+            return super().floating_point_ops(inputs)
+        ids = [rows.input_ids_RL for rows in inputs["packed"].micro_batches]
+        return sum(super(DeviceTrainer, self).floating_point_ops({"input_ids": ids_RL}) for ids_RL in ids)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._end_micro_batch()
