@@ -91,7 +91,7 @@ def test_help_comes_from_sys_argv_as_for_trls_command(argv: list[str], capsys: p
     ("words", "message"),
     [
         (["rewrd"], "invalid choice: 'rewrd'"),
-        (["reward", "--config", "nowhere.yaml"], "No such file.*nowhere.yaml"),
+        (["reward", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read: No such file"),
         (["reward", "--lerning_rate", "1"], r"`--lerning_rate` \(did you mean `learning_rate`\?\)"),
         (["reward", "--num_processes", "8"], "--num_processes` belongs to accelerate's launcher.*SPMD"),
         (["reward", "--accelerate_config=fsdp2"], "--accelerate_config` belongs to accelerate's launcher"),

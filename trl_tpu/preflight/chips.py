@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from math import prod
 
+from trl_tpu.errors import UserError
+
 GB, MiB, GiB = 10**9, 2**20, 2**30
 
 
@@ -83,7 +85,7 @@ def parse_topology(text: str) -> Topology:
     """Read ``"v6e:4x4"``.
 
     Raises:
-        ValueError: For a kind of chip whose figures are not here, or a shape that its slices do not have; the message
+        UserError: For a kind of chip whose figures are not here, or a shape that its slices do not have; the message
             says what works.
     """
     kind, colon, shape = text.strip().partition(":")
@@ -91,11 +93,11 @@ def parse_topology(text: str) -> Topology:
     if chip is None or not colon:
         count = re.fullmatch(r"(v\d\w*?)(?:itepod)?-(\d+)", text.strip())
         hint = f" {text!r} is the name of a slice; a topology says its shape." if count else ""
-        raise ValueError(
+        raise UserError(
             f"topology {text!r} is not of the form CHIP:SHAPE, as in v6e:4x4, with a chip of {', '.join(CHIPS)}.{hint}"
         )
     if shape not in chip.shapes:
-        raise ValueError(
+        raise UserError(
             f"topology {text!r}: slices of {chip.name} have the shapes {', '.join(chip.shapes)} ({chip.source})."
         )
     return Topology(chip, tuple(int(size) for size in shape.split("x")))

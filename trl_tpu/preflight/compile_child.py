@@ -15,6 +15,7 @@ from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 from jaxlib import _jax
 
+from ..errors import UserError
 from .collectives import collectives_of, largest_buffers
 from .counts import flops_of, memory_traffic
 from .program import CompiledProgram
@@ -25,7 +26,7 @@ def compile_here(traced: TracedProgram, topology: str) -> tuple[CompiledProgram,
     """See `compile.compile_for`; and the compiled HLO as text."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     if traced.chips > len(devices):
-        raise ValueError(f"The program is for {traced.chips} chips, but {topology} has {len(devices)}.")
+        raise UserError(f"The program is for {traced.chips} chips, but {topology} has {len(devices)}.")
     with tempfile.TemporaryDirectory() as dump:
         begin = time.perf_counter()
         executable = devices[0].client.compile(

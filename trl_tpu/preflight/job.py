@@ -145,7 +145,7 @@ class Job:
         """Where each weight goes.
 
         Raises:
-            ValueError: If the mesh does not fit the model.
+            UserError: If the mesh does not fit the model.
         """
         if mesh not in self._placements:
             plan = plan_model(self.model, mesh, self.rules)
@@ -161,7 +161,7 @@ class Job:
             pairs_per_part: `per_device_train_batch_size`.
 
         Raises:
-            ValueError: If the mesh does not fit the model.
+            UserError: If the mesh does not fit the model.
         """
         pairs = pairs_per_part * mesh.batch_shards
         rows, length = self.batching.rows(pairs, mesh.batch_shards)

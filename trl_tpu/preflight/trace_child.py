@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from .. import runtime
+from ..errors import UserError
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
 from ..runtime.placeholder import Input, PlaceholderRuntime, Program
@@ -125,7 +126,7 @@ def trainer_of(request: StepRequest, model: PreTrainedModel) -> RewardTrainer:
     kind_of_batch = f"per_device_{'train' if request.what == 'train' else 'eval'}_batch_size"
     actual = args.train_batch_size if request.what == "train" else args.eval_batch_size
     if actual != batch.pairs:
-        raise ValueError(
+        raise UserError(
             f"{kind_of_batch}={getattr(args, kind_of_batch)} makes batches of {actual} pairs on {request.chips} "
             f"chips, not of {batch.pairs}."
         )

@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trl_tpu.errors import UserError
 from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 
@@ -82,7 +83,7 @@ def main(asked: Asked, compile_step: "CompileStep | None" = None) -> int:
         The exit status: 0 if it fits, or of a search anything does, else 1.
 
     Raises:
-        ValueError: No model, a mesh that the slice or the model does not fit, several slices.
+        UserError: No model, a mesh that the slice or the model does not fit, several slices.
         RuntimeError: The compiler fails for another reason than memory.
     """
     from trl_tpu.preflight.chips import parse_topology
@@ -92,7 +93,7 @@ def main(asked: Asked, compile_step: "CompileStep | None" = None) -> int:
     topology = parse_topology(asked.plan.topology)
     mesh = asked.training.mesh_shape
     if mesh.slices > 1:
-        raise ValueError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
+        raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
     if asked.plan.plot is not None:
         check_plot(asked.plan.plot)
     with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +183,7 @@ def parse(parser: "TrlParser", argv: list[str]) -> Asked:
     """The arguments, checked as the training would, for as many devices as the slice has chips.
 
     Raises:
-        ValueError: Unknown arguments, and what the training itself would refuse.
+        UserError: Unknown arguments, and what the training itself would refuse.
     """
     from trl_tpu.trainer.reward_config import RewardConfig
 
@@ -204,10 +205,10 @@ def pretend_devices(chips: int) -> None:
     """Let torch_xla have ``chips`` virtual devices, which compute nothing: the training's own checks count them.
 
     Raises:
-        ValueError: torch_xla is not installed.
+        UserError: torch_xla is not installed.
     """
     if importlib.util.find_spec("torch_xla") is None:
-        raise ValueError(
+        raise UserError(
             "Planning traces the training step with PyTorch/XLA, which is not installed: its wheels are for Linux on "
             "x86-64. There: pip install 'trl-tpu[tpu]'."
         )

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from trl_tpu.data.measure import pair_sizes, shared_prefix_length
 from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.load import set_eos_token, set_pad_token
@@ -40,10 +41,10 @@ def job_of(asked: "Asked", folder: str) -> tuple[Job, int | None]:
         folder: Where a synthetic model may be made.
 
     Raises:
-        ValueError: No model, or rows that the mesh does not divide.
+        UserError: No model, or rows that the mesh does not divide.
     """
     if not asked.model.model_name_or_path:
-        raise ValueError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
+        raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
     args = asked.training
     name = local_model(asked.model.model_name_or_path, folder)
     kwargs = model_init_kwargs(asked.model, args)
@@ -94,7 +95,7 @@ def made_up_rows(asked: "Asked") -> FullRows | PaddedRows:
     """Full rows: `rows` of them of `row_length`, or as many as hold pairs of two dialogues of `max_length`.
 
     Raises:
-        ValueError: `rows` do not go over the mesh.
+        UserError: `rows` do not go over the mesh.
     """
     args, parts = asked.training, asked.training.mesh_shape.batch_shards
     if args.packing == "false":
@@ -104,7 +105,7 @@ def made_up_rows(asked: "Asked") -> FullRows | PaddedRows:
     if asked.plan.rows is None:
         return FullRows(length, max(1, length // usual))
     if asked.plan.rows % parts:
-        raise ValueError(
+        raise UserError(
             f"rows={asked.plan.rows} go over {parts} parts of the mesh '{args.mesh_shape}', but "
             f"{asked.plan.rows} / {parts} is no whole number. Choose a multiple of {parts}."
         )
@@ -115,13 +116,13 @@ def rows_of_data(asked: "Asked", model: Any, name: str, kwargs: Mapping[str, Any
     """The rows that the trainer plans for the named dataset.
 
     Raises:
-        ValueError: A stream, and what the trainer refuses in data.
+        UserError: A stream, and what the trainer refuses in data.
     """
     args = asked.training
     what = "the mixture" if asked.data.datasets else str(asked.script.dataset_name)
     dataset = pick_split(load_data(asked.script, asked.data), asked.script.dataset_train_split, what)
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
+        raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     tokenizer = set_eos_token(model, AutoTokenizer.from_pretrained(name, **loading), args.eos_token)
     _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
@@ -168,7 +169,7 @@ def compiler(asked: "Asked", job: Job) -> CompileStep:
     from trl_tpu.preflight.trace import Rows, StepRequest, trace_step
 
     if (reason := missing()) is not None:
-        raise ValueError(reason)
+        raise UserError(reason)
     config, dtype = without_adapters(job.model).config, str(without_adapters(job.model).dtype).removeprefix("torch.")
     depths = depths_of(asked, config)
     peft_config = get_peft_config(asked.model)

@@ -214,7 +214,7 @@ def run(argv: list[str]) -> int:
     parser = make_parser(prog="trl-tpu reward")
     try:
         parsed = parse(parser, argv)
-    except ValueError as error:
+    except ValueError as error:  # transformers refuses settings by plain ones
         parser.error(str(error))
     from trl_tpu.scripts.datafiles import naming_bad_lines
 
