@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..errors import UserError
+from ..errors import UserError, UserFileError
 from .mesh import AXES, MeshShape, names_of
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class Rules:
         Raises:
             UserError: It is no YAML, no mapping of patterns to lists of axes, or names an axis that does not exist
                 or twice.
-            FileNotFoundError: There is no such file.
+            UserFileError: There is no such file.
         """
         source = f"sharding plan {str(path)!r}"
         if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no {source}: name a YAML file that maps patterns to mesh axes.")
+            raise UserFileError(f"There is no {source}: name a YAML file that maps patterns to mesh axes.")
         try:
             content = yaml.safe_load(Path(path).read_bytes())
         except yaml.YAMLError as error:

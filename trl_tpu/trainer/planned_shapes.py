@@ -27,7 +27,7 @@ def plan_rows_of(
         multiple: Lengths are multiples of this.
 
     Raises:
-        ValueError: For too short a `row_length`.
+        UserError: For too short a `row_length`.
     """
     names = ["chosen_ids", "rejected_ids"]
     chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
