@@ -18,8 +18,10 @@ $(READY): setup.cfg
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[test,dev]"
 	touch $@
 
+# on eight virtual devices of PyTorch/XLA, 32 pairs a step over all of them
 quickstart: $(READY)
-	$(BIN)/trl-tpu reward --config examples/quickstart.yaml
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(BIN)/trl-tpu reward --config examples/quickstart.yaml \
+		--per_device_train_batch_size 4 --per_device_eval_batch_size 8
 
 test: test-native test-xla test-xla8
 

@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 
+from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         take_config(words)  # for its `env`, which must be there before anything below is imported
+        settle()
     except (OSError, ValueError) as error:
         parser.exit(2, f"trl-tpu {command}: error: {error}\n")
     try:

@@ -83,6 +83,30 @@ def test_only_the_xla_runtime_is_reached_by_choice_and_not_by_importing() -> Non
     assert not {name for name in reached if name.startswith(("torch_xla", "trl_tpu.runtime.xla"))}
 
 
+def test_the_runtime_imports_nothing_else_of_the_package() -> None:
+    imported = {name for module in MODULES if module.startswith("trl_tpu.runtime") for name in imports_of(module)}
+    assert {name for name in imported if name.startswith("trl_tpu")} <= {
+        module for module in MODULES if module.startswith("trl_tpu.runtime")
+    }
+
+
+def test_the_device_is_chosen_before_torch_or_transformers_are_imported() -> None:
+    assert "trl_tpu.runtime.device_choice" in reached_from("trl_tpu")
+    assert not {name.split(".")[0] for name in reached_from("trl_tpu")} & {"torch", "transformers", "accelerate"}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("trl_tpu.runtime")])
+def test_what_a_runtime_can_is_asked_and_not_its_name(module: str) -> None:
+    compared = {
+        each.value
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name"
+        for each in node.comparators
+        if isinstance(each, ast.Constant)
+    }
+    assert not compared & {"xla", "native"}
+
+
 def test_only_the_adapters_import_peft() -> None:
     assert importers_of("peft") == {"trl_tpu.modeling.adapters"}
     assert not {name for name in reached_from("trl_tpu.modeling.adapters") if name.startswith("peft")}

@@ -16,7 +16,7 @@ from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
 
 
 def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
-    """The plan for ``model``, with or without adapters, from what transformers publishes about it.
+    """Return the plan for ``model``, with or without adapters, from what transformers publishes about it.
 
     Raises:
         ValueError: The `tensor` axis would cut through an attention head, or nothing is known to go over it.
@@ -35,7 +35,7 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
 
 
 def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> Mapping[str, str]:
-    """The styles of a model whose attention heads `tensor` does not cut.
+    """Return the styles of a model, changed so that `tensor` does not cut its attention heads.
 
     Fewer key and value heads than devices, or a number that these do not divide, stay whole over `tensor`: they are
     the small part of grouped-query attention (https://arxiv.org/abs/2305.13245), and every device computes them.
@@ -65,14 +65,14 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     placements = {name: plan.place(name, shape) for name, shape in shapes.items()}
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    for name, places in _places(model).items():
-        module, leaf = places[0]
+    for name, owners in _owners(model).items():
+        module, leaf = owners[0]
         parameter = module._parameters[leaf]
         assert parameter is not None
         placed = runtime.place(parameter.detach(), placements[name].axes, device)
         if parameter.device != placed.device:
             parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            for module, leaf in places:
+            for module, leaf in owners:
                 module._parameters[leaf] = parameter
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
@@ -100,7 +100,7 @@ class WeightPlacer:
         self._plan: Plan | None = None
 
     def __call__(self, model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """``weight`` in its shards. The plan is made, and may be refused, at the first one."""
+        """Return ``weight`` in its shards. The plan is made, and may be refused, at the first one."""
         if self._plan is None:
             self._plan = plan_model(model, self._mesh, self._rules)
         if self._keeps_embeddings and model.get_submodule(name.rpartition(".")[0]) is model.get_input_embeddings():
@@ -113,16 +113,16 @@ class WeightPlacer:
         place_model(model, self._plan or plan_model(model, self._mesh, self._rules), self._runtime, self._device)
 
 
-def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Every module and attribute that holds a parameter, by the name under which it is listed first."""
+def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return every module and attribute that holds a parameter, by the name under which it is listed first."""
     names: dict[int, str] = {}
-    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 name = names.setdefault(id(parameter), f"{prefix}.{leaf}" if prefix else leaf)
-                places.setdefault(name, []).append((module, leaf))
-    return places
+                owners.setdefault(name, []).append((module, leaf))
+    return owners
 
 
 def keep_activations_split(

@@ -1,17 +1,17 @@
 """The one seam to the accelerator: everything that differs between PyTorch/XLA and plain torch goes through here.
 
-``choice()`` decides once per process and says why; ``current()`` is the chosen `Runtime`. Only this package imports
-torch_xla, and only when it is chosen.
+``choice()`` says which of them was chosen and why; ``current()`` is the chosen `Runtime`. Only this package imports
+torch_xla, and only when it is chosen. Importing it imports no torch, nor anything else of this package.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from .device_choice import Choice, choice
 
 if TYPE_CHECKING:
     import torch
@@ -29,27 +29,6 @@ PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 Remat = Literal["none", "full", "dots"]
 
 Value = TypeVar("Value")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which runtime trains, and the reason, for the log."""
-
-    name: Literal["xla", "native"]
-    reason: str
-
-
-@cache
-def choice() -> Choice:
-    """Decide between PyTorch/XLA and plain torch by the rule that transformers and accelerate use, so all three agree.
-
-    XLA where torch_xla is installed, unless the environment says ``USE_TORCH_XLA=0``.
-    """
-    if os.environ.get("USE_TORCH_XLA", "1").upper() not in ("1", "ON", "YES", "TRUE"):
-        return Choice("native", f"USE_TORCH_XLA={os.environ['USE_TORCH_XLA']} turns PyTorch/XLA off")
-    if importlib.util.find_spec("torch_xla") is None:
-        return Choice("native", "torch_xla is not installed")
-    return Choice("xla", "torch_xla is installed (USE_TORCH_XLA=0 would turn it off)")
 
 
 @dataclass(frozen=True)
@@ -71,7 +50,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Planners:
-    """What torch's distributed checkpoints need of a device; None of each where torch's own default does."""
+    """What torch's distributed checkpoints need of a device; each is None where torch's own default will do."""
 
     save: SavePlanner | None = None
     """Takes the values of `Runtime.local_shards`."""
@@ -252,7 +231,11 @@ def replace(runtime: Runtime) -> None:
 
 @cache
 def current() -> Runtime:
-    """The runtime of this process."""
+    """Return the runtime of this process, which the first call makes ready.
+
+    Raises:
+        RuntimeError: A device was used before that this runtime cannot share.
+    """
     if _replacement is not None:
         return _replacement
     if choice().name == "xla":
@@ -262,3 +245,17 @@ def current() -> Runtime:
     from .native import NativeRuntime
 
     return NativeRuntime()
+
+
+__all__ = [
+    "Choice",
+    "PartitionSpec",
+    "Planners",
+    "Remat",
+    "Runtime",
+    "Topology",
+    "Value",
+    "choice",
+    "current",
+    "replace",
+]

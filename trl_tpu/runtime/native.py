@@ -33,7 +33,7 @@ class NativeRuntime:
         return [value]
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        """One device: every axis has size 1, which the mesh arithmetic has checked."""
+        """Do nothing: every axis has size 1, which the mesh arithmetic has checked."""
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
@@ -45,7 +45,7 @@ class NativeRuntime:
         return gradient
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """They are: operations run in order."""
+        """Do nothing: operations run in order."""
 
     def attention(self, *args: Any) -> torch.Tensor:
         return attend_in_rows(*args)
@@ -77,7 +77,7 @@ class NativeRuntime:
         return batches
 
     def step_boundary(self) -> None:
-        """Plain torch executes as it goes."""
+        """Do nothing: plain torch executes as it goes."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)

@@ -19,7 +19,7 @@ import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
 from . import PartitionSpec, Topology
-from .layout import parts_of
+from .layout import shard_count
 from .xla import XlaRuntime
 
 _C = torch_xla._XLAC
@@ -116,7 +116,7 @@ class PlaceholderRuntime(XlaRuntime):
         return Batches(batches, partial(self._batch, batch_axes), self.step_boundary)
 
     def _batch(self, batch_axes: tuple[str, ...], name: str, tensor: torch.Tensor) -> torch.Tensor:
-        shards = parts_of(self._mesh, batch_axes)
+        shards = shard_count(self._mesh, batch_axes)
         device = torch_xla.device()
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
             axes: PartitionSpec = (batch_axes, *([None] * (tensor.dim() - 1)))

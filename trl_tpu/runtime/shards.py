@@ -1,4 +1,4 @@
-"""What this host's devices hold of a state, copied to the host and back without compiling and without gathering."""
+"""Shards of a state that this host's devices hold, copied to the host and back without compiling or gathering."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class HostShards(_CpuShards):
 
 
 def local_shards(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Copy the parts that this host has to the host, of tied tensors once."""
+    """Copy the shards that this host's devices hold to the host, of tied tensors once."""
     torch_xla.sync(wait=True)  # reading a shard while it is computed fails
     unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
     copies = {
@@ -41,7 +41,7 @@ def local_shards(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 class SavePlanner(SPMDSavePlanner):
-    """torch_xla's, for tensors of which several devices of a host hold the same part.
+    """torch_xla's planner, for tensors of which several devices of a host hold the same shard.
 
     Its own removes what is there twice from every plan but the first that has it. Where that is the same plan, both
     go: with `data=2,fsdp=4` no weight would be in the checkpoint.
@@ -54,12 +54,12 @@ class SavePlanner(SPMDSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        once = {item.index: item for item in reversed(plan.items)}  # equal if of the same part
+        once = {item.index: item for item in reversed(plan.items)}  # equal if of the same shard
         return dataclasses.replace(plan, items=list(once.values()))
 
 
 class LoadPlanner(SPMDLoadPlanner):
-    """torch_xla's, once what the tensors hold is there: reading a shard while it is computed fails."""
+    """torch_xla's planner, once the tensors are computed: reading a shard before that fails."""
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         torch_xla.sync(wait=True)

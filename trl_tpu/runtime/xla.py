@@ -19,24 +19,24 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from . import PartitionSpec, Planners, Remat, Topology, Value, hosts, libtpu, shards
-from .kernels.plain import MATMULS, attend_in_rows, contract
-from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
-from .manual import shard_map
+from .kernels.plain import MATMULS, attend_in_rows, einsum
+from .layout import MeshSharding, laid_out, mesh_of_first_scatter, shard_count
 from .remat import recompute
 from .scan import scan_layers
+from .shard_map import shard_map
 from .slices import make_mesh, reported_slices
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
 
-@contract.register_kernel("xla")
-def _contract(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+@einsum.register_kernel("xla")
+def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # below autograd torch would take its own einsum, of reshapes; torch_xla's one dot is registered with autograd's
     return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
 
 
 class DeviceLoader:
-    """Batches on the device, uploaded by background threads, already split over the mesh.
+    """Batches on the device, copied there by background threads, already split over the mesh.
 
     Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
     """
@@ -79,7 +79,7 @@ class _ShardingLoader(pl.ParallelLoader):
         super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
 
     def _watched(self, batches: DataLoader) -> Iterator[dict[str, Any]]:
-        """The batches; an error in making one reaches the main thread, where torch_xla would just end the epoch."""
+        """Yield the batches; an error in making one reaches the main thread: torch_xla would just end the epoch."""
         try:
             yield from batches
         except Exception as error:
@@ -215,15 +215,15 @@ class XlaRuntime:
         return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor of a batch over the batch axes; whole on every device where they do not divide it.
+        """Copy a tensor of a batch to the devices, over the batch axes; whole to each where they do not divide it.
 
         torch_xla cuts out what this host's devices hold by their places in the mesh. Its ``minibatch`` would instead
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
         host has 0, 1, 4 and 5.
         """
-        shards = parts_of(self._mesh, batch_axes)
+        count = shard_count(self._mesh, batch_axes)
         sharding = None
-        if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
+        if tensor.dim() > 0 and count > 1 and tensor.shape[0] % count == 0:
             spec = (batch_axes, *([None] * (tensor.dim() - 1)))
             sharding = MeshSharding(self._mesh, spec)
         return xm.send_cpu_data_to_device([tensor], device, sharding)[0]  # type: ignore[index]

@@ -14,6 +14,7 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 
 # nothing heavy at the top: how many devices torch_xla pretends to have is settled before it is imported
@@ -211,6 +212,7 @@ def pretend_devices(chips: int) -> None:
             "x86-64. There: pip install 'trl-tpu[tpu]'."
         )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "USE_TORCH_XLA": "1"}
+    settle()
 
 
 def _chips(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ...runtime.kernels.plain import contract
+from ...runtime.kernels.plain import einsum
 
 STATIC_SDPA = "static_sdpa"
 
@@ -50,12 +50,12 @@ def static_sdpa_attention(
     query = query_BNQD.unflatten(1, (groups, -1))
     mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = contract("bghqd,bgkd->bghqk", query * scale, key_BGKD)
+    scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     is_rule = mask.dtype == torch.bool
     masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_rule else wide + mask
     weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
-    outputs = contract("bghqk,bgkd->bghqd", weights, value_BGKD)
+    outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
