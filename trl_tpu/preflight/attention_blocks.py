@@ -8,7 +8,7 @@ from math import ceil
 
 import numpy as np
 
-from ..runtime.kernels.blocks import block_size, has_fused_backward, padded, padded_head
+from ..runtime.kernels.blocks import block_size, padded, padded_head
 from .case import Case
 from .lengths import PairLengths
 
@@ -17,7 +17,7 @@ def kernel_flops(case: Case) -> float:
     """Operations of a step's attention kernels over all chips; 0 where masks are used instead.
 
     A block takes a product of queries with keys and one of weights with values; with full remat again in the backward;
-    then for gradients five, or seven where it is two kernels.
+    then for gradients seven, in two kernels that both begin with the weights.
     """
     return _operations(case, *map(padded_head, case.model.head_dims))
 
@@ -35,9 +35,7 @@ def _operations(case: Case, keys: int, values: int) -> float:
         return 0.0
     model, block = case.model, block_size(case.length)
     forwards = 2 if case.remat == "full" else 1
-    is_fused = has_fused_backward(case.length, model.head_dims, case.compute_bytes)
-    backward = 3 * keys + 2 * values if is_fused else 4 * keys + 3 * values
-    sizes = forwards * (keys + values) + backward
+    sizes = forwards * (keys + values) + 4 * keys + 3 * values
     blocks = {window: blocks_run(case.lengths, case.rows, case.length, window) for window in set(model.windows)}
     return sum(2.0 * model.heads * block * block * sizes * blocks[window] for window in model.windows)
 
