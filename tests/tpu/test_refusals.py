@@ -1,7 +1,7 @@
 """What the real compiler says of programs that are too large is understood, for each kind of chip."""
 
 import pytest
-from test_tpu_compiler import trace
+from tpu_programs import trace
 
 from trl_tpu.preflight.chips import GiB, parse_topology
 from trl_tpu.preflight.compile import compile_for

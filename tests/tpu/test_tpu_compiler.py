@@ -4,39 +4,20 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from ahead import AT_ONCE, asked_for
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from tpu_programs import LENGTH, SETTINGS, config, trace
+from transformers import AutoModelForSequenceClassification
 
 from trl_tpu.preflight.analytic import count_flops, read_model
 from trl_tpu.preflight.compile import compile_for
 from trl_tpu.preflight.hlo import arrays_of
 from trl_tpu.preflight.lengths import PairLengths
 from trl_tpu.preflight.program import CompiledProgram
-from trl_tpu.preflight.trace import Rows, StepRequest, TracedProgram, trace_step
+from trl_tpu.preflight.trace import TracedProgram
 
-LENGTH = 256
-EXPANDED = {"packed_attention": "expanded"}
-PADDED = {"packing": "false"}
-ADAPTERS = {"adapters": True}
-LARGE = {"hidden_size": 1024, "intermediate_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 8}
-SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "packed": (1, "train", EXPANDED),
-    "long rows": (1, "train", EXPANDED | {"length": 4096}),
-    "padded": (1, "train", PADDED | {"remat": "none"}),
-    "adapters, tensor parallel": (8, "train", EXPANDED | ADAPTERS | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
-    "layers as a loop": (8, "train", EXPANDED | {"scan_layers": True}),
-    "large weights": (16, "train", EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
-    "large weights, many chips": (64, "train", EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
-    "large weights, many chips, one by one": (64, "train", EXPANDED | {"length": 2048, "sizes": LARGE}),
-    "loop, tensor parallel": (8, "train", EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
-    "evaluation": (8, "evaluate", EXPANDED),
-    "packed, two axes": (256, "train", EXPANDED | {"mesh": "data=4,fsdp=64"}),
-    "padded, adapters": (256, "train", PADDED | ADAPTERS),
-    "padded, evaluation": (256, "evaluate", PADDED),
-}
 CASES = [
     *(("packed", topology) for topology in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")),
     ("long rows", "v5e:2x2"),
@@ -58,28 +39,6 @@ class Made(NamedTuple):
     traced: TracedProgram
     compiled: CompiledProgram
     hlo: str
-
-
-def config(layers: int = 1, **sizes: int) -> LlamaConfig:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    usual = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
-    return LlamaConfig(num_labels=1, **heads | usual | sizes)
-
-
-def trace(name: str) -> TracedProgram:
-    chips, what, settings = SETTINGS[name]
-    arguments: dict[str, Any] = {f"per_device_{each}_batch_size": 1 for each in ("train", "eval")} | settings
-    peft = lora() if arguments.pop("adapters", False) else None
-    pairs = chips // (2 if "tensor=2" in arguments.get("mesh", "") else 1)
-    rows = Rows(pairs, arguments.pop("length", LENGTH), None if settings.get("packing") == "false" else pairs)
-    model = config(layers=2 if "scan_layers" in settings else 1, **arguments.pop("sizes", {}))
-    return trace_step(StepRequest(model, chips, rows, arguments, peft, what))  # type: ignore[arg-type]
-
-
-def lora() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=8, task_type="SEQ_CLS", target_modules="all-linear", modules_to_save=["score"])
 
 
 def compile_one(traced: Future[TracedProgram], topology: str, keep: Path) -> Made:
