@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from ahead import AT_ONCE, asked_for
-from tpu_programs import LENGTH, SETTINGS, config, trace
+from tpu_programs import LARGE, LENGTH, SETTINGS, config, trace
 from transformers import AutoModelForSequenceClassification
 
 from trl_tpu.preflight.analytic import count_flops, read_model
