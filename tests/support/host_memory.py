@@ -54,7 +54,7 @@ class Measured(XlaRuntime):
 
 
 def give_back_at_once() -> None:
-    """Have memory that is freed go back to the system, so that it is not counted (malloc.h: one arena, small mmaps)."""
+    """Have freed memory go back to the system, so that it is not counted: M_ARENA_MAX and M_MMAP_THRESHOLD."""
     mallopt = ctypes.CDLL(None).mallopt
     assert mallopt(-8, 1) and mallopt(-3, 65536)
 
