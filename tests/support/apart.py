@@ -10,12 +10,15 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from places import ROOT, SUPPORT
 
 _RUNTIME = "USE_TORCH_XLA"  # read when transformers is imported
 _XLA = ["torch_xla.core.xla_model", "torch_xla.distributed.spmd", "trl_tpu.runtime.xla"]
+_lock = threading.Lock()  # starting one process also looks after those that other threads wait for
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(
     ["datasets", "peft", "transformers.models.llama.modeling_llama", "trl_tpu.trainer.reward_trainer"]
@@ -33,8 +36,11 @@ def run(script: str, *words: str, timeout: float = 400, **variables: str) -> sub
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = _forks.Process(target=_run, args=(command, environment, outputs))
-        process.start()
-        process.join(timeout)
+        with _lock:
+            process.start()
+        wait([process.sentinel], timeout)
+        with _lock:
+            process.join(0)
         if process.exitcode is None:
             process.kill()
             raise subprocess.TimeoutExpired(command, timeout)

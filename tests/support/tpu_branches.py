@@ -50,7 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {  # packed rows and bfloat16 compute unless 
     "lora": {},
     "padded": {"packing": False},
     "float32": {"bf16": False},
-    "padded_float32": {"bf16": False, "packing": False},
     "adafactor": {"optim": "adafactor"},
 }
 FINE = 1 + 2**-20  # bfloat16 would make it 1

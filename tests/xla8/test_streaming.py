@@ -2,18 +2,15 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 import tiny
 import torch
 import torch_xla.distributed.spmd as xs
-from places import ROOT, SUPPORT
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -82,15 +79,7 @@ def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def measure(model: str, out: Path, way: str) -> dict[str, int]:
-    # memory that is freed goes back to the system at once, so that it is not counted
-    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(
-        [sys.executable, str(SUPPORT / "host_memory.py"), model, str(out), way],
-        env=os.environ | allocator | devices,
-        capture_output=True,
-        text=True,
-    )
+    process = apart.run("host_memory.py", model, str(out), way)
     assert process.returncode == 0, process.stderr[-4000:]
     return json.loads(out.read_text())
 

@@ -11,7 +11,7 @@ import pytest
 import xla_flags
 from places import ROOT, SUPPORT
 
-KINDS = ["full", "lora", "padded", "float32", "padded_float32", "adafactor"]
+KINDS = ["full", "lora", "padded", "float32", "adafactor"]
 
 
 def run(folder: Path, *kinds: str) -> dict[str, Any]:
