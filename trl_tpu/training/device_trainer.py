@@ -528,13 +528,20 @@ class DeviceTrainer(Trainer):
         remote = self.remote if folder == str(self.args.output_dir) else None
         if is_url(folder):
             folder, remote = staging_folder(folder), RemoteRun(folder)
-        if self.runtime.compiles:
-            self._save(folder, whole_weights(self.model, self.runtime, keeps=self.args.should_save))
-        else:
-            super().save_model(folder, _internal_call=True)
-        if remote is not None and self.args.should_save:
-            remote.put(Path(folder), [path.name for path in Path(folder).iterdir() if path.is_file()])
-        self.runtime.all_gather_object(None)  # the other hosts may read it next
+        failed: OSError | None = None
+        try:
+            if self.runtime.compiles:
+                self._save(folder, whole_weights(self.model, self.runtime, keeps=self.args.should_save))
+            else:
+                super().save_model(folder, _internal_call=True)
+            if remote is not None and self.args.should_save:
+                remote.put(Path(folder), [path.name for path in Path(folder).iterdir() if path.is_file()])
+        except OSError as error:
+            failed = error
+        # the other hosts wait here, since they may read it next
+        said = [each for each in self.runtime.all_gather_object(failed and str(failed)) if each is not None]
+        if said:
+            raise failed or OSError(f"The model could not be written on another host: {said[0]}")
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
