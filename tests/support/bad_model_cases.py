@@ -24,7 +24,7 @@ SECOND = "model-00002-of-00002.safetensors"
 MODELS = {
     "no such model": Case(
         flags(model_name_or_path="{folder}/no"),
-        ["DIR/no cannot be loaded as a reward model: there is no folder DIR/no", "Correct the name"],
+        ["DIR/no cannot be loaded as a", "there is no folder DIR/no", "Correct the name"],
     ),
     "a model that is a file": Case(
         flags(model_name_or_path="{folder}/pairs.jsonl"), ["there is no folder DIR/pairs.jsonl", "Correct the name"]

@@ -121,7 +121,7 @@ GOOD = b'{"chosen": "a", "rejected": "b"}\n'
         (
             "d.jsonl",
             GOOD * 2 + b'{"chosen": "a", "rejec\n' + GOOD,
-            r"d.jsonl is broken: line 3: Invalid control character",
+            r"d.jsonl is broken: line 3: Unterminated string",
         ),
         ("d.jsonl", GOOD + b"\n" + b'{"chosen": "a" "rejected": "b"}\n', r"line 3: Expecting ',' delimiter \(column"),
         ("d.jsonl", GOOD * 3 + b'{"chosen": "cut', r"line 4: Unterminated"),
