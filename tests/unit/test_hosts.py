@@ -231,7 +231,7 @@ class Meeting:
             self._barrier.wait()
             return given
 
-        topology = Topology(devices=4, process_index=index, process_count=self.hosts)
+        topology = Topology(4, 1, index, self.hosts, (index,), "made up")
         return SimpleNamespace(topology=lambda: topology, all_gather_object=all_gather_object)
 
 

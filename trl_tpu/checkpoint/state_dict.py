@@ -47,7 +47,7 @@ def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[st
     """
     weights = trained_weights(model)
     if runtime.topology().process_count == 1:
-        return by_layer(model, to_host(weights, runtime), getitem)
+        return by_layer(model, to_host(weights, runtime), getitem) if keeps else {}
     host: dict[int, torch.Tensor] = {}
     for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
         copy = to_host({"": tensor}, runtime)[""]
