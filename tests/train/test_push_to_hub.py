@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from places import EXAMPLES, ROOT
 from safetensors.torch import load, load_file
 
-from trl_tpu.checkpoint.manifest import faults
+from trl_tpu.checkpoint.manifest import find_faults
 
 EXAMPLE = EXAMPLES / "reward_modeling.py"
 LOAD_AND_SCORE = """
@@ -128,7 +128,7 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_
         assert f"An upload to {repo} FAILED, the repository is as before: 403 Forbidden" in process.stderr
         assert "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden" in process.stderr
         assert hub.files == {repo: {}} and hub.commits == []
-        assert faults(out / "checkpoint-2") == []
+        assert find_faults(out / "checkpoint-2") == []
 
         hub.failures = [("/commit/", 501)]
         words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]

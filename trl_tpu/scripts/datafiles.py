@@ -70,6 +70,8 @@ def naming_bad_lines(*paths: str | None) -> Iterator[None]:
         for path in filter(None, paths):
             if (fault := _bad_line(Path(path).expanduser())) is not None:
                 raise UserError(fault) from error
+        if isinstance(error, pa.ArrowException) and any(paths):
+            raise UserError(f"{', '.join(filter(None, paths))} cannot be read: {error}. Correct the file.") from error
         raise
 
 
