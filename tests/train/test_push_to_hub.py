@@ -134,7 +134,7 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_
         words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
         process = push(tmp_path, hub, *words)
         assert process.returncode == 2 and hub.failures == []
-        assert f"Pushing to {repo} FAILED: Server error '500" in process.stderr
+        assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
         again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
         assert hub.files == {repo: {}} and hub.commits == []
 
