@@ -53,7 +53,8 @@ def hosts(ended: list[subprocess.CompletedProcess]) -> list[dict[str, Any]]:
 
 
 def test_what_one_host_wishes_both_do(hosts: list[dict[str, Any]], folder: Path) -> None:
-    assert [host["steps"] for host in hosts] == [5, 5]  # host 1 alone wanted to stop, within that step
+    # host 1 alone wanted to stop, within step 5: both do when they next meet, at the log at the latest
+    assert hosts[0]["steps"] == hosts[1]["steps"] in (5, 6)
     saved = {path.name for path in (folder / "out").iterdir()}
     assert {"checkpoint-2", "checkpoint-4"} <= saved  # and it alone wanted to save at 2
     assert [host["saved"] for host in hosts] == [[2, 2], [2, 2]]  # neither goes on before all is written
@@ -82,8 +83,7 @@ def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
     processes = start(tmp_path, "SIGTERM")
     assert [process.returncode for process in processes] == [75, 75], "".join(p.stderr[-2000:] for p in processes)
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
-    note = {"stopped_by": "SIGTERM", "evaluation_due": True}
-    assert state["stateful_callbacks"]["StoppingTrainer"]["attributes"] == note
+    assert state["stateful_callbacks"]["Preemption"]["attributes"] == {"stopped_by": "SIGTERM"}
     assert not any("eval_loss" in log for log in state["log_history"])
 
 
