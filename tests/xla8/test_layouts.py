@@ -30,7 +30,6 @@ RUNS = [
     "gemma3_text:fsdp=4,tensor=2:padded",
     "qwen3_moe:tensor=8:packed+accumulated",
     "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
-    "llama:fsdp=8:packed+scanned+in steps+in parts",
 ]
 LONG_RUNS = [
     "llama:data=2,fsdp=4:packed",
