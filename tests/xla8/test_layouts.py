@@ -46,7 +46,6 @@ LONG_RUNS = [
     "llama_lora:tensor=8:padded",
     "llama_lora:fsdp=8:packed+accumulated+scanned",
     "llama:fsdp=8:packed+in steps",
-    "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
 ]
 
 Results = dict[str, dict[str, Any]]
