@@ -6,7 +6,8 @@ import peft
 import pytest
 import torch
 import transformers
-from decoders import FAMILIES, KNOWN_PAIRS, PAD, PROMPT, TINY, VOCAB, StayInFloat64, gradients, padded, random_decoder
+from decoders import FAMILIES, KNOWN_PAIRS, PAD, PROMPT, TINY, StayInFloat64, gradients, padded, random_decoder
+from drawn_pairs import pair
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -87,15 +88,6 @@ def assert_equal_in_both(model: nn.Module, pairs: list[Any], **kwargs: Any) -> N
         )
 
 
-ids = st.integers(1, VOCAB - 1)
-dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
-prompt, tail = st.lists(ids, min_size=1, max_size=10), st.lists(ids, max_size=6)
-pair = st.one_of(
-    st.tuples(dialogue, dialogue),
-    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), prompt, tail, tail),
-    dialogue.map(lambda ids: (ids, ids)),
-    st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
-)
 batches = st.lists(pair, min_size=1, max_size=5)
 
 

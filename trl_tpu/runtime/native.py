@@ -60,7 +60,7 @@ class NativeRuntime:
         return function(*tensors)
 
     def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        if policy != "dots":
+        if policy != Remat.DOTS:
             return  # torch.utils.checkpoint, which transformers uses, works here as it is
         keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
         for module in model.modules():

@@ -29,6 +29,10 @@ from .slices import make_mesh, reported_slices
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
 
+def _kept_operations(policy: Remat) -> frozenset[Any]:
+    return MATMULS if policy == Remat.DOTS else frozenset()
+
+
 @einsum.register_kernel("xla")
 def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # below autograd torch would take its own einsum, of reshapes; torch_xla's one dot is registered with autograd's
@@ -194,7 +198,7 @@ class XlaRuntime:
         return shard_map(self._mesh, function, tensors, axes, result_axes)
 
     def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        keep = MATMULS if policy == "dots" else frozenset()
+        keep = _kept_operations(policy)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
@@ -208,7 +212,7 @@ class XlaRuntime:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        keep = MATMULS if policy == "dots" else frozenset()
+        keep = _kept_operations(policy)
         return scan_layers(layer, axes, self.constrain, self.scatter, keep, hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
