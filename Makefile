@@ -56,6 +56,7 @@ test-xla8: $(READY)
 # what takes too long for every change: many more kills, layouts, examples and steps
 test-long: $(READY) long-run
 	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) -m long tests/unit tests/train
+	PJRT_DEVICE=CPU $(PYTEST) $(BY_TWO) -m long tests/xla
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) -m long tests/xla8
 	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) --hypothesis-profile=search tests/unit
 

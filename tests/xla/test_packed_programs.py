@@ -88,11 +88,15 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
             assert all(np.array_equal(tensor, tensors[name]) for name, tensor in rows.named_tensors().items())
 
 
-@pytest.mark.parametrize("source", real_pairs.SOURCES)
-def test_an_epoch_of_real_lengths(source: str, config: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [("made up", 800), *(pytest.param(each, real_pairs.COUNT, marks=pytest.mark.long) for each in real_pairs.SOURCES)],
+)
+def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[..., Any], tmp_path: Path) -> None:
     """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""
-    pairs = real_pairs.pairs_from(source)
-    hidden = 8 * (1 + real_pairs.SOURCES.index(source))  # programs that no other source has compiled
+    pairs = real_pairs.pairs_from(source, count)
+    # programs that no other test has compiled
+    hidden = 8 * (1 + real_pairs.SOURCES.index(source) + 2 * (count == real_pairs.COUNT))
     model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=hidden, layers=1)
     counter = CountAtSteps()
     args = config(packing=True, num_train_epochs=1, logging_steps=1000, max_length=256)
@@ -101,7 +105,7 @@ def test_an_epoch_of_real_lengths(source: str, config: Callable[..., Any], tmp_p
     trainer.train()
     last = max(counter.at)
     steps = counter.between(0, last)
-    assert last == len(trainer.train_dataset) // 32 > 40
+    assert last == len(trainer.train_dataset) // 32 > count // 60
     loader = trainer.get_train_dataloader()
     loader.set_epoch(0)
     batches = [batch["packed"].micro_batches for batch in loader.batches]
