@@ -147,7 +147,14 @@ def test_urls_that_cannot_be_used_are_refused(
 # ---- memory
 
 
-@pytest.mark.parametrize("way", ["state", "state bfloat16", "files", "files bfloat16", "merged"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "state",
+        "merged",
+        *(pytest.param(way, marks=pytest.mark.long) for way in ("state bfloat16", "files", "files bfloat16")),
+    ],
+)
 def test_the_host_holds_the_model_once(way: str, tmp_path: Path) -> None:
     """In memory of its own: pages of files that are mapped go when the system needs them."""
     # memory that is freed goes back to the system at once, so that it is not counted

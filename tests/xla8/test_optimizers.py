@@ -22,19 +22,22 @@ KNOWN = {
     "adafactor": {"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"},
 }
 OWN_WAY = {"dampened": {"momentum_buffer"}, "lion": {"exp_avg"}}  # make their state in step 1
+LONG = {"adagrad", "rmsprop", "dampened"}
 MESH = {"fsdp": 4, "tensor": 2}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What happened on eight devices, and the losses on one."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What happened on eight devices, and the losses on one, with the optimizers that were chosen."""
+    tests = (item for item in request.session.items if item.path == request.path)
+    chosen = dict.fromkeys(test.callspec.params["name"] for test in tests if hasattr(test, "callspec"))
     folder = tmp_path_factory.mktemp("optimizers")
     settings: dict[str, dict[str, str]] = {
         "eight": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"},
         "one": {"USE_TORCH_XLA": "0"},
     }
     for name, environment in settings.items():
-        process = apart.run("optimizers.py", str(folder / f"{name}.json"), *KNOWN, *OWN_WAY, **environment)
+        process = apart.run("optimizers.py", str(folder / f"{name}.json"), *chosen, **environment)
         assert process.returncode == 0, process.stderr[-4000:]
     eight, one = (json.loads((folder / f"{name}.json").read_text()) for name in settings)
     return {name: found | {"one": one[name]} for name, found in eight.items()}
@@ -48,7 +51,9 @@ def result(results: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     return found
 
 
-every_optimizer = pytest.mark.parametrize("name", [*KNOWN, *OWN_WAY])
+every_optimizer = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else []) for name in KNOWN | OWN_WAY]
+)
 
 
 @every_optimizer
