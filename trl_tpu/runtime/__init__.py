@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..errors import UserError
-from .device_choice import Choice, choice
+from .device_choice import choice
 
 if TYPE_CHECKING:
     import torch
@@ -263,17 +263,3 @@ def current() -> Runtime:
     from .native import NativeRuntime
 
     return NativeRuntime()
-
-
-__all__ = [
-    "Choice",
-    "PartitionSpec",
-    "Planners",
-    "Remat",
-    "Runtime",
-    "Topology",
-    "Value",
-    "choice",
-    "current",
-    "replace",
-]

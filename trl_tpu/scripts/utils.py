@@ -5,21 +5,11 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from trl_tpu.errors import UserError
-from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 from trl_tpu.trainer.field_help import help_from_docstring
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
-
-__all__ = [
-    "DatasetConfig",
-    "DatasetMixtureConfig",
-    "ScriptArguments",
-    "TrlParser",
-    "get_dataset",
-    "init_zero_verbose",
-    "load_named_dataset",
-]
 
 logger = logging.getLogger(__name__)
 
