@@ -26,6 +26,8 @@ from .scan import scan_layers
 from .shard_map import shard_map
 from .slices import make_mesh, reported_slices
 
+Upload = Callable[[torch.Tensor, torch.device], torch.Tensor]
+
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
 
@@ -45,7 +47,7 @@ class DeviceLoader:
     Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
     """
 
-    def __init__(self, batches: DataLoader, upload: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
+    def __init__(self, batches: DataLoader, upload: Upload) -> None:
         self.batches = batches
         self._upload = upload
 
@@ -56,7 +58,7 @@ class DeviceLoader:
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        loader = _ShardingLoader(self.batches, [torch_xla.device()], self._upload)
+        loader = _ShardingLoader(self.batches, self._upload)
         try:
             yield from loader.per_device_loader(torch_xla.device())
         finally:
@@ -73,13 +75,9 @@ class DeviceLoader:
 class _ShardingLoader(pl.ParallelLoader):
     """torch_xla's prefetching loader with a sharding per tensor, so that batches may have any keys and ranks."""
 
-    def __init__(
-        self,
-        batches: DataLoader,
-        devices: list[torch.device],
-        upload: Callable[[torch.Tensor, torch.device], torch.Tensor],
-    ) -> None:
+    def __init__(self, batches: DataLoader, upload: Upload) -> None:
         self._upload = upload
+        devices = [torch_xla.device()]
         super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
 
     def _watched(self, batches: DataLoader) -> Iterator[dict[str, Any]]:
@@ -97,9 +95,7 @@ class _ShardingLoader(pl.ParallelLoader):
             return {key: self._send(part, device) for key, part in value.items()}
         if hasattr(value, "map_tensors"):  # packed rows
             return value.map_tensors(lambda tensor: self._upload(tensor, device))
-        if not isinstance(value, torch.Tensor):
-            return value
-        return self._upload(value, device)
+        return self._upload(value, device) if isinstance(value, torch.Tensor) else value
 
 
 class XlaRuntime:

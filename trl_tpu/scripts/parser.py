@@ -87,8 +87,8 @@ class TrlParser(HfArgumentParser):
             *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
         except UserError:
             raise
-        except ValueError as error:  # transformers refuses settings by plain ones
-            raise UserError(str(error)) from error
+        except ValueError as error:  # transformers refuses settings by plain ones, of several lines
+            raise UserError(" ".join(str(error).split())) from error
         if return_remaining_strings:
             if separate_remaining_strings:
                 return (*parsed, unknown_keys, unknown_words)
