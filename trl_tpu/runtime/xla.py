@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from . import PartitionSpec, Planners, Remat, Topology, Value, hosts, libtpu, shards
 from .kernels.plain import MATMULS, attend_in_rows, einsum
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, shard_count
+from .native import Runtime
 from .remat import recompute
 from .scan import scan_layers
 from .shard_map import shard_map
@@ -98,8 +99,8 @@ class _ShardingLoader(pl.ParallelLoader):
         return self._upload(value, device) if isinstance(value, torch.Tensor) else value
 
 
-class XlaRuntime:
-    """The `Runtime` for PyTorch/XLA."""
+class XlaRuntime(Runtime):
+    """The `Runtime` of PyTorch/XLA."""
 
     name = "xla"
     compiles = True
@@ -193,11 +194,8 @@ class XlaRuntime:
             return function(*tensors)  # on the host, or outside a trainer
         return shard_map(self._mesh, function, tensors, axes, result_axes)
 
-    def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        keep = _kept_operations(policy)
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
+    def _recomputing(self, layer: nn.Module, policy: Remat) -> Callable[..., Any]:
+        return functools.partial(recompute, layer, _kept_operations(policy))
 
     def scan(
         self,
