@@ -34,10 +34,7 @@ class TrlParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
-        if dataclass_types is None:
-            types: list[Any] = []
-        else:
-            types = list(dataclass_types) if isinstance(dataclass_types, Iterable) else [dataclass_types]
+        types: list[Any] = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         for type_ in types:
             if any(field.name == "config" for field in dataclasses.fields(type_)):
                 raise UserError(

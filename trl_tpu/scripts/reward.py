@@ -14,7 +14,7 @@ from typing import Any
 from trl_tpu.checkpoint.background import SavesFailed
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts import SYNTHETIC, score, synthetic
+from trl_tpu.scripts import score, synthetic
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
 from trl_tpu.scripts.parser import TrlParser
@@ -85,7 +85,7 @@ def main(
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
-    if what.startswith(SYNTHETIC) and trainer.is_world_process_zero():
+    if what.startswith(synthetic.PREFIX) and trainer.is_world_process_zero():
         print_examples(output_dir)
     trainer.end()  # closes the trackers
     if trainer.checkpointer.failed:
@@ -123,7 +123,7 @@ def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) 
 
 def local_model(name: str, output_dir: str) -> str:
     """Return the name, or for ``synthetic:NAME`` the folder below `output_dir` where that model is made."""
-    return synthetic.resolve_model(name, output_dir) if name.startswith(SYNTHETIC) else name
+    return synthetic.resolve_model(name, output_dir) if name.startswith(synthetic.PREFIX) else name
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:

@@ -18,7 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trl_tpu.errors import UserError
 
-MODEL, DATASET = "synthetic:tiny", "synthetic:numbers"
+#: How the names of a model and a dataset begin that are made here.
+PREFIX = "synthetic:"
+MODEL, DATASET = f"{PREFIX}tiny", f"{PREFIX}numbers"
 SEED = 0
 
 NUMBERS = range(10, 50)
