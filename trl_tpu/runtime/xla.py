@@ -206,8 +206,7 @@ class XlaRuntime(Runtime):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        keep = _kept_operations(policy)
-        return scan_layers(layer, axes, self.constrain, self.scatter, keep, hidden, args, kwargs)
+        return scan_layers(self, layer, axes, _kept_operations(policy), hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))
