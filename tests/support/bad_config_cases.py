@@ -88,9 +88,6 @@ CONFIGURATION = {
         flags(model_init_kwargs="[1]"), ["model_init_kwargs must be a JSON object", "[1]"]
     ),
     "an argument that no model has": Case(flags(model_init_kwargs='{"nope": 1}'), ["'nope'", "`model_init_kwargs`"]),
-    "two revisions": Case(
-        flags(model_revision="a", model_init_kwargs='{"revision": "b"}'), ["model_revision a", "in one place"]
-    ),
     "an output folder that is a file": Case(flags(output_dir="{folder}/pairs.jsonl"), ["DIR/pairs.jsonl is a file"]),
     "no such sharding plan": Case(flags(sharding_plan="{folder}/p.yaml"), ["no sharding plan 'DIR/p.yaml'", "name a"]),
     "no model": Case(without("model_name_or_path"), ["Name a model with `--model_name_or_path`"]),

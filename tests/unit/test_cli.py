@@ -258,17 +258,12 @@ def config(**kwargs: Any) -> Any:
         ({}, {"dtype": "bfloat16", "revision": "v2"}, {"dtype": "bfloat16", "revision": "v2"}),
         ({"dtype": "auto", "model_revision": "v2"}, {"dtype": "auto"}, {"dtype": "auto", "revision": "v2"}),
         ({"attn_implementation": "eager"}, {"subfolder": "s"}, {"attn_implementation": "eager", "subfolder": "s"}),
+        ({"model_revision": "a"}, {"revision": "b"}, {"revision": "b"}),
     ],
 )
 def test_flags_and_model_init_kwargs_are_merged(flags: Any, given: Any, expected: Any) -> None:
     merged = reward.model_init_kwargs(ModelConfig(**flags), config(model_init_kwargs=given))
     assert merged == {"revision": "main", "dtype": "float32", "trust_remote_code": False} | expected
-
-
-def test_a_flag_and_model_init_kwargs_that_contradict_are_refused() -> None:
-    for flags, given in (({"dtype": "auto"}, {"dtype": "float16"}), ({"model_revision": "a"}, {"revision": "b"})):
-        with pytest.raises(ValueError, match="contradict each other"):
-            reward.model_init_kwargs(ModelConfig(**flags), config(model_init_kwargs=given))
 
 
 @pytest.mark.parametrize(

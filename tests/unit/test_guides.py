@@ -58,7 +58,7 @@ def checkout(folder: Path) -> Path:
     synthetic.tiny_tokenizer().save_pretrained(folder / "runs" / "quickstart")
     model.save_pretrained(folder / "runs" / "quickstart")
     pairs = folder / "trl-lib" / "ultrafeedback_binarized"
-    for split, rows in synthetic.number_comparisons().items():
+    for split, rows in synthetic.load_dataset(synthetic.DATASET).items():
         rows.select(range(16)).to_json(pairs / f"{split}.jsonl")
     programs = folder / "programs"
     programs.mkdir()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.runtime.native import NativeRuntime
+from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.metrics import RewardMetrics, RewardSums, on_host, sums_of
 from trl_tpu.training.recompile_guard import RecompileGuard
 
@@ -24,11 +24,11 @@ batches = st.lists(
 
 
 def new_metrics() -> RewardMetrics:
-    return RewardMetrics(NativeRuntime(), CPU)
+    return RewardMetrics(Runtime(), CPU)
 
 
 def close(metrics: RewardMetrics) -> dict[str, float]:
-    return metrics.close(on_host(NativeRuntime().fetch(metrics.device_sums)))
+    return metrics.close(on_host(Runtime().fetch(metrics.device_sums)))
 
 
 def update(metrics: RewardMetrics, rows: list[tuple[float, float, bool]], tokens: int = 10) -> None:
@@ -123,7 +123,7 @@ def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(
 # ---- the recompile guard
 
 
-class CountingRuntime(NativeRuntime):
+class CountingRuntime(Runtime):
     """Plain torch, and a number of compiled programs that the test sets."""
 
     compiled = 0

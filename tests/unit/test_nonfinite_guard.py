@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from trl_tpu.runtime.native import NativeRuntime
+from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.nonfinite import Counted, NonfiniteGuard
 
 
 def make_guard(limit: int = 3) -> NonfiniteGuard:
     accelerator: Any = SimpleNamespace(num_processes=1)
-    return NonfiniteGuard(limit, NativeRuntime(), torch.device("cpu"), accelerator)
+    return NonfiniteGuard(limit, Runtime(), torch.device("cpu"), accelerator)
 
 
 def take(guard: NonfiniteGuard, losses: list[list[float]], norms: list[float] | None = None) -> float:

@@ -16,7 +16,7 @@ from trl_tpu.parallel.shard import place_model, plan_model
 from trl_tpu.parallel.shard_report import ShardReport
 from trl_tpu.parallel.sharding_plan import Plan, bare_name
 from trl_tpu.runtime import PartitionSpec
-from trl_tpu.runtime.native import NativeRuntime
+from trl_tpu.runtime.native import Runtime
 
 sizes = st.integers(1, 40) | st.sampled_from([48, 64, 96, 128, 256])
 shapes = st.lists(sizes, max_size=4).map(tuple)
@@ -226,7 +226,7 @@ def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> No
 # ---- placing, and the report
 
 
-class RecordingRuntime(NativeRuntime):
+class RecordingRuntime(Runtime):
     """Plain torch that notes how it is asked to place."""
 
     def __init__(self) -> None:

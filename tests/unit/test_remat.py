@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_tpu import RewardConfig
 from trl_tpu.runtime.kernels.plain import MATMULS, einsum
-from trl_tpu.runtime.native import NativeRuntime
+from trl_tpu.runtime.native import Runtime
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_plain_torch_keeps_matrix_products_too() -> None:
         model.train()
         if policy != "none":
             model.activation_checkpointing_enable()
-            NativeRuntime().recompute_layers(model, policy)  # type: ignore[arg-type]
+            Runtime().recompute_layers(model, policy)  # type: ignore[arg-type]
         ids = torch.randint(2, 200, (8, 32), generator=torch.Generator().manual_seed(0))
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.square().sum()
         with Counting() as counting:

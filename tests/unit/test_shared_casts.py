@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, set_seed
 
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.parallel.shard import keep_activations_split, place_model, plan_model
-from trl_tpu.runtime.native import NativeRuntime
+from trl_tpu.runtime.native import Runtime
 
 INPUT_IDS_RL = torch.arange(2 * 8).reshape(2, 8)
 
@@ -25,7 +25,7 @@ def tiny_llama() -> LlamaForSequenceClassification:
 def split_over_tensor(model: nn.Module) -> nn.Module:
     """``model`` with the hooks it has on a mesh with `tensor`, and its weights where they are."""
     plan = plan_model(model, MeshShape(tensor=2))
-    runtime, device = NativeRuntime(), torch.device("cpu")
+    runtime, device = Runtime(), torch.device("cpu")
     keep_activations_split(model, plan, place_model(model, plan, runtime, device).placements, runtime)
     return model
 

@@ -16,7 +16,7 @@ from transformers.optimization import Adafactor
 
 from trl_tpu.modeling.layers import ScanImpossible
 from trl_tpu.modeling.stacked import LayerStack, by_layer
-from trl_tpu.runtime.native import NativeRuntime
+from trl_tpu.runtime.native import Runtime
 
 LAYERS = 3
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -28,7 +28,7 @@ def make_model() -> LlamaForSequenceClassification:
 
 
 def make_stack(model: nn.Module) -> LayerStack:
-    return LayerStack(model, {}, "full", NativeRuntime())
+    return LayerStack(model, {}, "full", Runtime())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -26,7 +26,7 @@ from ..errors import UserError
 from ..modeling import broken
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.load import without_load_report
-from ..runtime.native import NativeRuntime
+from ..runtime.native import Runtime
 from .manifest import MANIFEST_FILE, find_faults
 from .remote import is_url, local_copy
 from .state_dict import STATE_FOLDER, read_weights
@@ -130,7 +130,7 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
     stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
     model = _without_memory(str(checkpoint), dtype or stored_dtype, trust_remote_code).to_empty(device="cpu")
     model.tie_weights()
-    read_weights(model, checkpoint, NativeRuntime())
+    read_weights(model, checkpoint, Runtime())
     return model
 
 
@@ -146,7 +146,7 @@ def _write_adapters(
         model = _without_memory(name, stored_dtype, trust_remote_code)
         with _explaining_misfit(checkpoint, name):
             adapted = empty_adapters(model, str(checkpoint), stored_dtype)
-            read_weights(adapted, checkpoint, NativeRuntime())
+            read_weights(adapted, checkpoint, Runtime())
         weights = adapter_weights(adapted)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / ADAPTER_FILE, {"format": "pt"})

@@ -73,17 +73,10 @@ class Rules:
                 f"{self.source}: no pattern matches {_some(unmatched)}. Add patterns, or as the last line "
                 f"'\"*\": {AUTO}', which leaves the rest to the model's own plan."
             )
-        idle = [pattern for pattern in self.patterns if pattern not in found.values()]
-        shadowed = [pattern for pattern in idle if any(fnmatchcase(name, pattern) for name in names)]
-        if missing := [pattern for pattern in idle if pattern not in shadowed]:
+        if idle := [pattern for pattern in self.patterns if pattern not in found.values()]:
             raise UserError(
-                f"{self.source}: {_some(missing)} match(es) no parameter. The parameters are, for example, "
-                f"{_some(names)}."
-            )
-        if shadowed:
-            raise UserError(
-                f"{self.source}: {_some(shadowed)} match(es) only what earlier patterns match, and the first pattern "
-                "decides. Move it up, or take it out."
+                f"{self.source}: {_some(idle)} match(es) no parameter, or only what earlier patterns match: the first "
+                f"decides. Move it up, or take it out. The parameters are, for example, {_some(names)}."
             )
 
     def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> "PartitionSpec | None":

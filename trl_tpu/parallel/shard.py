@@ -66,15 +66,17 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     placements = {name: plan.place(name, shape) for name, shape in shapes.items()}
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    for name, owners in _owners(model).items():
-        module, leaf = owners[0]
-        parameter = module._parameters[leaf]
-        assert parameter is not None
-        placed = runtime.place(parameter.detach(), placements[name].axes, device)
+    names: dict[int, list[str]] = {}  # of each parameter; a tied one has several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for all_names in names.values():
+        parameter = model.get_parameter(all_names[0])
+        placed = runtime.place(parameter.detach(), placements[all_names[0]].axes, device)
         if parameter.device != placed.device:
             parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            for module, leaf in owners:
-                module._parameters[leaf] = parameter
+            for name in all_names:
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._parameters[leaf] = parameter
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
@@ -112,18 +114,6 @@ class WeightPlacer:
     def finish(self, model: Any) -> None:
         """Place what is on the host still: what the checkpoint did not have, and the embeddings that were kept."""
         place_model(model, self._plan or plan_model(model, self._mesh, self._rules), self._runtime, self._device)
-
-
-def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Return every module and attribute that holds a parameter, by the name under which it is listed first."""
-    names: dict[int, str] = {}
-    owners: dict[str, list[tuple[nn.Module, str]]] = {}
-    for prefix, module in model.named_modules():
-        for leaf, parameter in module._parameters.items():
-            if parameter is not None:
-                name = names.setdefault(id(parameter), f"{prefix}.{leaf}" if prefix else leaf)
-                owners.setdefault(name, []).append((module, leaf))
-    return owners
 
 
 def keep_activations_split(

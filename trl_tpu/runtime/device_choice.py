@@ -158,6 +158,3 @@ def _turn_xla_off() -> None:
     if accelerate is not None:
         accelerate._torch_xla_available = False  # type: ignore[attr-defined]
         accelerate.is_torch_xla_available.cache_clear()
-
-
-__all__ = ["PCI_DEVICES", "PCI_VENDOR", "SET_BY_TORCH_XLA", "Choice", "Facts", "choice", "choose", "settle"]

@@ -75,6 +75,3 @@ def mesh_of_first_scatter(mesh: xs.Mesh) -> xs.Mesh | None:
     cut = {"fsdp": first, "fsdp within": count // first}
     sizes = {name: size for axis in sizes for name, size in (cut if axis == "fsdp" else {axis: sizes[axis]}).items()}
     return xs.Mesh(mesh.device_ids, tuple(sizes.values()), tuple(sizes))
-
-
-__all__ = ["MeshSharding", "laid_out", "mesh_of_first_scatter", "shard_count"]

@@ -72,15 +72,3 @@ def with_flags(given: str, flags: Mapping[str, str]) -> str:
     """Return ``given`` and those of ``flags`` that it does not set."""
     said = {word.lstrip("-").partition("=")[0] for word in given.split()}
     return " ".join([*given.split(), *(f"--{name}={value}" for name, value in flags.items() if name not in said)])
-
-
-__all__ = [
-    "FLAGS",
-    "LEAST_SCATTERED",
-    "MOST_SCATTERED",
-    "VARIABLE",
-    "known",
-    "set_flags",
-    "torch_xla_flags",
-    "with_flags",
-]

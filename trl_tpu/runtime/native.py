@@ -1,4 +1,4 @@
-"""Plain torch: a CPU or a CUDA device, with accelerate's own loaders around it."""
+"""What the trainer needs of a device, and how plain torch gives it: on a CPU or a CUDA device."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,45 +10,80 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 from . import PartitionSpec, Planners, Remat, Topology, Value
-from .kernels.plain import MATMULS, attend_in_rows
+from .kernels.plain import MATMULS, KernelRows, attend_in_rows
 
 
-class NativeRuntime:
-    """The `Runtime` for plain torch. One process drives one device; accelerate's launchers add more processes."""
+class Runtime:
+    """What the trainer needs of a device, in plain torch; `XlaRuntime` gives each of it in PyTorch/XLA.
+
+    One process drives one device, and the mesh has one; accelerate's launchers add more processes and its loaders are
+    around our batches. Making a runtime gets ready whatever has to be before anything touches a device.
+    """
 
     name = "native"
+    """For messages; what differs is asked of the capabilities."""
+
     compiles = False
+    """Whether steps are recorded and compiled: shapes have to be static, and reading a value stops the device."""
+
     shares_mesh = False
+    """Whether one process drives all devices of its host and all processes form one mesh, which this runtime leads.
+
+    Else a process has one device, and accelerate leads the processes.
+    """
 
     @property
     def has_attention_kernel(self) -> bool:
+        """Whether `attention` needs less memory than a mask for each query and key."""
         return False
 
+    # ---- devices and processes
+
     def topology(self) -> Topology:
-        """Return one device and one process: several processes share no mesh, accelerate leads them."""
+        """Return the devices and processes that train together, as they are now."""
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
         return Topology(1, slices=1, process_index=0, process_count=1, local_positions=(0,), description=name)
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
+        """Return what each process of the mesh gives, in their order. Of None it is a barrier.
+
+        All processes take part, with small values. Threads that write a checkpoint ask ``while_saving``, so that their
+        words are not taken for those of training.
+        """
         return [value]
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        """Do nothing: every axis has size 1, which the mesh arithmetic has checked."""
+        """Arrange all devices as a mesh of named axes, whose sizes multiply to `Topology.devices`.
+
+        The first axis goes over the ``slices``. Here every size is 1, which the mesh arithmetic has checked.
+
+        Raises:
+            UserError: The devices are in another number of slices.
+        """
+
+    # ---- layouts
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
+        """Lay ``tensor`` out on the device over the mesh: dimension d over the axes ``axes[d]``, None meaning whole.
+
+        A host tensor goes to its shards directly; a device tensor is laid out in place.
+        """
         return tensor.to(device)
 
     def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
+        """Return the activation ``tensor`` laid out as by `place`, and its gradient too, by the compiler.
+
+        Axes that do not divide their dimension are left out.
+        """
         return tensor
 
     def scatter(self, gradient: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
+        """Return ``gradient`` on its way to where its weight is, laid out by ``axes`` over `fsdp`: how it is added up.
+
+        Where the compiler would not scatter it over so many devices at once, it is laid out over some of them. What is
+        laid out already stays so.
+        """
         return gradient
-
-    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: operations run in order."""
-
-    def attention(self, *args: Any) -> torch.Tensor:
-        return attend_in_rows(*args)
 
     def shard_map(
         self,
@@ -57,40 +92,115 @@ class NativeRuntime:
         axes: Sequence[PartitionSpec],
         result_axes: PartitionSpec,
     ) -> torch.Tensor:
+        """Call ``function(*tensors)`` on each device with its own parts of the tensors, for its part of the result.
+
+        For functions of which the compiler would not see that the parts are independent.
+
+        Args:
+            function: Right for any part. It is given parts, and returns one.
+            axes: The mesh axes that each dimension of each tensor goes over. An axis that does not divide every
+                dimension that it is named for is left out.
+            result_axes: The same of the result.
+        """
         return function(*tensors)
 
-    def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        if policy != Remat.DOTS:
-            return  # torch.utils.checkpoint, which transformers uses, works here as it is
-        keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                checkpoint: Any = module._gradient_checkpointing_func
-                module._gradient_checkpointing_func = functools.partial(  # type: ignore[assignment]
-                    checkpoint, use_reentrant=False, context_fn=keep
-                )
-
-    def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
-
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
-        return batches
-
-    def step_boundary(self) -> None:
-        """Do nothing: plain torch executes as it goes."""
+    # ---- to and from the host
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy a small host tensor to the device, as data.
+
+        It has one dimension or more: XLA makes scalars 0 and 1 constants of the program.
+        """
         return tensor.to(device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return small device tensors as host tensors, in one stop of the device."""
         return [tensor.detach().cpu() for tensor in tensors]
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Copy the parts of named tensors that this process's devices hold to the host, of tied tensors once.
+
+        Returns:
+            For each tensor its shards: ``shards[index]`` are those of its ``index`` in the first dimension, if that is
+            over no axes, and ``shards.join()`` is the whole tensor, if this process has all of it. A tensor that has
+            no shards is a host tensor itself.
+        """
         copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
     def checkpoint_planners(self) -> Planners:
+        """Return what torch's distributed checkpoints need to write `local_shards` and to read device tensors."""
         return Planners()
 
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
+        """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``.
+
+        Every process gives batches of all rows, and copies those of its own devices; the others may hold anything.
+        """
+        return batches
+
+    # ---- steps
+
+    def step_boundary(self) -> None:
+        """End the recorded step: what was computed since the last boundary becomes one execution.
+
+        Plain torch executes as it goes.
+        """
+
     def compile_count(self) -> int:
+        """Return how many programs were compiled so far (0 where nothing compiles)."""
         return 0
+
+    def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let nothing be computed from any of ``tensors``, in place, before all of them are there.
+
+        Operations of plain torch run in order.
+        """
+
+    def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
+        """Make layers that transformers marked for activation checkpointing recompute in a way the device supports.
+
+        With "dots" they keep what their matrix products return.
+        """
+        for module in model.modules():
+            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = self._recomputing(module, policy)
+
+    def _recomputing(self, layer: Any, policy: Remat) -> Any:
+        """Return what calls the forward of ``layer`` in the place of `torch.utils.checkpoint.checkpoint`."""
+        if policy != Remat.DOTS:
+            return layer._gradient_checkpointing_func  # torch's own, which transformers uses, works here as it is
+        keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
+        return functools.partial(layer._gradient_checkpointing_func, use_reentrant=False, context_fn=keep)
+
+    def scan(
+        self,
+        layer: nn.Module,
+        axes: Mapping[str, PartitionSpec],
+        policy: Remat,
+        hidden: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return ``hidden`` after layers that are alike, as a loop whose program has one of them.
+
+        Args:
+            layer: One layer, whose parameters have those of all layers behind a first dimension.
+            axes: The mesh axes that the dimensions of each parameter of one layer go over.
+            policy: "full" or "dots", see `Remat`.
+            args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
+        """
+        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
+
+    def attention(
+        self,
+        q_RHLD: torch.Tensor,
+        k_RGLD: torch.Tensor,
+        v_RGLD: torch.Tensor,
+        rows: KernelRows,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """Compute attention by the device's best kernel, equal to `kernels.plain.attend_in_rows`."""
+        return attend_in_rows(q_RHLD, k_RGLD, v_RGLD, rows, scale, window, softcap)

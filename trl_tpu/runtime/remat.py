@@ -123,18 +123,11 @@ class _Recompute(torch.autograd.Function):
             for output, gradient in zip(outputs, gradients, strict=True)
             if isinstance(output, torch.Tensor) and output.requires_grad and gradient is not None
         ]
-        wanted = [leaf for leaf in (*weights, *tensors) if leaf.requires_grad]
-        found = iter(
-            torch.autograd.grad(
-                [output for output, _ in differentiable],
-                wanted,
-                [gradient for _, gradient in differentiable],
-                allow_unused=True,
-            )
-        )
-        weight_gradients = [next(found) if weight.requires_grad else None for weight in weights]
-        arg_gradients = [next(found) if isinstance(arg, torch.Tensor) and arg.requires_grad else None for arg in args]
-        return (None, None, None, None, *weight_gradients, *arg_gradients)
+        results, incoming = zip(*differentiable, strict=True)
+        leaves = [leaf for leaf in (*weights, *tensors) if leaf.requires_grad]
+        found = torch.autograd.grad(results, leaves, incoming, allow_unused=True)
+        gradient_of = dict(zip(map(id, leaves), found, strict=True))
+        return (None, None, None, None, *(gradient_of.get(id(each)) for each in (*weights, *args)))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ products returned, and differentiates it while tracing. Two loops share nothing 
 this needs no barriers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_flat
 
 from . import PartitionSpec
+from .native import Runtime
 from .remat import Keeping, Operations, Reusing, autocast_now, weights_of
 
 Tensors = list[torch.Tensor]
-LayOut = Callable[[torch.Tensor, PartitionSpec], torch.Tensor]
 
 
 def scan_layers(
+    runtime: Runtime,
     layer: nn.Module,
     axes: Mapping[str, PartitionSpec],
-    constrain: LayOut,
-    scatter: LayOut,
     keep: Operations,
     hidden: torch.Tensor,
     args: Any,
@@ -38,8 +37,7 @@ def scan_layers(
     """Return ``hidden`` after all layers whose weights ``layer`` has; see `Runtime.scan`.
 
     Args:
-        constrain: `Runtime.constrain`.
-        scatter: `Runtime.scatter`, for the gradients of each layer.
+        runtime: Whose layouts the gradients get.
         keep: As in `recompute`.
     """
     leaves, structure = tree_flatten((args, kwargs))
@@ -68,13 +66,13 @@ def scan_layers(
 
     def of_layer(gradients: Tensors) -> Tensors:
         return [
-            each if layout is None else constrain(scatter(each, layout), layout)
+            each if layout is None else runtime.constrain(runtime.scatter(each, layout), layout)
             for each, layout in zip(gradients, trained, strict=True)
         ]
 
     def of_all(gradients: Tensors) -> Tensors:
         return [
-            each if layout is None else constrain(each, (None, *layout))
+            each if layout is None else runtime.constrain(each, (None, *layout))
             for each, layout in zip(gradients, trained, strict=True)
         ]
 

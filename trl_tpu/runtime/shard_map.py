@@ -13,6 +13,8 @@ import torch_xla.distributed.spmd as xs
 from . import PartitionSpec
 from .layout import shard_count
 
+Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
+
 
 def shard_map(
     mesh: xs.Mesh,
@@ -23,30 +25,26 @@ def shard_map(
 ) -> torch.Tensor:
     """Call ``function`` as `Runtime.shard_map` says."""
     dividing = _dividing_axes(mesh, tensors, axes)
-    shards = [_Shards.apply(tensor, mesh, _only(over, dividing)) for tensor, over in zip(tensors, axes, strict=True)]
-    return _Whole.apply(function(*shards), mesh, _only(result_axes, dividing))
+    shards = [
+        _OtherView.apply(tensor, mesh, _only(over, dividing), _to_shards, _to_whole)
+        for tensor, over in zip(tensors, axes, strict=True)
+    ]
+    return _OtherView.apply(function(*shards), mesh, _only(result_axes, dividing), _to_whole, _to_shards)
 
 
-class _Shards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
-        return _to_shards(whole, mesh, axes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return _to_whole(gradient, ctx.mesh, ctx.axes), None, None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-        ctx.mesh, ctx.axes = mesh, axes
-        return _to_whole(shard, mesh, axes)
+class _OtherView(torch.autograd.Function):
+    """A tensor in the other view, and its gradient in the first again."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return _to_shards(gradient, ctx.mesh, ctx.axes), None, None
+    def forward(
+        ctx: Any, tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec, change: Change, change_back: Change
+    ) -> torch.Tensor:
+        ctx.mesh, ctx.axes, ctx.change_back = mesh, axes, change_back
+        return change(tensor, mesh, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return ctx.change_back(gradient, ctx.mesh, ctx.axes), None, None, None, None
 
 
 def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:

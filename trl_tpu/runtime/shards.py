@@ -64,6 +64,3 @@ class LoadPlanner(SPMDLoadPlanner):
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         torch_xla.sync(wait=True)
         super().set_up_planner(*args, **kwargs)
-
-
-__all__ = ["HostShards", "LoadPlanner", "SavePlanner", "local_shards"]

@@ -21,10 +21,13 @@ from torch.utils.data import DataLoader
 from . import PartitionSpec, Planners, Remat, Topology, Value, hosts, libtpu, shards
 from .kernels.plain import MATMULS, attend_in_rows, einsum
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, shard_count
+from .native import Runtime
 from .remat import recompute
 from .scan import scan_layers
 from .shard_map import shard_map
 from .slices import make_mesh, reported_slices
+
+Upload = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
@@ -45,7 +48,7 @@ class DeviceLoader:
     Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
     """
 
-    def __init__(self, batches: DataLoader, upload: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
+    def __init__(self, batches: DataLoader, upload: Upload) -> None:
         self.batches = batches
         self._upload = upload
 
@@ -56,7 +59,7 @@ class DeviceLoader:
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        loader = _ShardingLoader(self.batches, [torch_xla.device()], self._upload)
+        loader = _ShardingLoader(self.batches, self._upload)
         try:
             yield from loader.per_device_loader(torch_xla.device())
         finally:
@@ -73,13 +76,9 @@ class DeviceLoader:
 class _ShardingLoader(pl.ParallelLoader):
     """torch_xla's prefetching loader with a sharding per tensor, so that batches may have any keys and ranks."""
 
-    def __init__(
-        self,
-        batches: DataLoader,
-        devices: list[torch.device],
-        upload: Callable[[torch.Tensor, torch.device], torch.Tensor],
-    ) -> None:
+    def __init__(self, batches: DataLoader, upload: Upload) -> None:
         self._upload = upload
+        devices = [torch_xla.device()]
         super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
 
     def _watched(self, batches: DataLoader) -> Iterator[dict[str, Any]]:
@@ -97,13 +96,11 @@ class _ShardingLoader(pl.ParallelLoader):
             return {key: self._send(part, device) for key, part in value.items()}
         if hasattr(value, "map_tensors"):  # packed rows
             return value.map_tensors(lambda tensor: self._upload(tensor, device))
-        if not isinstance(value, torch.Tensor):
-            return value
-        return self._upload(value, device)
+        return self._upload(value, device) if isinstance(value, torch.Tensor) else value
 
 
-class XlaRuntime:
-    """The `Runtime` for PyTorch/XLA."""
+class XlaRuntime(Runtime):
+    """The `Runtime` of PyTorch/XLA."""
 
     name = "xla"
     compiles = True
@@ -197,11 +194,8 @@ class XlaRuntime:
             return function(*tensors)  # on the host, or outside a trainer
         return shard_map(self._mesh, function, tensors, axes, result_axes)
 
-    def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        keep = _kept_operations(policy)
-        for module in model.modules():
-            if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
+    def _recomputing(self, layer: nn.Module, policy: Remat) -> Callable[..., Any]:
+        return functools.partial(recompute, layer, _kept_operations(policy))
 
     def scan(
         self,
@@ -212,8 +206,7 @@ class XlaRuntime:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        keep = _kept_operations(policy)
-        return scan_layers(layer, axes, self.constrain, self.scatter, keep, hidden, args, kwargs)
+        return scan_layers(self, layer, axes, _kept_operations(policy), hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))

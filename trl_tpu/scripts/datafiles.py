@@ -11,7 +11,7 @@ import fsspec
 import pyarrow as pa
 
 from trl_tpu.errors import UserError, UserFileError
-from trl_tpu.scripts import SYNTHETIC
+from trl_tpu.scripts import synthetic
 
 # suffix -> the loader of `datasets` that reads it; each may be compressed
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
@@ -36,7 +36,7 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
             or `data_files` for what is a file already.
         UserFileError: `path` spells a local file and there is none.
     """
-    if path.startswith(SYNTHETIC):
+    if path.startswith(synthetic.PREFIX):
         return _synthetic(path, split, streaming)
     local = Path(path).expanduser()
     source = str(local) if local.exists() else path
@@ -130,8 +130,6 @@ def _builder(path: Path) -> str | None:
 
 
 def _synthetic(path: str, split: str | None, streaming: bool) -> Any:
-    from trl_tpu.scripts import synthetic
-
     splits = synthetic.load_dataset(path)
     if streaming:
         splits = datasets.IterableDatasetDict({name: rows.to_iterable_dataset() for name, rows in splits.items()})

@@ -35,21 +35,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(argv: list[str]) -> int:
-    """The command ``trl-tpu export``; returns the exit status."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.out is None and args.push_to_hub is None:
-        parser.error("give OUT, the new folder, or --push_to_hub REPO to push an earlier export")
-    main(args)
-    return 0
-
-
-def main(args: argparse.Namespace) -> None:
-    """Export, and push if asked to.
+    """Run the command ``trl-tpu export``: export, and push if asked to; returns the exit status.
 
     Raises:
         UserError: See `export_checkpoint`; or the push failed, and the export is whole.
     """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.out is None and args.push_to_hub is None:
+        parser.error("give OUT, the new folder, or --push_to_hub REPO to push an earlier export")
     if args.out is not None:
         import torch
 
@@ -68,6 +62,7 @@ def main(args: argparse.Namespace) -> None:
     if args.push_to_hub is not None:
         url = push(Path(args.out or args.checkpoint), args.push_to_hub, private=args.private)
         print(f"Pushed to {url}")
+    return 0
 
 
 def push(folder: Path, repo: str, private: bool = False) -> str:

@@ -34,10 +34,7 @@ class TrlParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
-        if dataclass_types is None:
-            types: list[Any] = []
-        else:
-            types = list(dataclass_types) if isinstance(dataclass_types, Iterable) else [dataclass_types]
+        types: list[Any] = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         for type_ in types:
             if any(field.name == "config" for field in dataclasses.fields(type_)):
                 raise UserError(
@@ -55,10 +52,8 @@ class TrlParser(HfArgumentParser):
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:
             action.type = _json_object
-        if field.type is str or set(members) == {str, NoneType}:
-            action.type = _text
         takes_one_value = action.nargs is None and action.choices is None and bool not in members
-        if NoneType in members and takes_one_value and callable(action.type) and action.type not in (str, _text):
+        if NoneType in members and takes_one_value and callable(action.type) and action.type is not str:
             action.type = _or_none(action.type)
 
     def parse_args_and_config(
@@ -80,11 +75,17 @@ class TrlParser(HfArgumentParser):
             The dataclass instances, in the order of the constructor, then the words that were left.
 
         Raises:
-            UserError: Unknown flags or keys, a file that is no YAML mapping, or a value outside a flag's choices.
+            UserError: Unknown flags or keys, a file that is no YAML mapping, a value outside a flag's choices, or
+                what a dataclass refuses.
         """
         values, words = take_config(sys.argv[1:] if args is None else list(args))
         unknown_keys = self.set_defaults_with_config(**values)
-        *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
+        try:
+            *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
+        except UserError:
+            raise
+        except ValueError as error:  # transformers refuses settings by plain ones, of several lines
+            raise UserError(" ".join(str(error).split())) from error
         if return_remaining_strings:
             if separate_remaining_strings:
                 return (*parsed, unknown_keys, unknown_words)
@@ -128,16 +129,6 @@ class TrlParser(HfArgumentParser):
         """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\nSee `{self.prog} --help` for the flags.\n")
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check as argparse does, but name, of many choices, those that are spelled most like the value."""
-        choices = [str(choice) for choice in action.choices or ()]
-        if len(choices) <= 12 or value in (action.choices or ()):
-            super()._check_value(action, value)
-            return
-        close = difflib.get_close_matches(str(value), choices, n=3)
-        named = f"did you mean {' or '.join(map(repr, close))}?" if close else f"choose from {', '.join(choices)}"
-        raise argparse.ArgumentError(action, f"invalid choice: {value!r} ({named})")
-
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return every flag of the parser and of its subparsers."""
@@ -167,7 +158,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", lambda value: isinstance(value, int | float) and value == value // 1),
     "float": ("a number", lambda value: isinstance(value, int | float)),
     "string_to_bool": ("true or false", lambda value: value in (True, False)),
-    "_text": ("text", lambda value: not isinstance(value, list | dict)),
+    "str": ("text", lambda value: not isinstance(value, list | dict)),
 }
 
 
@@ -178,7 +169,7 @@ def _typed(action: argparse.Action, value: Any) -> Any:
     """
     kind = getattr(action.type, "__name__", "")
     may_be_none = action.type not in (int, float)
-    if kind not in _KINDS or isinstance(value, str) or (value is None and may_be_none):
+    if kind not in _KINDS or action.nargs == "+" or isinstance(value, str) or (value is None and may_be_none):
         return value
     wanted, fits = _KINDS[kind]
     if not fits(value) or (kind in ("int", "float") and isinstance(value, bool)):
@@ -188,11 +179,7 @@ def _typed(action: argparse.Action, value: Any) -> Any:
         )
     if kind == "int":
         return int(value)
-    return str(value) if kind == "_text" and not isinstance(value, bool) else value
-
-
-def _text(word: str) -> str:
-    return word
+    return str(value) if kind == "str" and not isinstance(value, bool) else value
 
 
 def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:

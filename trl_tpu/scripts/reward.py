@@ -1,31 +1,38 @@
 """Train a reward model: ``trl-tpu reward``, or ``python -m trl_tpu.scripts.reward``."""
 
-import copy
-import dataclasses
-import logging
 import sys
-from typing import TYPE_CHECKING, Any
 
+if __name__ == "__main__":  # the command exports the `env` of its YAML file before the imports below read it
+    from trl_tpu.cli import main as command
+
+    raise SystemExit(command(["reward", *sys.argv[1:]]))
+
+import copy
+import logging
+from typing import Any
+
+from trl_tpu.checkpoint.background import SavesFailed
 from trl_tpu.errors import UserError
-from trl_tpu.scripts import SYNTHETIC
-
-# nothing heavy at the top: the command exports the `env` of its YAML file before transformers is imported
-if TYPE_CHECKING:
-    from trl_tpu.scripts.parser import TrlParser
-    from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
-    from trl_tpu.trainer.model_config import ModelConfig
-    from trl_tpu.trainer.reward_config import RewardConfig
+from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
+from trl_tpu.scripts import score, synthetic
+from trl_tpu.scripts.config_file import take_config
+from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
+from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
+from trl_tpu.trainer.model_config import ModelConfig
+from trl_tpu.trainer.reward_config import RewardConfig
+from trl_tpu.trainer.reward_trainer import RewardTrainer
 
 logger = logging.getLogger(__name__)
 
-LAUNCHER_FLAGS = ("accelerate_config", "config_file", "num_machines", "num_processes")
+LAUNCHER_FLAGS = {"accelerate_config", "config_file", "num_machines", "num_processes"}
 
 
 def main(
-    script_args: "ScriptArguments",
-    training_args: "RewardConfig",
-    model_args: "ModelConfig",
-    dataset_args: "DatasetMixtureConfig",
+    script_args: ScriptArguments,
+    training_args: RewardConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
 ) -> None:
     """Train and save; evaluate on the held-out split and push to the Hub where that is asked for.
 
@@ -36,15 +43,10 @@ def main(
         dataset_args: The dataset as a mixture, which wins over the name.
 
     Raises:
-        UserError: No model, no dataset, no such split, or contradicting arguments for the model.
+        UserError: No model, no dataset, or no such split.
         Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
         SavesFailed: The model was trained and saved, but not every checkpoint on the way.
     """
-    from trl_tpu.checkpoint.background import SavesFailed
-    from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-    from trl_tpu.scripts.datafiles import pick_split
-    from trl_tpu.trainer.reward_trainer import RewardTrainer
-
     if not model_args.model_name_or_path:
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
     training_args = copy.copy(training_args)
@@ -65,66 +67,50 @@ def main(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    # not `accelerator.print`, which prints nothing on XLA: there accelerate numbers the only local process -1
-    main_process = trainer.is_world_process_zero()
-    if main_process:
-        print(trainer.describe())
+
+    def say(line: str) -> None:
+        # not `accelerator.print`, which prints nothing on XLA: there accelerate numbers the only local process -1
+        if trainer.is_world_process_zero():
+            print(line)
+
+    say(trainer.describe())
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint))
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
         raise trainer.unfinished(trainer.stopped_by)
     trainer.save_model(output_dir)
-    if main_process:
-        print(f"Model saved to {training_args.output_url or output_dir}")
+    say(f"Model saved to {training_args.output_url or output_dir}")
     if eval_dataset is not None:
-        metrics = trainer.evaluate()  # by all processes
-        if main_process:
-            print(held_out_table(metrics))
+        say(held_out_table(trainer.evaluate()))
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        if main_process:
-            print(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
-    if not dataset_args.datasets and what.startswith(SYNTHETIC) and main_process:
+        say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
+    if what.startswith(synthetic.PREFIX) and trainer.is_world_process_zero():
         print_examples(output_dir)
     trainer.end()  # closes the trackers
     if trainer.checkpointer.failed:
         raise SavesFailed(trainer.checkpointer.failed)
 
 
-def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") -> dict[str, Any]:
-    """Merge what loads the model: the flags, and over their defaults what ``model_init_kwargs`` says.
-
-    Raises:
-        UserError: A flag that was given and ``model_init_kwargs`` say two different things.
-    """
-    flags = {
+def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> dict[str, Any]:
+    """Merge what loads the model: the flags, and what ``model_init_kwargs`` says, which wins."""
+    flags: dict[str, Any] = {
         "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         "trust_remote_code": training_args.trust_remote_code,
     }
-    defaults = {
-        field.name: field.default for config in (model_args, training_args) for field in dataclasses.fields(config)
-    }
+    if model_args.attn_implementation is not None:
+        flags["attn_implementation"] = model_args.attn_implementation
     given: Any = training_args.model_init_kwargs or {}
-    for name in flags.keys() & given.keys():
-        flag = "model_revision" if name == "revision" else name
-        if flags[name] not in (defaults[flag], given[name]):
-            raise UserError(
-                f"`--{flag} {flags[name]}` and `--model_init_kwargs` with {name}={given[name]!r} contradict each "
-                "other: say it in one place."
-            )
-    return {name: value for name, value in flags.items() if name != "attn_implementation" or value is not None} | given
+    return flags | given
 
 
-def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfig") -> Any:
+def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) -> Any:
     """Load the splits of the mixture, or else of the named dataset.
 
     Raises:
         UserError: Neither is given.
     """
-    from trl_tpu.scripts.utils import get_dataset, load_named_dataset
-
     if not dataset_args.datasets:
         return load_named_dataset(script_args)
     if script_args.dataset_name:
@@ -137,11 +123,7 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
 
 def local_model(name: str, output_dir: str) -> str:
     """Return the name, or for ``synthetic:NAME`` the folder below `output_dir` where that model is made."""
-    if not name.startswith(SYNTHETIC):
-        return name
-    from trl_tpu.scripts import synthetic
-
-    return synthetic.resolve_model(name, output_dir)
+    return synthetic.resolve_model(name, output_dir) if name.startswith(synthetic.PREFIX) else name
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
@@ -167,63 +149,39 @@ def held_out_table(metrics: dict[str, float]) -> str:
 
 def print_examples(model_folder: str) -> None:
     """Score the synthetic task's examples with the saved model, as anyone who loads it would."""
-    from trl_tpu.scripts import score, synthetic
-
     print("Scored by the saved model:")
     for messages, reward in zip(synthetic.EXAMPLES, score.score_texts(model_folder, synthetic.EXAMPLES), strict=True):
         print(f"  {reward:9.4f}  " + " ".join(f"{message['role']}: {message['content']}" for message in messages))
 
 
-def make_parser(subparsers: Any = None, prog: str | None = None) -> "TrlParser":
+def make_parser(subparsers: Any = None, prog: str | None = None) -> TrlParser:
     """Make the parser of the command's flags, alone or below the `subparsers` of another."""
-    from trl_tpu.scripts.parser import TrlParser
-    from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
-    from trl_tpu.trainer.model_config import ModelConfig
-    from trl_tpu.trainer.reward_config import RewardConfig
-
     types = (ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
     if subparsers is None:
         return TrlParser(types, prog=prog)
     return subparsers.add_parser("reward", help="Train a reward model", dataclass_types=types)
 
 
-def parse(parser: "TrlParser", argv: list[str]) -> tuple[Any, ...]:
-    """Parse the command line into the four argument objects.
+def refuse_launcher_flags(argv: list[str]) -> None:
+    """Say why the flags of accelerate's launcher, which TRL's command takes, are not among ours.
 
     Raises:
-        UserError: Unknown arguments, and those of accelerate's launcher in particular.
+        UserError: One of them is given, on the command line or in the YAML file.
     """
-    *parsed, unknown_keys, unknown_words = parser.parse_args_and_config(
-        argv, return_remaining_strings=True, separate_remaining_strings=True
-    )
-    unknown = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in unknown_keys + unknown_words]
-    if launcher := [name for name in LAUNCHER_FLAGS if name in unknown]:
+    values, words = take_config(argv)
+    named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    if launcher := sorted(LAUNCHER_FLAGS & (named | values.keys())):
         raise UserError(
             f"`--{launcher[0]}` belongs to accelerate's launcher, which is not used here: one process drives every "
             "device of the host by itself (SPMD). Remove it; `--mesh` says how the devices are used."
         )
-    if unknown_keys:
-        raise parser.unknown_arguments(unknown_keys, "in the config file")
-    if unknown_words:
-        raise parser.unknown_arguments(unknown_words, "on the command line")
-    return tuple(parsed)
 
 
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu reward``; returns the exit status."""
-    parser = make_parser(prog="trl-tpu reward")
-    try:
-        parsed = parse(parser, argv)
-    except ValueError as error:  # transformers refuses settings by plain ones
-        parser.error(str(error))
-    from trl_tpu.scripts.datafiles import naming_bad_lines
-
-    with naming_bad_lines(parsed[0].dataset_name, *(part.path for part in parsed[3].datasets)):
+    refuse_launcher_flags(argv)
+    parsed = make_parser(prog="trl-tpu reward").parse_args_and_config(argv)
+    script_args, _, _, dataset_args = parsed
+    with naming_bad_lines(script_args.dataset_name, *(part.path for part in dataset_args.datasets)):
         main(*parsed)
     return 0
-
-
-if __name__ == "__main__":
-    from trl_tpu.cli import main as command
-
-    raise SystemExit(command(["reward", *sys.argv[1:]]))

@@ -1,23 +1,33 @@
 """Score texts, conversations or pairs with a saved reward model, in plain torch: ``trl-tpu score``."""
 
+import sys
+
+if __name__ == "__main__":  # the command exports the `env` of its YAML file before the imports below read it
+    from trl_tpu.cli import main as command
+
+    raise SystemExit(command(["score", *sys.argv[1:]]))
+
 import json
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from datasets import Dataset
+from transformers import AutoModelForSequenceClassification
+from transformers.utils import find_adapter_config_file
+
+from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.adapters import load_adapted_model
+from trl_tpu.modeling.broken import explaining
+from trl_tpu.modeling.load import load_tokenizer
+from trl_tpu.scripts import datafiles
+from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.trainer.field_help import help_from_docstring
-
-# nothing heavy at the top: the command exports the `env` of its YAML file before transformers is imported
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedModel
-
-    from trl_tpu.scripts.parser import TrlParser
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +72,9 @@ class Scorer:
     """
 
     def __init__(self, model_folder: str, trust_remote_code: bool = False) -> None:
-        import torch
-
-        from trl_tpu.modeling.load import load_tokenizer
-
         self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: PreTrainedModel = _load(model_folder, trust_remote_code).to(self.device).eval()
+        self.model: Any = _load(model_folder, trust_remote_code).to(self.device).eval()
         text_config = self.model.config.get_text_config()
         if text_config.pad_token_id is None:  # the base model of adapters need not have one
             text_config.pad_token_id = self.tokenizer.pad_token_id
@@ -94,8 +100,6 @@ class Scorer:
         Raises:
             UserError: A dialogue without tokens, or a batch size below 1.
         """
-        import torch
-
         if batch_size < 1:
             raise UserError(f"`batch_size` must be 1 or more, not {batch_size}.")
         if empty := [index for index, tokens in enumerate(ids) if not tokens]:
@@ -123,16 +127,8 @@ class Scorer:
 
 
 def _load(model_folder: str, trust_remote_code: bool) -> Any:
-    import torch
-    from transformers import AutoModelForSequenceClassification
-    from transformers.utils import find_adapter_config_file
-
-    from trl_tpu.modeling.broken import explaining
-
     kwargs: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if find_adapter_config_file(model_folder) is not None:
-        from trl_tpu.modeling.adapters import load_adapted_model
-
         return load_adapted_model(model_folder, **kwargs)
     with explaining(model_folder):
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -171,7 +167,7 @@ def score_texts(
 
 
 def score_dataset(
-    scorer: Scorer, rows: "Dataset", batch_size: int = 8, max_length: int | None = None
+    scorer: Scorer, rows: Dataset, batch_size: int = 8, max_length: int | None = None
 ) -> dict[str, list[float]]:
     """Compute rewards of a dataset's rows.
 
@@ -189,10 +185,7 @@ def score_dataset(
     """
     columns = rows.column_names
     if {"chosen", "rejected"} <= set(columns):
-        from trl_tpu.data.tokenize import prepare_preference_dataset
-
-        embeddings: Any = scorer.model.get_input_embeddings()
-        size = embeddings.weight.shape[0]
+        size = scorer.model.get_input_embeddings().weight.shape[0]
         pairs: Any = prepare_preference_dataset(
             rows, scorer.tokenizer, num_embeddings=size, max_length=None, num_proc=None, name="scored"
         )
@@ -231,10 +224,6 @@ def main(args: ScoreArguments) -> None:
 
 
 def _rows(args: ScoreArguments) -> Any:
-    from datasets import Dataset
-
-    from trl_tpu.scripts import datafiles
-
     if args.text:
         return Dataset.from_dict({"text": args.text})
     name = str(args.dataset_name)
@@ -268,7 +257,7 @@ def summary(scored: dict[str, list[float]]) -> str:
     return "\n".join(lines) or "no row was scored"
 
 
-def write_rows(output: str, rows: "Dataset", scored: dict[str, list[float]]) -> None:
+def write_rows(output: str, rows: Dataset, scored: dict[str, list[float]]) -> None:
     """Write the rows and their rewards as JSON Lines; a reward of nan is null, which JSON can say."""
     with open(output, "w", encoding="utf-8") as file:
         for index, row in enumerate(rows):
@@ -276,25 +265,13 @@ def write_rows(output: str, rows: "Dataset", scored: dict[str, list[float]]) -> 
             file.write(json.dumps({**row, **rewards}, ensure_ascii=False, default=str) + "\n")
 
 
-def make_parser(prog: str | None = None) -> "TrlParser":
+def make_parser(prog: str | None = None) -> TrlParser:
     """Make the parser of the command's flags."""
-    from trl_tpu.scripts.parser import TrlParser
-
     return TrlParser(ScoreArguments, prog=prog)
 
 
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu score``; returns the exit status."""
-    parser = make_parser(prog="trl-tpu score")
-    try:
-        (args,) = parser.parse_args_and_config(argv)
-    except ValueError as error:
-        parser.error(str(error))
+    (args,) = make_parser(prog="trl-tpu score").parse_args_and_config(argv)
     main(args)
     return 0
-
-
-if __name__ == "__main__":
-    from trl_tpu.cli import main as command
-
-    raise SystemExit(command(["score", *sys.argv[1:]]))

@@ -8,7 +8,6 @@ not just rank the answers. All dialogues have the same number of tokens: a run h
 
 import os
 import random
-from collections.abc import Callable
 from itertools import accumulate, combinations
 from typing import Any
 
@@ -19,6 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trl_tpu.errors import UserError
 
+#: How the names of a model and a dataset begin that are made here.
+PREFIX = "synthetic:"
+MODEL, DATASET = f"{PREFIX}tiny", f"{PREFIX}numbers"
 SEED = 0
 
 NUMBERS = range(10, 50)
@@ -91,12 +93,17 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def number_comparisons() -> datasets.DatasetDict:
+def load_dataset(name: str) -> datasets.DatasetDict:
     """Make preference pairs in splits "train" (2,048) and "test" (512): prompt, chosen, rejected; conversational.
 
     A pair of numbers belongs to one split with all its questions, so that no test question repeats a trained
     comparison in another order or with the other word.
+
+    Raises:
+        UserError: `name` is not `DATASET`.
     """
+    if name != DATASET:
+        raise UserError(f"There is no synthetic dataset {name!r}; there is {DATASET}.")
     pairs = [(low, high) for low, high in combinations(NUMBERS, 2) if high - low >= SMALLEST_GAP]
     shuffler = random.Random(SEED)
     shuffler.shuffle(pairs)
@@ -117,41 +124,23 @@ def number_comparisons() -> datasets.DatasetDict:
     return datasets.DatasetDict(splits)
 
 
-MODELS: dict[str, Callable[[PreTrainedTokenizerFast], LlamaForCausalLM]] = {"synthetic:tiny": tiny_model}
-DATASETS: dict[str, Callable[[], datasets.DatasetDict]] = {"synthetic:numbers": number_comparisons}
-
 # The right and the wrong answer to one question of the test split, to score once the model is trained.
 EXAMPLES = [question("larger", 29, 41) + answer(41), question("larger", 29, 41) + answer(29)]
 
 
 def resolve_model(name: str, folder: str) -> str:
-    """Make the model that `name` stands for, with its tokenizer, in a new folder under `folder`.
-
-    Args:
-        name: one of MODELS.
-        folder: where the model's own folder goes; made if missing.
+    """Save the tiny model and its tokenizer in a new folder under `folder`, which is made if missing.
 
     Returns:
         The model's folder, which `from_pretrained` loads.
 
     Raises:
-        UserError: if no model has this name.
+        UserError: `name` is not `MODEL`.
     """
-    if name not in MODELS:
-        raise UserError(f"There is no synthetic model {name!r}; the known ones are {', '.join(MODELS)}.")
+    if name != MODEL:
+        raise UserError(f"There is no synthetic model {name!r}; there is {MODEL}.")
     path = os.path.join(folder, name.replace(":", "-"))
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(path)
-    MODELS[name](tokenizer).save_pretrained(path)
+    tiny_model(tokenizer).save_pretrained(path)
     return path
-
-
-def load_dataset(name: str) -> datasets.DatasetDict:
-    """Make the preference data that `name`, one of DATASETS, stands for, in splits "train" and "test".
-
-    Raises:
-        UserError: if no dataset has this name.
-    """
-    if name not in DATASETS:
-        raise UserError(f"There is no synthetic dataset {name!r}; the known ones are {', '.join(DATASETS)}.")
-    return DATASETS[name]()

@@ -2,24 +2,15 @@
 
 import logging
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import datasets
+from datasets import DatasetDict, IterableDatasetDict
 
 from trl_tpu.errors import UserError
-from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.datafiles import load
+from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 from trl_tpu.trainer.field_help import help_from_docstring
-
-if TYPE_CHECKING:
-    from datasets import DatasetDict, IterableDatasetDict
-
-__all__ = [
-    "DatasetConfig",
-    "DatasetMixtureConfig",
-    "ScriptArguments",
-    "TrlParser",
-    "get_dataset",
-    "init_zero_verbose",
-    "load_named_dataset",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -126,21 +117,19 @@ def init_zero_verbose() -> None:
     logging.captureWarnings(True)
 
 
-def load_named_dataset(script_args: ScriptArguments) -> "DatasetDict | IterableDatasetDict":
+def load_named_dataset(script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
     """Load every split of the dataset that `script_args` names.
 
     Raises:
         UserError: No `dataset_name`, or a broken file (the error names its first bad line).
         UserFileError: The name spells a local file, and there is none.
     """
-    from trl_tpu.scripts.datafiles import load
-
     if script_args.dataset_name is None:
         raise UserError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
     return load(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
-def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | IterableDatasetDict":
+def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
     """Load the datasets of a mixture and concatenate them, in order.
 
     Args:
@@ -153,10 +142,6 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
         UserError: No datasets; fractions for some only, negative, or all zero; fractions or a test split while
             streaming; a split that is not there.
     """
-    import datasets
-
-    from trl_tpu.scripts.datafiles import load
-
     if not mixture_config.datasets:
         raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
     parts = []
@@ -179,10 +164,10 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
                 f"`test_split_size={test_size}` is not supported with streaming datasets, whose length is unknown. "
                 "Leave one of the two out."
             )
-        return datasets.IterableDatasetDict({"train": mixture})
+        return IterableDatasetDict({"train": mixture})
     logger.info(f"The mixture has {len(mixture)} rows from {len(parts)} datasets")
     if test_size is None:
-        return datasets.DatasetDict({"train": mixture})
+        return DatasetDict({"train": mixture})
     # a command line can only give a float: 200.0 means 200 rows
     rows = int(test_size) if test_size >= 1 and float(test_size).is_integer() else test_size
     if not 0 < test_size < len(mixture) or (test_size > 1 and rows != int(rows)):

@@ -75,6 +75,3 @@ def _upcoming(other_NW: jax.Array, is_run_NW: jax.Array) -> jax.Array:
     following = jax.lax.cummin(jnp.where(is_run, places, is_run.size), reverse=True)
     following = jnp.where(following == is_run.size, jnp.argmax(is_run), following)
     return other_NW.ravel()[following].reshape(other_NW.shape)
-
-
-__all__ = ["meeting_blocks", "with_blocks"]
