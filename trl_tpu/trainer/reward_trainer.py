@@ -126,7 +126,6 @@ class RewardTrainer(DeviceTrainer):
             built.model,
             built.processing_class,
             train_dataset,
-            args.mesh_shape,
             device,
             data_collator=data_collator,
             old_columns=self._old_columns,
