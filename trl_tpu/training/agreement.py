@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -22,7 +21,6 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..errors import UserError
-from ..parallel.mesh import MeshShape
 from ..runtime import Runtime
 
 Value = TypeVar("Value")
@@ -57,6 +55,19 @@ class HostAgreement:
     def all_gather_object(self, value: Value) -> list[Value]:
         """Return what every process gave, in their order. For small values; all processes take part."""
         return gather_object([value]) if self._by_accelerate else self._runtime.all_gather_object(value)
+
+    def check_alike(self, args: Any, order: Mapping[str, Any], eval_dataset: Any, resume: str | bool | None) -> None:
+        """Refuse hosts of a mesh that would not train the same run.
+
+        Args:
+            order: See `order_of_pairs`.
+            resume: ``resume_from_checkpoint``.
+
+        Raises:
+            UserError: Names everything that differs.
+        """
+        if self._runtime.shares_mesh and self.count > 1:
+            check_alike(self.all_gather_object({**order, **describe_run(args, eval_dataset, resume)}))
 
     def decide(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, wishes: Mapping[str, bool]
@@ -128,23 +139,6 @@ class _Meetings:
         self._next = turn + max(1, int(_SECONDS_BETWEEN / max(slowest, 1e-3)))
 
 
-def rows_of_host(positions: Sequence[int], count: int, mesh: MeshShape) -> np.ndarray:
-    """Return the rows of a batch of ``count`` rows that a host's devices hold, ascending.
-
-    Rows go over the batch axes, inside of which is `tensor`: devices that differ in it alone hold the same rows, also
-    when they are on several hosts. A batch that the axes do not divide is whole on every device.
-
-    Args:
-        positions: Where in the mesh, last axis fastest, the host's devices are. They need not follow one another:
-            chips are numbered through their grid, of which a host has a block.
-    """
-    if count % mesh.batch_shards:
-        return np.arange(count)
-    each = count // mesh.batch_shards
-    parts = sorted({position // mesh.tensor for position in positions})
-    return np.concatenate([np.arange(part * each, (part + 1) * each) for part in parts])
-
-
 def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
     """Refuse hosts that were started with different arguments, data or checkpoints.
 
@@ -203,4 +197,4 @@ def _named(hosts: list[int]) -> str:
     return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"
 
 
-__all__ = ["HostAgreement", "check_alike", "describe_run", "digest", "order_of_pairs", "rows_of_host"]
+__all__ = ["HostAgreement", "check_alike", "describe_run", "digest", "order_of_pairs"]

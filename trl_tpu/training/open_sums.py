@@ -1,20 +1,23 @@
-"""What a resumed run goes on from, beside tensors: sums between two logs, the schedule's place, the order of pairs."""
+"""What is added up between two logs, and what is logged of it."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import nn
-from torch.optim import Optimizer
-from transformers.trainer import SCHEDULER_NAME
 
-from ..checkpoint.state_dict import optimizer_numbers, write_progress
 from ..runtime import Runtime
-from .metrics import RewardMetrics, RewardSums
-from .nonfinite import NonfiniteGuard
+from .metrics import RewardMetrics, RewardSums, on_host, over_processes
+from .nonfinite import Counted, NonfiniteGuard
+
+
+class Closed(NamedTuple):
+    """What was added up since the last log, of all processes."""
+
+    logs: dict[str, float]
+    loss_sum: float
+    steps: Counted
 
 
 class OpenSums:
@@ -24,6 +27,29 @@ class OpenSums:
         self, runtime: Runtime, metrics: RewardMetrics, nonfinite: NonfiniteGuard, accelerator: Accelerator
     ) -> None:
         self._runtime, self._metrics, self._nonfinite, self._accelerator = runtime, metrics, nonfinite, accelerator
+
+    def close(
+        self, loss_sum_1: torch.Tensor, grad_norm: torch.Tensor | float | None, learning_rate: float, steps: int
+    ) -> Closed:
+        """Read what was added up over ``steps`` steps, by one stop of the device, and start anew.
+
+        Args:
+            grad_norm: Of the last step; None at the end of an epoch that was cut short.
+        """
+        self._runtime.step_boundary()
+        norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
+        on_device = [loss_sum_1, norm, self._nonfinite.device_counts, *self._metrics.device_sums]
+        loss, norm, counts, *sums = self._runtime.fetch(on_device)
+        reward_sums, loss_sum = over_processes(self._accelerator, on_host(sums), loss.item())
+        counted = self._nonfinite.close(counts)
+        finite = steps - counted.nonfinite
+        logs = {"loss": loss_sum / finite} if finite else {}
+        if grad_norm is not None and not counted.in_a_row:
+            logs["grad_norm"] = norm.item()
+        logs |= {"learning_rate": learning_rate, **self._metrics.close(reward_sums)}
+        if self._nonfinite.is_on:
+            logs["nonfinite"] = counted.nonfinite
+        return Closed(logs, loss_sum, counted)
 
     def state_dict(self, loss_sum_1: torch.Tensor) -> list[dict[str, Any]]:
         """Return what each of accelerate's processes has added up (on XLA there is one)."""
@@ -37,13 +63,13 @@ class OpenSums:
 
     def load_state_dict(self, parts: Sequence[Mapping[str, Any]]) -> float:
         """Go on from what each process had added up; returns the loss so far."""
-        own = own_part(parts, self._accelerator.process_index, self._accelerator.num_processes)
+        own = _own_part(parts, self._accelerator.process_index, self._accelerator.num_processes)
         self._metrics.load_state_dict(own["metrics"])
         self._nonfinite.load_state_dict(own["nonfinite"])
         return own["open_loss"]
 
 
-def own_part(parts: Sequence[Mapping[str, Any]], index: int, count: int) -> Mapping[str, Any]:
+def _own_part(parts: Sequence[Mapping[str, Any]], index: int, count: int) -> Mapping[str, Any]:
     """Return what process ``index`` of ``count`` goes on from, given what each had added up at the save.
 
     Where their number has changed, the first process takes all sums, and each the mean loss.
@@ -54,25 +80,3 @@ def own_part(parts: Sequence[Mapping[str, Any]], index: int, count: int) -> Mapp
     loss = sum(part["open_loss"] for part in parts) / len(parts)
     metrics = parts[0]["metrics"] | {"open": vars(sum(sums, RewardSums()))}
     return dict(parts[0]) | {"metrics": metrics, "open_loss": loss}
-
-
-def save_progress(
-    folder: Path,
-    open_sums: list[dict[str, Any]],
-    logged_step: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scheduler: Any,
-    layout: str,
-    order: Mapping[str, Any],
-) -> None:
-    """Write `progress.json` and the schedule's place."""
-    progress = {
-        "processes": open_sums,
-        "logged_step": logged_step,
-        "optimizer": optimizer_numbers(optimizer, model),
-        "batches": layout,
-        "order": dict(order),
-    }
-    write_progress(folder, progress)
-    torch.save(scheduler.state_dict(), folder / SCHEDULER_NAME)
