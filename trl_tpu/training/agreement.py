@@ -56,7 +56,7 @@ class HostAgreement:
         """Return what every process gave, in their order. For small values; all processes take part."""
         return gather_object([value]) if self._by_accelerate else self._runtime.all_gather_object(value)
 
-    def check_alike(self, args: Any, order: Mapping[str, Any], eval_dataset: Any, resume: str | bool | None) -> None:
+    def check_hosts(self, args: Any, order: Mapping[str, Any], eval_dataset: Any, resume: str | bool | None) -> None:
         """Refuse hosts of a mesh that would not train the same run.
 
         Args:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from .logs import resume_sums
 from .recompile_guard import RecompileGuard
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class StepEdges(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer = self._trainer
         trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
-        trainer._resume_sums()
+        resume_sums(trainer)
         trainer.agreement.start(state.global_step)
         # a resumed run compares this with its own argument, and would warn of a change on every mesh
         state.train_batch_size = args.per_device_train_batch_size

@@ -13,6 +13,7 @@ from transformers.trainer_callback import ExportableState
 from ..checkpoint.saver import Contents
 from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
 from ..modeling.adapters import save_adapter_config
+from .logs import open_sums
 from .optimizer import bare
 from .preemption import Preemption
 
@@ -75,10 +76,10 @@ def _describe_model(trainer: "DeviceTrainer", path: str) -> None:
 
 def _save_progress(trainer: "DeviceTrainer", folder: Path) -> None:
     """Write `progress.json`, and the schedule's place."""
-    open_sums = trainer.open_sums.state_dict(trainer._tr_loss)
+    sums = open_sums(trainer)  # of all processes
     if trainer.args.should_save:
         progress = {
-            "processes": open_sums,
+            "processes": sums,
             "logged_step": trainer._globalstep_last_logged,
             "optimizer": optimizer_numbers(bare(trainer.optimizer), trainer.model),
             "batches": trainer.batch_plan.layout,

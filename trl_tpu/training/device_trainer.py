@@ -44,7 +44,7 @@ from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.remote import RemoteRun, is_url, staging_folder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
 from ..checkpoint.state_dict import whole_weights
-from ..data.loader import collating_with, outlive_sigterm, rows_of_step, skip_batches, skipping_with
+from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
@@ -53,10 +53,10 @@ from .agreement import HostAgreement, order_of_pairs
 from .callbacks import StepEdges, keeping_two, report_pushes, watches_saves
 from .contents import contents_of, keeps_state
 from .evaluation import evaluate_batch, run_evaluation
+from .logs import leave_nonfinite_out, log_step
 from .mesh_loader import mesh_loader
 from .metrics import RewardMetrics
-from .nonfinite import Counted, NonfiniteGuard, limit_of
-from .open_sums import OpenSums
+from .nonfinite import NonfiniteGuard, limit_of
 from .optimizer import bare
 from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
 from .recompile_guard import RecompileGuard
@@ -92,7 +92,6 @@ class DeviceTrainer(Trainer):
         self.preemption = Preemption(args.time_limit, args.save_interval)
         self.nonfinite = NonfiniteGuard(limit_of(self), runtime, args.device, self.accelerator)
         self.reward_metrics = RewardMetrics(runtime, args.device, skips_nonfinite=self.nonfinite.is_on)
-        self.open_sums = OpenSums(runtime, self.reward_metrics, self.nonfinite, self.accelerator)
         self.recompiles = RecompileGuard(runtime, None)  # training begins with one that knows its plan
         self.checkpointer = Checkpointer(
             runtime,
@@ -135,7 +134,7 @@ class DeviceTrainer(Trainer):
         self.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             try:
-                self.agreement.check_alike(self.args, self.order, self.eval_dataset, resume_from_checkpoint)
+                self.agreement.check_hosts(self.args, self.order, self.eval_dataset, resume_from_checkpoint)
                 checkpoint = self.checkpoints.find(resume_from_checkpoint, self.batch_plan.layout, self.order)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
@@ -300,7 +299,7 @@ class DeviceTrainer(Trainer):
         acts = control.should_log or control.should_evaluate or control.should_save
         self.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
-            self._log_step(tr_loss, grad_norm, start_time, learning_rate)
+            log_step(self, tr_loss, grad_norm, start_time, learning_rate)
         try:
             super()._maybe_log_save_evaluate(
                 tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
@@ -315,39 +314,6 @@ class DeviceTrainer(Trainer):
         self.recompiles.resume()
         if acts:  # whereupon callbacks may have asked to stop
             self.agreement.decide(self.args, self.state, self.control, {})
-
-    def _log_step(
-        self, tr_loss: torch.Tensor, grad_norm: torch.Tensor | float | None, start_time: float, rate: float | None
-    ) -> None:
-        rate = self._get_learning_rate() if rate is None else rate
-        steps = self.state.global_step - self._globalstep_last_logged
-        logs, loss_sum, counted = self.open_sums.close(tr_loss, grad_norm, rate, steps)
-        self._tr_loss = self.nonfinite.start_loss_sum()
-        self._total_loss_scalar += loss_sum
-        self._globalstep_last_logged = self.state.global_step
-        self.store_flos()
-        self.log(logs, start_time)
-        self._stop_if_nonfinite(counted)
-
-    def _stop_if_nonfinite(self, counted: Counted) -> None:
-        """End the run if too many steps in a row were not finite, with the first of them and its pairs named.
-
-        Raises:
-            FloatingPointError: They were.
-        """
-        if not counted.reached_at:
-            return
-        last = self.state.global_step - counted.taken + counted.reached_at
-        first = last - self.nonfinite.limit + 1
-        loader = self.callback_handler.train_dataloader
-        rows = rows_of_step(loader, first, self.args.gradient_accumulation_steps)
-        if self.args.save_strategy == "no":
-            weights = "not saved, as save_strategy='no'"
-        else:
-            self._save_checkpoint(self.model, None)
-            self.checkpointer.wait()
-            weights = f"in checkpoint-{self.state.global_step}"
-        raise FloatingPointError(self.nonfinite.explain(first, last, rows, weights))
 
     # ---- evaluation
 
@@ -410,9 +376,8 @@ class DeviceTrainer(Trainer):
         """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        hub_id = self.args.hub_model_id
         try:
-            self.create_model_card(model_name=hub_id.split("/")[-1] if hub_id else None)
+            self.create_model_card()
         except OSError as error:  # the save itself says more
             logger.error("The model card could not be written: %s", error)
         self.checkpointer.wait()  # the best one so far may be on its way
@@ -449,24 +414,12 @@ class DeviceTrainer(Trainer):
             if not ours:
                 super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _resume_sums(self) -> None:
-        """Go on adding up where the checkpoint was between two logs."""
-        progress, self.checkpoints.progress = self.checkpoints.progress, None
-        self.nonfinite.start()
-        self._tr_loss = self.nonfinite.start_loss_sum()
-        if progress is None:
-            return
-        open_loss = self.open_sums.load_state_dict(progress["processes"])
-        self._tr_loss = self.runtime.to_device(torch.tensor([open_loss]), self.args.device)
-        self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
-        self._globalstep_last_logged = progress["logged_step"]
-
     # ---- after the last step
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._step_state.unstack()  # before the best model is loaded and callbacks look at the model
         if self.nonfinite.is_on:
-            self._leave_nonfinite_out()
+            leave_nonfinite_out(self)
         self.checkpointer.wait()  # one that is written may delete older ones by the limit
         if self.accelerator.num_processes > 1:
             self.accelerator.wait_for_everyone()  # launchers end all processes when one has ended
@@ -479,14 +432,3 @@ class DeviceTrainer(Trainer):
         if self.checkpointer.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(self.checkpointer.failed))
         return result
-
-    def _leave_nonfinite_out(self) -> None:
-        """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""
-        counts, open_loss = self.runtime.fetch([self.nonfinite.device_counts, self._tr_loss])
-        self._stop_if_nonfinite(self.nonfinite.close(counts))
-        nonfinite = self.nonfinite.total
-        if nonfinite:
-            steps = self.state.global_step - self._initial_global_step
-            total = self._total_loss_scalar + open_loss.item()
-            self._tr_loss = self.nonfinite.start_loss_sum()
-            self._total_loss_scalar = total * steps / (steps - nonfinite) if steps > nonfinite else float("nan")

@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from torch.optim import Optimizer
 
 from ..runtime import Runtime
-from .contents import keeps_state
 from .optimizer import bare, state_on_device
 
 if TYPE_CHECKING:
@@ -33,9 +32,10 @@ class Counted:
 
 def limit_of(trainer: "DeviceTrainer") -> int:
     """Return `nonfinite_limit`, or 0 where such steps are ordinary: in float16, and under accelerate's wrappers."""
-    args, scaler = trainer.args, trainer.accelerator.scaler
-    is_half = args.fp16 or any(parameter.dtype == torch.float16 for parameter in trainer.model.parameters())
-    return 0 if is_half or scaler is not None or not keeps_state(trainer) else args.nonfinite_limit
+    args, parameters = trainer.args, trainer.model.parameters()
+    is_half = args.mixed_precision == "fp16" or any(parameter.dtype == torch.float16 for parameter in parameters)
+    is_wrapped = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return 0 if is_half or is_wrapped else args.nonfinite_limit
 
 
 class NonfiniteGuard:
