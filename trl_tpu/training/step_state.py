@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..modeling.stacked import LayerStack
 from ..parallel.shard import zeros_laid_out_like
 from ..parallel.sharding_plan import Placement
-from ..runtime import Remat, Runtime
+from ..runtime import PartitionSpec, Remat, Runtime
 from .optimizer import prepare_optimizer
 
 
@@ -34,22 +34,26 @@ class StepState:
         Args:
             placements: Of the model's parameters by name.
         """
-        axes = {name: placement.axes for name, placement in placements.items()}
         if self._scanned is not None:
             if self._stack is None or self._stack.model is not model:
+                axes = {name: placement.axes for name, placement in placements.items()}
                 self._stack = LayerStack(model, axes, self._scanned, self._runtime)
             self._stack.stack(optimizer)
         if optimizer is self._optimizer:
             return False
         self._optimizer = optimizer
-        specs = {parameter: axes[name] for name, parameter in model.named_parameters()}
-        prepare_optimizer(optimizer, self._runtime, specs if self._stack is None else specs | self._stack.axes)
+        prepare_optimizer(optimizer, self._runtime, self.specs(model, placements))
         if self._accumulates:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
             self._runtime.step_boundary()
             optimizer.register_step_post_hook(self._zero)
         return True
+
+    def specs(self, model: nn.Module, placements: Mapping[str, Placement]) -> dict[nn.Parameter, PartitionSpec]:
+        """Return the mesh axes that the dimensions of the model's parameters, as they are now, go over."""
+        specs = {parameter: placements[name].axes for name, parameter in model.named_parameters()}
+        return specs if self._stack is None else specs | self._stack.axes
 
     def attach_gradients(self) -> None:
         """Put a zeroed buffer where a gradient is missing, so that the first micro-batch is no program of its own."""
