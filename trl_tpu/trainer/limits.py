@@ -151,6 +151,7 @@ def check_xla_limits(args: Any, hosts: int = 1) -> None:
     limits = XLA_LIMITS if hosts == 1 else XLA_LIMITS | HOSTS_LIMITS
     for setting, instead in limits.items():
         value = getattr(args, setting)
+        value = getattr(value, "value", value)  # an enum's text
         if value and value != "no":
             raise UserError(f"{setting}={value!r} is impossible on {where}: {instead}.")
     for marks, instead in OPTIMIZER_LIMITS.items():

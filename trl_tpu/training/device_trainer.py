@@ -49,7 +49,7 @@ from ..data.packed_batch import micro_batches_of, tensors_of
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime
-from .agreement import HostAgreement, order_of_pairs
+from .agreement import HostAgreement
 from .callbacks import StepEdges, keeping_two, report_pushes, watches_saves
 from .contents import contents_of, keeps_state
 from .evaluation import evaluate_batch, run_evaluation
@@ -60,6 +60,7 @@ from .nonfinite import NonfiniteGuard, limit_of
 from .optimizer import bare
 from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
 from .recompile_guard import RecompileGuard
+from .same_run import check_alike, describe_run, order_of_pairs
 from .step_state import StepState
 
 if TYPE_CHECKING:
@@ -134,7 +135,9 @@ class DeviceTrainer(Trainer):
         self.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             try:
-                self.agreement.check_hosts(self.args, self.order, self.eval_dataset, resume_from_checkpoint)
+                if self.runtime.shares_mesh and self.agreement.count > 1:
+                    own = self.order | describe_run(self.args, self.eval_dataset, resume_from_checkpoint)
+                    check_alike(self.agreement.all_gather_object(own))
                 checkpoint = self.checkpoints.find(resume_from_checkpoint, self.batch_plan.layout, self.order)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
