@@ -24,7 +24,7 @@ def log_step(
     """Log what was added up since the last log, by one stop of the device, and start anew.
 
     Args:
-        grad_norm: Of the last step; None at the end of an epoch that was cut short, as is the rate.
+        grad_norm: Of the last step; None after an epoch without a step, as the rate is then.
 
     Raises:
         FloatingPointError: Too many steps in a row were not finite.
