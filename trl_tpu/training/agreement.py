@@ -7,16 +7,13 @@ stopped alone would leave the others waiting for it in their next collective.
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
-from ..runtime import Runtime
-
-Value = TypeVar("Value")
+from ..runtime import Runtime, Value
 
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
@@ -37,7 +34,7 @@ class HostAgreement:
         topology = runtime.topology()
         self.index = accelerator.process_index if self._by_accelerate else topology.process_index
         self.count = accelerator.num_processes if self._by_accelerate else topology.process_count
-        self._asked: dict[str, bool] = {}  # by a callback of this process, between agreements
+        self._asked: set[str] = set()  # by callbacks of this process, between agreements
         self._steps, self._batches = _Meetings(), _Meetings()
 
     def start(self, step: int) -> None:
@@ -58,7 +55,7 @@ class HostAgreement:
         """
         if self.count == 1:
             return dict(wishes)
-        asked = {name: bool(getattr(control, name)) or self._asked.get(name, False) for name in _DECISIONS}
+        asked = {name: getattr(control, name) or name in self._asked for name in _DECISIONS}
         if not self._is_due(args, state):
             self.postpone(control, _DECISIONS)
             return dict.fromkeys(wishes, False)
@@ -88,7 +85,8 @@ class HostAgreement:
         if self.count == 1:
             return
         for name in names:
-            self._asked[name] = self._asked.get(name, False) or bool(getattr(control, name))
+            if getattr(control, name):
+                self._asked.add(name)
             setattr(control, name, False)
 
     def _is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
