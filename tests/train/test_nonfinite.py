@@ -8,6 +8,7 @@ from typing import Any
 import nonfinite_runs as runs
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -155,11 +156,25 @@ def test_pairs_of_a_stream_are_not_known_by_their_rows(make: Callable[..., Rewar
         make([], 4, dataset=stream).train()
 
 
-def test_float16_weights_are_left_alone(make: Callable[..., RewardTrainer]) -> None:
-    """As `fp16` is: there infinite gradients come and go."""
-    trainer = make([], 3, model_init_kwargs={"dtype": "float16"})
+@pytest.mark.parametrize("settings", [{"model_init_kwargs": {"dtype": "float16"}}, {"fp16": True}], ids=str)
+def test_float16_is_left_alone(make: Callable[..., RewardTrainer], settings: dict[str, Any]) -> None:
+    """With default limits: infinite gradients come and go there, in weights and under a loss scale alike."""
+    trainer = make([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], **settings)
     trainer.train()
-    assert trainer.state.global_step == 3 and runs.logged(trainer, "nonfinite") == []
+    assert trainer.args.nonfinite_limit == 3 and not trainer.nonfinite.is_on
+    assert trainer.state.global_step == 6 and runs.logged(trainer, "nonfinite") == []
+
+
+def test_adapters_over_float16_weights_are_left_alone_too(
+    make: Callable[..., RewardTrainer], folder: str, tmp_path: Path
+) -> None:
+    """They are float32, and what goes through the model to them is not."""
+    args = make([], 1).args
+    peft_config = LoraConfig(task_type="SEQ_CLS", r=2)
+    args.model_init_kwargs = {"dtype": "float16"}
+    trainer = RewardTrainer(folder, args, train_dataset=runs.pairs_of(1), peft_config=peft_config)
+    assert any(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+    assert not trainer.nonfinite.is_on
 
 
 def test_rows_are_not_named_when_they_are_not_those_of_the_batch(make: Callable[..., RewardTrainer]) -> None:
@@ -188,5 +203,5 @@ def test_finite_runs_are_the_same_to_the_bit(train: Callable[..., RewardTrainer]
 
 
 def test_a_negative_limit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nonfinite_limit must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="nonfinite_limit must be 0 or more, got -1"):
         RewardConfig(str(tmp_path), nonfinite_limit=-1)

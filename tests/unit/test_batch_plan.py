@@ -21,7 +21,6 @@ from trl_tpu.data.collators import (
 )
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
-from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.trainer.batch_plan import BatchPlan
 from trl_tpu.trainer.packing_option import Packing
@@ -49,7 +48,7 @@ def make(folder: Path, runtime: Any = None, model: Any = None, data: Any = None,
     args = RewardConfig(str(folder), report_to="none", per_device_train_batch_size=4, **settings)
     data = tokens(64) if data is None else data
     model = tiny.tiny_model(TOKENIZER) if model is None else model
-    plan = BatchPlan(args, model, TOKENIZER, data, MeshShape(), runtime or Runtime(), **more)
+    plan = BatchPlan(args, model, TOKENIZER, data, runtime or Runtime(), **more)
     plan.prepare(data, {"eval": tokens(9)})
     return plan
 

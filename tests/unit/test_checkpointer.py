@@ -47,7 +47,7 @@ def model() -> Any:
 
 @pytest.fixture
 def checkpointer() -> Checkpointer:
-    return Checkpointer(Runtime(), Alone(), writes=True, takes_part=True, shares_disk=True, limit=2, remote=None)
+    return Checkpointer(Runtime(), Alone(), writes=True, shares_disk=True, limit=2, remote=None)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_weights_and_moments_come_back_to_the_bit(
 ) -> None:
     checkpointer.save(contents(7))
     checkpointer.wait()
-    loader = CheckpointLoader(Runtime(), Alone(), str(tmp_path), shares_disk=True, remote=None, local_index=0)
+    loader = CheckpointLoader(Runtime(), Alone(), str(tmp_path), shares_disk=True, remote=None)
     folder = loader.find(True, "packed", {})
     assert folder == str(tmp_path / "checkpoint-7")
     other = tiny.tiny_model(tiny.tiny_tokenizer(["some text"]))

@@ -25,7 +25,9 @@ from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.runtime import Topology
 from trl_tpu.training import agreement
-from trl_tpu.training.agreement import HostAgreement, check_alike, rows_of_host
+from trl_tpu.training.agreement import HostAgreement
+from trl_tpu.training.mesh_loader import rows_of_host
+from trl_tpu.training.same_run import check_alike
 
 HOSTS = (1, 2, 4, 16)
 

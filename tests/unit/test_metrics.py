@@ -148,15 +148,15 @@ def run(guard: RecompileGuard, runtime: CountingRuntime, compiles: int, caplog: 
 
 
 @pytest.mark.parametrize(
-    ("planned", "programs", "shared", "first"),
-    [(None, 1, 0, 2), (1, 1, 0, 2), (3, 1, 0, 4), (3, 1, 1, 5), (2, 2, 0, 5)],
+    ("planned", "shared", "first"),
+    [(None, 0, 2), (1, 0, 2), (3, 0, 4), (3, 1, 5)],
 )
 def test_the_guard_warns_at_1_2_4_8_programs_too_many(
-    planned: int | None, programs: int, shared: int, first: int, caplog: pytest.LogCaptureFixture
+    planned: int | None, shared: int, first: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = CountingRuntime()
     runtime.compiled = 100  # what was compiled before training does not count
-    guard = RecompileGuard(runtime, planned, programs, shared)
+    guard = RecompileGuard(runtime, planned, shared)
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         assert run(guard, runtime, first + 9, caplog) == [first, first + 1, first + 3, first + 7]
 

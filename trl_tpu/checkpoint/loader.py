@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ class CheckpointLoader:
         output_dir: The run's folder.
         shares_disk: Whether all processes see the same folder.
         remote: Where the run is kept, if that is a URL.
-        local_index: Of this process among those of its machine.
     """
 
     def __init__(
@@ -40,10 +39,9 @@ class CheckpointLoader:
         *,
         shares_disk: bool,
         remote: RemoteRun | None,
-        local_index: int,
     ) -> None:
         self._runtime, self._processes, self._output_dir = runtime, processes, output_dir
-        self._shares_disk, self._remote, self._local_index = shares_disk, remote, local_index
+        self._shares_disk, self._remote = shares_disk, remote
         self._download: Path | None = None  # the copy of a checkpoint from a URL
         self.progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
 
@@ -61,10 +59,9 @@ class CheckpointLoader:
         self.progress = None
         if not asked:
             return None
-        if asked is True and self._remote is not None:
-            folder = newest_good(self._fetched(self._remote.checkpoints()), self._examine)
-        elif asked is True:
-            folder = newest_good(checkpoints_in(self._output_dir), self._examine)
+        if asked is True:
+            local = self._remote is None
+            folder = newest_good(checkpoints_in(self._output_dir) if local else self._fetched(), self._examine)
         else:
             check_given(folder := self._local(os.fspath(asked)), self._examine)
         self.progress = read_progress(folder)
@@ -116,10 +113,11 @@ class CheckpointLoader:
         share = (self._processes.index, self._processes.count) if self._shares_disk else (0, 1)
         return [fault for said in self._processes.all_gather_object(find_faults(folder, share)) for fault in said]
 
-    def _fetched(self, names: Iterable[str]) -> Iterator[Path]:
-        """Yield checkpoints at the URL, each downloaded when its turn comes."""
-        for name in names:
-            yield Path(self._local(f"{self._remote.url}/{name}"))  # type: ignore[union-attr]
+    def _fetched(self) -> Iterator[Path]:
+        """Yield the checkpoints at the run's URL, each downloaded when its turn comes."""
+        assert self._remote is not None
+        for name in self._remote.checkpoints():
+            yield Path(self._local(f"{self._remote.url}/{name}"))
 
     def _local(self, checkpoint: str) -> str:
         """Return a folder of this host with the files of a checkpoint, which may be at a URL."""
@@ -127,7 +125,7 @@ class CheckpointLoader:
             return checkpoint
         url, _, name = checkpoint.rstrip("/").rpartition("/")
         self.drop_download()
-        self._download = Path(staging_folder(url), f"downloaded-{self._local_index}", name)
+        self._download = Path(staging_folder(url), f"downloaded-{self._processes.index}", name)
         self.drop_download()  # of an earlier run
         return str(RemoteRun(url).get(name, self._download.parent))
 

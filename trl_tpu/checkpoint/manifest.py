@@ -33,12 +33,6 @@ Files = dict[str, dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 
-def step_of(name: str) -> int | None:
-    """Return the step of the checkpoint folder ``name``; None for any other name."""
-    match = _CHECKPOINT.fullmatch(name)
-    return None if match is None else int(match[1])
-
-
 # ---- writing
 
 
@@ -125,10 +119,15 @@ def retire(folder: Path, staging: Path) -> None:
 # ---- finding
 
 
+def newest_first(found: Iterable[Named]) -> list[Named]:
+    """Return those that are named as checkpoints, the last step first."""
+    steps = {each: int(match[1]) for each in found if (match := _CHECKPOINT.fullmatch(Path(each).name))}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
+
+
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """Return the folders of checkpoints, the last step first, whole or not."""
-    folders = {path: step_of(path.name) for path in Path(output_dir).glob("checkpoint-*") if path.is_dir()}
-    return sorted((path for path in folders if folders[path] is not None), key=lambda path: -(folders[path] or 0))
+    return newest_first(path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir())
 
 
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:

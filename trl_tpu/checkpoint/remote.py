@@ -5,7 +5,6 @@ invisible before. Files pass through a folder on the host's own disk.
 """
 
 import hashlib
-import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,24 +13,22 @@ from pathlib import Path
 import fsspec
 
 from ..errors import UserError
-from .manifest import MANIFEST_FILE, surplus
-
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+from .manifest import MANIFEST_FILE, newest_first, surplus
 
 
 def is_url(folder: str) -> bool:
-    """Whether ``folder`` is a URL rather than a folder of this machine."""
+    """Return whether ``folder`` is a URL rather than a folder of this machine."""
     return "://" in folder
 
 
 def staging_folder(url: str) -> str:
-    """The folder of this machine through which files of ``url`` pass; below TMPDIR, the same for each run."""
+    """Return the folder of this machine through which files of ``url`` pass; below TMPDIR, the same for each run."""
     return str(Path(tempfile.gettempdir(), "trl-tpu", hashlib.sha256(url.encode()).hexdigest()[:16]))
 
 
 @contextmanager
 def local_copy(folder: str | Path) -> Iterator[Path]:
-    """A folder of this machine as it is; of one at a URL a copy below TMPDIR, removed on leaving.
+    """Give a folder of this machine as it is, and of one at a URL a copy below TMPDIR, removed on leaving.
 
     Raises:
         UserError: There is nothing at the URL.
@@ -58,11 +55,9 @@ class RemoteRun:
             raise UserError(f"{url} cannot be opened: {error}.") from error
 
     def checkpoints(self) -> list[str]:
-        """The names of complete checkpoints, of the last step first."""
+        """Return the names of complete checkpoints, the last step first."""
         manifests = self._files.glob(f"{self._root}/checkpoint-*/{MANIFEST_FILE}")
-        names = [path.rsplit("/", 2)[-2] for path in manifests]
-        steps = {name: int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
-        return sorted(steps, key=steps.__getitem__, reverse=True)
+        return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
     def put(self, folder: Path, names: Iterable[str], below: str = "") -> None:
         """Upload files of ``folder``, in this order, to ``below`` the URL."""

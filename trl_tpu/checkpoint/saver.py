@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Processes(Protocol):
-    """The processes that save together."""
+    """The processes that save or load together."""
 
     index: int
     count: int
@@ -91,7 +91,6 @@ class Checkpointer:
         runtime: Of the tensors.
         processes: All that train.
         writes: Whether this process writes what is small, and publishes: one of those that share a disk.
-        takes_part: Whether this process has tensors to write.
         shares_disk: Whether all processes write to one folder, rather than each to a disk of its own.
         limit: How many checkpoints stay; None for all.
         remote: Where the run is kept, if that is a URL.
@@ -103,14 +102,16 @@ class Checkpointer:
         processes: Processes,
         *,
         writes: bool,
-        takes_part: bool,
         shares_disk: bool,
         limit: int | None,
         remote: RemoteRun | None,
     ) -> None:
         self._runtime, self._processes = runtime, processes
-        self._writes, self._takes_part, self._shares_disk = writes, takes_part, shares_disk
+        self._writes, self._shares_disk = writes, shares_disk
+        self._takes_part = runtime.shares_mesh or writes  # has tensors to write
         self._limit, self._remote = limit, remote
+        self.latest = ""
+        """The folder, or URL, of the last save that was begun."""
         self._background = BackgroundSaves()
 
     @property
@@ -122,16 +123,11 @@ class Checkpointer:
         """Wait until what was begun is saved, or has failed."""
         self._background.wait()
 
-    def place_of(self, contents: Contents) -> str:
-        """Return the folder, or URL, of a checkpoint."""
-        if self._remote is not None:
-            return f"{self._remote.url}/{contents.name}"
-        return str(contents.run_folder / contents.name)
-
     def save(self, contents: Contents) -> None:
         """Copy the state, and write it as a checkpoint beside training. All processes take part."""
         began = time.monotonic()
         self.wait()
+        self.latest = self._place_of(contents)
         staging = contents.run_folder / STAGING_FOLDER / contents.name
         on_host: list[_OnHost] = []
 
@@ -144,10 +140,16 @@ class Checkpointer:
             waited = time.monotonic() - began
             if self._takes_part:
                 self._background.submit(
-                    self.place_of(contents), lambda: self._write(contents, staging, on_host[0], waited)
+                    self._place_of(contents), lambda: self._write(contents, staging, on_host[0], waited)
                 )
 
     # ---- while training stops
+
+    def _place_of(self, contents: Contents) -> str:
+        """Return the folder, or URL, of a checkpoint."""
+        if self._remote is not None:
+            return f"{self._remote.url}/{contents.name}"
+        return str(contents.run_folder / contents.name)
 
     def _make_room(self, staging: Path) -> None:
         if self._makes_folder:
@@ -170,12 +172,11 @@ class Checkpointer:
 
     def _all_could(self, action: Callable[[], None], contents: Contents) -> bool:
         """Return whether every process could do its part; else the save has failed on all."""
-        error = _error_of(action)
-        problem = next((said for said in self._processes.all_gather_object(error and str(error)) if said), None)
-        if problem is not None:
-            self._background.fail(self.place_of(contents), error or OSError(f"on another host: {problem}"))
+        failure = failure_anywhere(action, self._processes.all_gather_object)
+        if failure is not None:
+            self._background.fail(self._place_of(contents), failure)
             self._clean_up(contents)
-        return problem is None
+        return failure is None
 
     # ---- beside training, on a thread; on several hosts all take part
 
@@ -199,7 +200,7 @@ class Checkpointer:
             self._clean_up(contents)
         took = time.monotonic() - began
         logger.info(
-            "%s: training waited %.2f s, writing took %.2f s beside it.", self.place_of(contents), waited, took
+            "%s: training waited %.2f s, writing took %.2f s beside it.", self._place_of(contents), waited, took
         )
 
     def _write_tensors(self, contents: Contents, staging: Path, on_host: _OnHost) -> dict[str, str]:
@@ -217,27 +218,20 @@ class Checkpointer:
         return checksums
 
     def _describe_files(self, staging: Path, checksums: dict[str, str]) -> Files:
-        """Return sizes and checksums of all files of all hosts."""
-        checksums = (
-            dict(item for each in self._meet(checksums) for item in each.items()) if self._shares_disk else checksums
-        )
-        names = files_in(staging)
-        own = names[self._processes_share] if self._shares_disk else names
-        try:
-            described: Any = describe_files(staging, own, checksums)
-        except OSError as error:
-            described = str(error)
-        said = self._meet(described)
-        if problems := [problem for problem in said if isinstance(problem, str)]:
-            raise OSError(problems[0])
+        """Return sizes and checksums of all files of all hosts; of its own alone where each seals its own disk."""
+        own = slice(None)
+        if self._shares_disk:
+            checksums = {file: sha256 for each in self._meet(checksums) for file, sha256 in each.items()}
+            topology = self._runtime.topology()
+            own = slice(topology.process_index, None, topology.process_count)
+        names = files_in(staging)[own]  # after all have met: every host has written its files
+        described: Files = {}
+        failure = failure_anywhere(lambda: described.update(describe_files(staging, names, checksums)), self._meet)
+        if failure is not None:
+            raise failure
         if not self._shares_disk and self._remote is None:
-            return described  # each host seals what is on its own disk
-        return dict(file for part in said for file in part.items())
-
-    @property
-    def _processes_share(self) -> slice:
-        topology = self._runtime.topology()
-        return slice(topology.process_index, None, topology.process_count)
+            return described
+        return {name: file for each in self._meet(described) for name, file in each.items()}
 
     def _publish(self, contents: Contents, staging: Path, files: Files) -> None:
         """Make the checkpoint visible, and only then delete older ones."""
@@ -269,10 +263,16 @@ def _marked(mark: str, shards: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(mark): shard for name, shard in shards.items() if name.startswith(mark)}
 
 
-def _error_of(action: Callable[[], None]) -> Exception | None:
-    """Return why ``action`` failed, if it did: libraries say so in errors of many kinds when a disk is full."""
+def failure_anywhere(action: Callable[[], None], all_gather_object: Callable[[Any], list[Any]]) -> Exception | None:
+    """Call ``action`` in every process; return why it failed in this one, or else in the first where it did.
+
+    Libraries say that a disk is full in errors of many kinds.
+    """
+    failure: Exception | None = None
     try:
         action()
     except Exception as error:
-        return error
-    return None
+        failure = error
+    said = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+    elsewhere = next((each for each in said if each is not None), None)
+    return failure if failure is not None or elsewhere is None else OSError(f"on another host: {elsewhere}")

@@ -68,7 +68,7 @@ class _Tracer:
     def begin(self) -> None:
         """What is recorded from now on is the step's."""
         trainer, know = self._trainer, self.runtime.know
-        axes_of = trainer._parameter_specs()
+        axes_of = trainer._step_state.specs(trainer.model, trainer.shard_report.placements)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         buffers = trainer._step_state.gradient_buffers
         for name, parameter in trainer.model.named_parameters():

@@ -21,7 +21,6 @@ from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_atte
 from ..modeling.attention.masked import goes_tree_by_tree
 from ..modeling.attention.packability import PackingImpossible, make_packable
 from ..packing.schedule import RowPlan
-from ..parallel.mesh import MeshShape
 from ..runtime import Runtime
 from .packing_option import Packing
 from .planned_shapes import attention_crossover_length, plan_rows_of, planned_lengths
@@ -44,7 +43,6 @@ class BatchPlan:
         model: Its model, with the attention it trains with; it is made to read packed rows.
         tokenizer: The model's.
         train_dataset: Pairs, as raw or as prepared as they are. `prepare` gets them when they are token ids.
-        mesh: What batches are split over.
         runtime: What trains.
         data_collator: The user's own, if any.
         old_columns: Whether the data has the columns of TRL's old API.
@@ -64,7 +62,6 @@ class BatchPlan:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         train_dataset: Any,
-        mesh: MeshShape,
         runtime: Runtime,
         *,
         data_collator: Any = None,
@@ -72,18 +69,17 @@ class BatchPlan:
         computes_own_loss: bool = False,
         fixed_rows: RowPlan | None = None,
     ) -> None:
-        self._args, self._tokenizer, self._mesh, self._runtime = args, tokenizer, mesh, runtime
+        self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset = train_dataset
         self._old_columns, self._computes_own_loss = old_columns, computes_own_loss
         self._fixed_rows = fixed_rows
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._lengths: dict[str, tuple[int, ...] | None] = {}
         self._is_tight = self._expands = False
-        self.padded_because = _obstacle_in_settings(
-            args, data_collator, computes_own_loss, old_columns, runtime.compiles
-        )
-        if self.padded_because is not None:
-            self._report_obstacle()
+        self.padded_because = None
+        obstacle = _obstacle_in_settings(args, data_collator, computes_own_loss, old_columns, runtime.compiles)
+        if obstacle is not None:
+            self._pad_because(obstacle)
         self.use_model(model)
 
     # ---- the decision
@@ -99,25 +95,23 @@ class BatchPlan:
             return
         try:
             make_packable(model, self._pad_token_id)
-            self._is_tight = not self._runtime.compiles and goes_tree_by_tree(self._model)
-            if not self._packs(self._train_dataset):
-                raise PackingImpossible(
-                    "train_dataset is a stream, and row shapes are chosen from the data beforehand"
-                )
         except PackingImpossible as reason:
-            self.padded_because = str(reason)
-            self._report_obstacle()
+            self._pad_because(str(reason))
             return
-        if self._expands:
+        self._is_tight = not self._runtime.compiles and goes_tree_by_tree(self._model)
+        if not self._packs(self._train_dataset):
+            self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
+        elif self._expands:
             use_expanded_attention(self._model)
 
-    def _report_obstacle(self) -> None:
+    def _pad_because(self, obstacle: str) -> None:
         if self._args.packing == Packing.TRUE:
             raise UserError(
-                f"packing=True is impossible: {self.padded_because}. Leave packing at 'auto', or remove the obstacle."
+                f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle."
             )
         if self._args.packing == Packing.AUTO:
-            logger.warning(f"Batches are padded, not packed: {self.padded_because}.")
+            logger.warning(f"Batches are padded, not packed: {obstacle}.")
+        self.padded_because = obstacle
 
     @property
     def packed(self) -> bool:
@@ -203,8 +197,9 @@ class BatchPlan:
         if key not in self._row_plans:
             # kernels want lengths in large multiples
             multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
+            shards, hidden_size = self._args.mesh_shape.batch_shards, self._hidden_size
             self._row_plans[key] = plan_rows_of(
-                dataset, self._hidden_size, batch_size, self._mesh.batch_shards, self._args, self._expands, multiple
+                dataset, hidden_size, batch_size, shards, self._args, self._expands, multiple
             )
         return self._row_plans[key]
 

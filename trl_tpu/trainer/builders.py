@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
@@ -33,14 +32,6 @@ from .reward_config import RewardConfig
 from .utils import disable_dropout_in_model
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RewardModel:
-    """A model with one output, and the tokenizer it agrees with on every special token."""
-
-    model: PreTrainedModel
-    processing_class: PreTrainedTokenizerBase
 
 
 def default_folder(model: Any) -> str:
@@ -82,8 +73,11 @@ def build_reward_model(
     processing_class: PreTrainedTokenizerBase | None,
     quantization_config: Any | None,
     peft_config: Any | None,
-) -> RewardModel:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load or check the model, settle its special tokens and chat template, and add adapters.
+
+    Returns:
+        A model with one output, and the tokenizer that it agrees with on every special token.
 
     The order is TRL's, since each part reads what the one before wrote: seed (the caller's), model, tokenizer, eos,
     chat template, adapters, dropout, pad token.
@@ -126,7 +120,7 @@ def build_reward_model(
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token)
     _fit_to_device(model, args)
-    return RewardModel(model, tokenizer)
+    return model, tokenizer
 
 
 def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:

@@ -10,133 +10,83 @@ from .. import runtime
 from ..errors import UserError
 from ..runtime import Remat
 
-
-class Limit(NamedTuple):
-    """A setting, what makes it impossible on XLA, and the way out."""
-
-    setting: str
-    is_impossible: Callable[[Any], bool]
-    instead: str
-
-
 _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
-XLA_LIMITS = (
-    Limit(
-        "fsdp", bool, "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)"
-    ),
-    Limit("deepspeed", bool, "shard with mesh='fsdp=-1', which is ZeRO-3 without DeepSpeed"),
-    Limit("parallelism_config", bool, "arrange the devices with mesh"),
-    Limit("use_liger_kernel", bool, "leave it out: its Triton kernels are for GPUs, and XLA fuses by itself"),
-    Limit("auto_find_batch_size", bool, "set per_device_train_batch_size: every size tried would be compiled anew"),
-    Limit("torch_compile", bool, "leave it out: XLA compiles every step already"),
-    Limit("fp16", bool, "use bf16=True: XLA devices have no float16 loss scaling"),
-    Limit("fp16_full_eval", bool, "leave it out: evaluation runs in the training precision"),
-    Limit("bf16_full_eval", bool, "leave it out: with bf16=True evaluation computes in bfloat16 already"),
-    Limit("use_cpu", bool, f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}"),
-    Limit("optim", lambda name: "fused" in name, "use optim='adamw_torch', which XLA fuses by itself"),
-    Limit(
-        "optim",
-        lambda name: any(mark in name for mark in ("bit", "bnb", "ademamix")),
-        f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
-    ),
-    Limit(
-        "optim",
-        lambda name: any(mark in name for mark in ("layerwise", "lomo")),
-        "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches",
-    ),
-    Limit(
-        "include_num_input_tokens_seen",
-        lambda value: value not in (False, "no"),
-        "read num_tokens in the logs, which counts them without stopping the device at every batch",
-    ),
-    Limit("neftune_noise_alpha", bool, f"leave it out, or {_PLAIN_TORCH}"),
-    Limit("torch_empty_cache_steps", bool, "leave it out: XLA plans memory when it compiles"),
-)
 
-HOSTS_LIMITS = (
-    Limit(
-        "enable_jit_checkpoint",
-        bool,
+#: Settings that XLA cannot honor, and what to do instead.
+XLA_LIMITS = {
+    "fsdp": "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)",
+    "deepspeed": "shard with mesh='fsdp=-1', which is ZeRO-3 without DeepSpeed",
+    "parallelism_config": "arrange the devices with mesh",
+    "use_liger_kernel": "leave it out: its Triton kernels are for GPUs, and XLA fuses by itself",
+    "auto_find_batch_size": "set per_device_train_batch_size: every size tried would be compiled anew",
+    "torch_compile": "leave it out: XLA compiles every step already",
+    "fp16": "use bf16=True: XLA devices have no float16 loss scaling",
+    "fp16_full_eval": "leave it out: evaluation runs in the training precision",
+    "bf16_full_eval": "leave it out: with bf16=True evaluation computes in bfloat16 already",
+    "use_cpu": f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}",
+    "include_num_input_tokens_seen": "read num_tokens in the logs, which counts them without stopping the device",
+    "neftune_noise_alpha": f"leave it out, or {_PLAIN_TORCH}",
+    "torch_empty_cache_steps": "leave it out: XLA plans memory when it compiles",
+}
+
+#: The same of several hosts.
+HOSTS_LIMITS = {
+    "enable_jit_checkpoint": (
         "it saves on the host that is told to stop, and the others would wait for it. Leave it out: a SIGTERM to any "
-        "host lets all of them save and stop",
+        "host lets all of them save and stop"
     ),
-)
+}
+
+#: The same of optimizers, by what is in their names.
+OPTIMIZER_LIMITS = {
+    ("fused",): "use optim='adamw_torch', which XLA fuses by itself",
+    ("bit", "bnb", "ademamix"): f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
+    ("layerwise", "lomo"): (
+        "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches"
+    ),
+}
 
 
+class Rule(NamedTuple):
+    """What a value must be, in words and as a check."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_AT_LEAST_1 = Rule("at least 1", lambda value: value >= 1)
+_AT_LEAST_0 = Rule("0 or more", lambda value: value >= 0)
+_AMOUNT = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
+_FINITE = Rule("a finite number", math.isfinite)
+_SEED = Rule("from 0 to 4294967295", lambda value: 0 <= value < 2**32)
 _YEAR = 365 * 24 * 60  # minutes
+_MINUTES = Rule(f"above 0 and at most {_YEAR}, a year", lambda value: 0 < value <= _YEAR)
 
+_PAIRS = "The pairs of a step are per_device_train_batch_size x devices x gradient_accumulation_steps"
+_FITTING = "Leave it out for a value that fits the data and the device"
 
-class Range(NamedTuple):
-    """Settings of one kind, what their values must be, and the way out."""
-
-    settings: tuple[str, ...]
-    is_within: Callable[[Any], bool]
-    rule: str
-    instead: str
-
-
-# What transformers and torch find out only after the model is loaded, or never. None is always a setting left out.
-RANGES = (
-    Range(
-        ("per_device_train_batch_size", "gradient_accumulation_steps"),
-        lambda value: value >= 1,
-        "at least 1",
-        "The pairs of a step are per_device_train_batch_size x devices x gradient_accumulation_steps",
-    ),
-    Range(
-        ("per_device_eval_batch_size",),
-        lambda value: value >= 1,
-        "at least 1",
-        "To leave out evaluation set eval_strategy='no'",
-    ),
-    Range(
-        ("row_length", "max_shapes"),
-        lambda value: value >= 1,
-        "at least 1",
-        "Leave it out for a value that fits the data",
-    ),
-    Range(
-        ("nonfinite_limit",),
-        lambda value: value >= 0,
-        "at least 0",
-        "0 turns it off, 1 stops after the first step that is not finite",
-    ),
-    Range(
-        ("save_interval_minutes",),
-        lambda value: 0 < value <= _YEAR,
-        f"above 0 and at most {_YEAR}, a year",
-        "Leave it out to save only when save_strategy says so",
-    ),
-    Range(("max_length",), lambda value: value >= 1, "at least 1", "Set it to None to keep pairs of every length"),
-    Range(
-        ("pad_to_multiple_of",),
-        lambda value: value >= 1,
-        "at least 1",
-        "Leave it out for lengths that fit the data and the device",
-    ),
-    Range(("num_train_epochs",), lambda value: value >= 0, "0 or more", "Or set max_steps instead"),
-    Range(
-        ("learning_rate", "weight_decay", "max_grad_norm"),
-        lambda value: 0 <= value < math.inf,
-        "a finite number, 0 or more",
-        "Leave it out for the default",
-    ),
-    Range(
-        ("center_rewards_coefficient",),
-        math.isfinite,
-        "a finite number",
-        "0.01 is recommended; leave it out not to center",
-    ),
-    Range(
-        ("dataset_num_proc", "dataloader_num_workers"),
-        lambda value: value >= 0,
-        "0 or more",
-        "0 does the work in this process",
-    ),
-    Range(
-        ("seed", "data_seed"), lambda value: 0 <= value < 2**32, "from 0 to 4294967295", "numpy takes no other seed"
-    ),
-)
+#: What transformers and torch find out only after the model is loaded, or never; and what to do instead. None is
+#: always a setting left out.
+RULES: dict[str, tuple[Rule, str]] = {
+    "per_device_train_batch_size": (_AT_LEAST_1, _PAIRS),
+    "gradient_accumulation_steps": (_AT_LEAST_1, _PAIRS),
+    "per_device_eval_batch_size": (_AT_LEAST_1, "To leave out evaluation set eval_strategy='no'"),
+    "max_length": (_AT_LEAST_1, "Set it to None to keep pairs of every length"),
+    "row_length": (_AT_LEAST_1, _FITTING),
+    "max_shapes": (_AT_LEAST_1, _FITTING),
+    "pad_to_multiple_of": (_AT_LEAST_1, _FITTING),
+    "nonfinite_limit": (_AT_LEAST_0, "0 turns it off, 1 stops after the first step that is not finite"),
+    "num_train_epochs": (_AT_LEAST_0, "Or set max_steps instead"),
+    "dataset_num_proc": (_AT_LEAST_0, "0 does the work in this process"),
+    "dataloader_num_workers": (_AT_LEAST_0, "0 does the work in this process"),
+    "learning_rate": (_AMOUNT, "Leave it out for the default"),
+    "weight_decay": (_AMOUNT, "Leave it out for the default"),
+    "max_grad_norm": (_AMOUNT, "Leave it out for the default"),
+    "center_rewards_coefficient": (_FINITE, "0.01 is recommended; leave it out not to center"),
+    "save_interval_minutes": (_MINUTES, "Leave it out to save only when save_strategy says so"),
+    "seed": (_SEED, "numpy takes no other seed"),
+    "data_seed": (_SEED, "numpy takes no other seed"),
+}
 
 
 def check_ranges(args: Any) -> None:
@@ -147,11 +97,10 @@ def check_ranges(args: Any) -> None:
     """
     for setting in args._VALID_DICT_FIELDS:
         _check_json(setting, getattr(args, setting))
-    for allowed in RANGES:
-        for setting in allowed.settings:
-            value = getattr(args, setting)
-            if value is not None and not allowed.is_within(value):
-                raise UserError(f"{setting} must be {allowed.rule}, got {value}. {allowed.instead}.")
+    for setting, (rule, instead) in RULES.items():
+        value = getattr(args, setting)
+        if value is not None and not rule.holds(value):
+            raise UserError(f"{setting} must be {rule.words}, got {value}. {instead}.")
     try:
         _ = args.time_limit
     except ValueError as error:
@@ -198,11 +147,16 @@ def check_xla_limits(args: Any, hosts: int = 1) -> None:
         UserError: Names the setting, its value and what to do instead.
     """
     where = "PyTorch/XLA" if hosts == 1 else f"PyTorch/XLA on {hosts} hosts"
-    for limit in XLA_LIMITS if hosts == 1 else (*XLA_LIMITS, *HOSTS_LIMITS):
-        value = getattr(args, limit.setting)
+    optimizer = getattr(args.optim, "value", args.optim)
+    limits = XLA_LIMITS if hosts == 1 else XLA_LIMITS | HOSTS_LIMITS
+    for setting, instead in limits.items():
+        value = getattr(args, setting)
         value = getattr(value, "value", value)  # an enum's text
-        if limit.is_impossible(value):
-            raise UserError(f"{limit.setting}={value!r} is impossible on {where}: {limit.instead}.")
+        if value and value != "no":
+            raise UserError(f"{setting}={value!r} is impossible on {where}: {instead}.")
+    for marks, instead in OPTIMIZER_LIMITS.items():
+        if any(mark in optimizer for mark in marks):
+            raise UserError(f"optim={optimizer!r} is impossible on {where}: {instead}.")
 
 
 def check_remat(args: Any) -> None:
@@ -231,16 +185,3 @@ def check_remat(args: Any) -> None:
             f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
             "or choose remat='full'."
         )
-
-
-__all__ = [
-    "HOSTS_LIMITS",
-    "RANGES",
-    "XLA_LIMITS",
-    "Limit",
-    "Range",
-    "check_choices",
-    "check_ranges",
-    "check_remat",
-    "check_xla_limits",
-]

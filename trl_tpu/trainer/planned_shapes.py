@@ -57,17 +57,11 @@ def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
 
     A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
     """
-    longest = _longest(dataset)
-    longest = args.max_length if longest is None else longest
+    is_known = isinstance(dataset, Dataset) and len(dataset) > 0
+    longest = int(longer_dialogues(dataset).max()) if is_known else args.max_length
     if not longest:
         return None
     if multiple := args.pad_to_multiple_of:
         assert isinstance(multiple, int)  # the config has read its text forms
         return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
     return bucket_lengths(longest, args.max_shapes)
-
-
-def _longest(dataset: Any) -> int | None:
-    if not isinstance(dataset, Dataset):
-        return None  # a stream
-    return int(longer_dialogues(dataset).max()) if len(dataset) else None

@@ -78,9 +78,9 @@ class RewardConfig(TrainingArguments):
             Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
         nonfinite_limit (`int`, *optional*, defaults to `3`):
             How many steps in a row may have a NaN or infinite loss or gradient before the run stops, at the next log,
-            with the first of them named and its batch saved in `output_dir`. Such a step takes no update, is counted
-            as `nonfinite` in the logs, and is no part of the logged loss. 0 trains on as TRL does. Not with `fp16`,
-            whose loss scale skips steps by itself.
+            with the first of them and its pairs named. Such a step takes no update, is counted as `nonfinite` in the
+            logs, and is no part of the logged loss. 0 trains on as TRL does. It is 0 with `fp16`, whose loss scale
+            skips steps by itself, and with float16 weights, where infinite gradients come and go.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Not supported: activations are recomputed instead (`gradient_checkpointing`).
 

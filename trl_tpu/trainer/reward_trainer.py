@@ -32,7 +32,7 @@ from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
-from .builders import RewardModel, build_dataset, build_reward_model, check_arguments, default_folder
+from .builders import build_dataset, build_reward_model, check_arguments, default_folder
 from .legacy import upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .reward_config import RewardConfig
@@ -109,45 +109,43 @@ class RewardTrainer(DeviceTrainer):
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
 
-        def build(model: Any) -> RewardModel:
-            built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
-            built.model.add_model_tags(self._tag_names)
-            return built
+        def build(model: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+            built, tokenizer = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
+            built.add_model_tags(self._tag_names)
+            return built, tokenizer
 
         def init(trial: Any = None) -> PreTrainedModel:
             """Make the model anew, for each `train()`."""
-            built = build(_call(model_init, trial))
-            self.batch_plan.use_model(built.model)
-            return built.model
+            built, _ = build(_call(model_init, trial))
+            self.batch_plan.use_model(built)
+            return built
 
-        built = build(model if model_init is None else _call(model_init, None))
+        built, own_tokenizer = build(model if model_init is None else _call(model_init, None))
         plan = BatchPlan(
             args,
-            built.model,
-            built.processing_class,
+            built,
+            own_tokenizer,
             train_dataset,
-            args.mesh_shape,
             device,
             data_collator=data_collator,
             old_columns=self._old_columns,
             computes_own_loss=type(self).compute_loss is not RewardTrainer.compute_loss,
             fixed_rows=self.fixed_rows,
         )
-        prepare = partial(build_dataset, model=built.model, processing_class=built.processing_class, args=args)
-        datasets = {
-            name: None if dataset is None else prepare(dataset, name=name, old_columns=self._old_columns)
-            for name, dataset in (("train", train_dataset), ("eval", eval_dataset))
-        }
-        plan.prepare(datasets["train"], datasets["eval"])
+        old = self._old_columns
+        prepare = partial(build_dataset, model=built, processing_class=own_tokenizer, args=args, old_columns=old)
+        train_pairs = prepare(train_dataset, name="train")
+        eval_pairs = None if eval_dataset is None else prepare(eval_dataset, name="eval")
+        plan.prepare(train_pairs, eval_pairs)
         super().__init__(
             runtime=device,
             batch_plan=plan,
-            model=built.model,
+            model=built,
             args=args,
             data_collator=data_collator or plan.default_collator(),
-            train_dataset=datasets["train"],
-            eval_dataset=datasets["eval"],
-            processing_class=built.processing_class,
+            train_dataset=train_pairs,
+            eval_dataset=eval_pairs,
+            processing_class=own_tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -267,7 +265,7 @@ class RewardTrainer(DeviceTrainer):
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
         card = make_model_card(
-            model_name or Path(folder).name,
+            model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
             base_model=base if base and not os.path.isdir(base) else None,
             dataset_name=dataset_name if dataset_name and not os.path.exists(dataset_name) else None,

@@ -1,31 +1,19 @@
 """The same decisions in every process of a run.
 
-Steps, logs, evaluations and saves come from arguments and counters, which all processes share. What need not be the
-same is made so: the arguments themselves, and whatever a callback, a signal or a clock asks of one process. A process
-that saved, evaluated or stopped alone would leave the others waiting for it in their next collective.
+Steps, logs, evaluations and saves come from arguments and counters, which all processes share (see `same_run`).
+Whatever a callback, a signal or a clock asks of one process is made the same. A process that saved, evaluated or
+stopped alone would leave the others waiting for it in their next collective.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
-from zlib import crc32
 
-import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from datasets import Dataset
 from transformers import TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import DefaultFlowCallback
-from transformers.trainer_utils import get_last_checkpoint
 
-from ..errors import UserError
-from ..parallel.mesh import MeshShape
-from ..runtime import Runtime
-
-Value = TypeVar("Value")
+from ..runtime import Runtime, Value
 
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
@@ -46,7 +34,7 @@ class HostAgreement:
         topology = runtime.topology()
         self.index = accelerator.process_index if self._by_accelerate else topology.process_index
         self.count = accelerator.num_processes if self._by_accelerate else topology.process_count
-        self._asked: dict[str, bool] = {}  # by a callback of this process, between agreements
+        self._asked: set[str] = set()  # by callbacks of this process, between agreements
         self._steps, self._batches = _Meetings(), _Meetings()
 
     def start(self, step: int) -> None:
@@ -67,7 +55,7 @@ class HostAgreement:
         """
         if self.count == 1:
             return dict(wishes)
-        asked = {name: bool(getattr(control, name)) or self._asked.get(name, False) for name in _DECISIONS}
+        asked = {name: getattr(control, name) or name in self._asked for name in _DECISIONS}
         if not self._is_due(args, state):
             self.postpone(control, _DECISIONS)
             return dict.fromkeys(wishes, False)
@@ -97,7 +85,8 @@ class HostAgreement:
         if self.count == 1:
             return
         for name in names:
-            self._asked[name] = self._asked.get(name, False) or bool(getattr(control, name))
+            if getattr(control, name):
+                self._asked.add(name)
             setattr(control, name, False)
 
     def _is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
@@ -126,81 +115,3 @@ class _Meetings:
     def met(self, turn: int, slowest: float) -> None:
         self.start(turn)
         self._next = turn + max(1, int(_SECONDS_BETWEEN / max(slowest, 1e-3)))
-
-
-def rows_of_host(positions: Sequence[int], count: int, mesh: MeshShape) -> np.ndarray:
-    """Return the rows of a batch of ``count`` rows that a host's devices hold, ascending.
-
-    Rows go over the batch axes, inside of which is `tensor`: devices that differ in it alone hold the same rows, also
-    when they are on several hosts. A batch that the axes do not divide is whole on every device.
-
-    Args:
-        positions: Where in the mesh, last axis fastest, the host's devices are. They need not follow one another:
-            chips are numbered through their grid, of which a host has a block.
-    """
-    if count % mesh.batch_shards:
-        return np.arange(count)
-    each = count // mesh.batch_shards
-    parts = sorted({position // mesh.tensor for position in positions})
-    return np.concatenate([np.arange(part * each, (part + 1) * each) for part in parts])
-
-
-def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse hosts that were started with different arguments, data or checkpoints.
-
-    Args:
-        runs: What has to be the same everywhere, as each host has it.
-
-    Raises:
-        UserError: Names everything that differs, and each host's value.
-    """
-    faults = []
-    for name in runs[0]:
-        hosts_of: dict[str, list[int]] = {}
-        for host, run in enumerate(runs):
-            hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
-        if len(hosts_of) > 1:
-            faults.append(f"{name} is " + " and ".join(f"{value} on {_named(on)}" for value, on in hosts_of.items()))
-    if faults:
-        raise UserError(
-            f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
-            "the same data, and an output_dir that all of them share."
-        )
-
-
-def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, Any]:
-    """Return what the pairs of each step depend on: a resumed run in which it differs is not the same run."""
-    order: dict[str, Any] = {
-        name: getattr(args, name) for name in ("seed", "data_seed", "gradient_accumulation_steps")
-    }
-    order["the batch"] = args.train_batch_size * processes
-    return order | {"train data": digest(train_dataset)}
-
-
-def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
-    """Return what else has to be the same on every host of a mesh: how long, over what mesh, from which checkpoint."""
-    folder = get_last_checkpoint(str(args.output_dir)) if resume is True else resume
-    state = Path(folder or "", TRAINER_STATE_NAME)
-    run: dict[str, Any] = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
-    run |= {"mesh": args.mesh, "eval data": digest(eval_dataset)}
-    run["the step to resume from"] = json.loads(state.read_text())["global_step"] if state.is_file() else None
-    run["the checkpoints"] = sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*"))
-    return run
-
-
-def digest(dataset: Any) -> Any:
-    """Return how many rows there are, and a checksum of some; None for a stream; of a dict, this of each dataset."""
-    if isinstance(dataset, dict):
-        return {name: digest(part) for name, part in dataset.items()}
-    if not isinstance(dataset, Dataset) or not len(dataset):
-        return None
-    some = dataset[range(0, len(dataset), -(-len(dataset) // 16))]
-    return f"{len(dataset)} pairs ({crc32(json.dumps(some, sort_keys=True, default=str).encode()):08x})"
-
-
-def _named(hosts: list[int]) -> str:
-    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
-    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"
-
-
-__all__ = ["HostAgreement", "check_alike", "describe_run", "digest", "order_of_pairs", "rows_of_host"]

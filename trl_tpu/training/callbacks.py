@@ -1,22 +1,21 @@
-"""What transformers' callbacks and pushes leave to be done around a save and an end."""
+"""What is done by callbacks of ours, and around those of others, at a step, a save and an end."""
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .logs import resume_sums
+from .recompile_guard import RecompileGuard
+
+if TYPE_CHECKING:
+    from .device_trainer import DeviceTrainer
 
 logger = logging.getLogger(__name__)
 
 _OWN = __package__.partition(".")[0]
-
-
-def exported_state(callbacks: Iterable[Any]) -> Any:
-    """Return what `TrainerState` saves of ``callbacks``, as they are now."""
-    exportable: list[Any] = [each for each in callbacks if isinstance(each, ExportableState)]
-    return TrainerState(stateful_callbacks=exportable).stateful_callbacks
 
 
 def watches_saves(callback: TrainerCallback) -> bool:
@@ -43,3 +42,31 @@ def keeping_two(args: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         args.save_total_limit = limit
+
+
+class StepEdges(TrainerCallback):
+    """Calls components at points of the loop where only callbacks are called."""
+
+    def __init__(self, trainer: "DeviceTrainer") -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        trainer = self._trainer
+        trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
+        resume_sums(trainer)
+        trainer.agreement.start(state.global_step)
+        # a resumed run compares this with its own argument, and would warn of a change on every mesh
+        state.train_batch_size = args.per_device_train_batch_size
+        if trainer.runtime.compiles:
+            shared = int(trainer._accumulates)
+            trainer.recompiles = RecompileGuard(trainer.runtime, trainer.batch_plan.shapes, shared_programs=shared)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.nonfinite.begin_step(self._trainer._tr_loss)
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.agreement.postpone(control)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.recompiles.check()
+        self._trainer.preemption.note_step(state.global_step, state.max_steps)

@@ -7,7 +7,7 @@ a read costs nothing, asks before the update instead, and so needs no second cop
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 
 from ..runtime import Runtime
 from .optimizer import bare, state_on_device
+
+if TYPE_CHECKING:
+    from .device_trainer import DeviceTrainer
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,14 @@ class Counted:
     nonfinite: int
     in_a_row: int  # how many of the last steps, those before the last log among them
     reached_at: int  # the step, the first being 1, at which `in_a_row` reached the limit; 0 if it did not
+
+
+def limit_of(trainer: "DeviceTrainer") -> int:
+    """Return `nonfinite_limit`, or 0 where such steps are ordinary: in float16, and under accelerate's wrappers."""
+    args, parameters = trainer.args, trainer.model.parameters()
+    is_half = args.mixed_precision == "fp16" or any(parameter.dtype == torch.float16 for parameter in parameters)
+    is_wrapped = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    return 0 if is_half or is_wrapped else args.nonfinite_limit
 
 
 class NonfiniteGuard:

@@ -6,7 +6,7 @@ are sometimes absent. Each function here removes one of these; on plain torch th
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,9 +52,10 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSp
         if "capturable" in group:
             group["capturable"] = True
     if isinstance(optimizer, _RATE_IS_DATA):
-        _feed_learning_rate(optimizer, runtime)
+        device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        _replace_rates(optimizer, lambda rate: runtime.to_device(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0])
     else:
-        _keep_rates_from_0_and_1(optimizer)
+        _replace_rates(optimizer, _keep_from_0_and_1)
     _let_state_wait(optimizer, runtime)
     if not _create_state(optimizer, runtime, specs):
         _lay_out_new_state(optimizer, runtime, specs)
@@ -185,84 +186,32 @@ def _drop_sizes(optimizer: Optimizer, *_: object) -> None:
 # ---- learning rate
 
 
-def _keep_rates_from_0_and_1(optimizer: Optimizer) -> None:
-    """For the duration of each step, no learning rate is a number that torch_xla would bake into the program."""
-    rates: list[float] = []
+def _replace_rates(optimizer: Optimizer, replacement: Callable[[Any], Any]) -> None:
+    """For the duration of each step, replace the groups' learning rates; around it they are plain floats.
 
-    def nudge(*_: object) -> None:
+    So schedulers, logs and checkpoints see floats, and no value of the rate changes the program.
+    """
+    rates: list[Any] = []
+
+    def replace(*_: object) -> None:
         rates[:] = [group["lr"] for group in optimizer.param_groups]
+        replaced = {rate: replacement(rate) for rate in set(rates)}
         for group in optimizer.param_groups:
-            if group["lr"] is not None:
-                group["lr"] = {0: _SMALLEST_RATE, 1: _ALMOST_1}.get(group["lr"], group["lr"])
+            group["lr"] = replaced[group["lr"]]
 
     def restore(*_: object) -> None:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    optimizer.register_step_pre_hook(nudge)
+    optimizer.register_step_pre_hook(replace)
     optimizer.register_step_post_hook(restore)
 
 
-def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
-    """For the duration of each step, the groups' learning rates are device data; around it they are plain floats.
-
-    So schedulers, logs and checkpoints see floats, and no value of the rate changes the program.
-    """
-    host_rates: list[float] = []
-    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-
-    def to_device(*_: object) -> None:
-        host_rates[:] = [group["lr"] for group in optimizer.param_groups]
-        on_device = {
-            rate: runtime.to_device(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0] for rate in set(host_rates)
-        }
-        for group in optimizer.param_groups:
-            group["lr"] = on_device[group["lr"]]
-
-    def to_host(*_: object) -> None:
-        for group, rate in zip(optimizer.param_groups, host_rates, strict=True):
-            group["lr"] = rate
-
-    optimizer.register_step_pre_hook(to_device)
-    optimizer.register_step_post_hook(to_host)
+def _keep_from_0_and_1(rate: Any) -> Any:
+    """Return a rate that torch_xla does not bake into the program. Adafactor's may be None: it makes its own."""
+    return {0: _SMALLEST_RATE, 1: _ALMOST_1}.get(rate, rate)
 
 
 def bare(optimizer: Any) -> Optimizer:
     """Return torch's optimizer, which accelerate wraps."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-class StepState:
-    """What every step of a run finds on an XLA device from the first on: optimizer state and gradients.
-
-    Args:
-        accumulates: Whether gradients of several micro-batches add up.
-    """
-
-    def __init__(self, runtime: Runtime, accumulates: bool) -> None:
-        self._runtime, self._accumulates = runtime, accumulates
-        self._optimizer: Optimizer | None = None
-        self.gradient_buffers: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def prepare(self, optimizer: Optimizer, specs: ParameterSpecs) -> bool:
-        """Prepare ``optimizer`` as `prepare_optimizer` does, once; returns whether it was new."""
-        if optimizer is self._optimizer:
-            return False
-        self._optimizer = optimizer
-        prepare_optimizer(optimizer, self._runtime, specs)
-        if self._accumulates:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
-            self._runtime.step_boundary()
-            optimizer.register_step_post_hook(self._zero)
-        return True
-
-    def attach_gradients(self) -> None:
-        """Put a zeroed buffer where a gradient is missing, so that the first micro-batch is no program of its own."""
-        for parameter, buffer in self.gradient_buffers.items():
-            if parameter.grad is None:
-                parameter.grad = buffer
-
-    def _zero(self, *_: object) -> None:
-        for buffer in self.gradient_buffers.values():
-            buffer.zero_()

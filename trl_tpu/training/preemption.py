@@ -6,6 +6,7 @@ its handler could neither be taken back nor let a second signal through.
 """
 
 import contextlib
+import logging
 import re
 import signal
 import threading
@@ -13,8 +14,14 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
+
 from ..checkpoint.background import NOT_SAVED
 from ..errors import UserError
+from .agreement import HostAgreement
+
+logger = logging.getLogger(__name__)
 
 #: The exit status of a run that stopped with a checkpoint and should be started again: EX_TEMPFAIL of sysexits.h.
 UNFINISHED = 75
@@ -56,9 +63,9 @@ class EvaluationCutShort(Exception):
 
 
 class Preemption:
-    """Knows what asks this process to save, and to stop, before its time: a SIGTERM, a time limit, an interval.
+    """Saves and stops a run before its time: at a SIGTERM, a time limit, an interval between saves.
 
-    What it wishes is decided on by all processes together (`HostAgreement`).
+    What one process wishes at the end of a step is decided on by all of them together.
 
     Args:
         time_limit: How long one `train()` may take; None for as long as it takes.
@@ -72,7 +79,9 @@ class Preemption:
     def start(self) -> None:
         """Begin to train."""
         self.stopped_by: str | None = None
+        """What ended training before its end: `SIGTERM` or `TIME_LIMIT`."""
         self.told_to_stop = False
+        """Whether a SIGTERM has come to this process."""
         self.wishes = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
         """What this process wished at the end of the last step."""
         self._saved_step = -1
@@ -111,9 +120,29 @@ class Preemption:
             SAVE_INTERVAL: _is_over(self._save_interval, now - self._last_save),
         }
 
-    def pass_on_sigterm(self) -> None:
-        """Do what a SIGTERM does without us."""
-        signal.raise_signal(signal.SIGTERM)
+    def decide(
+        self, agreement: HostAgreement, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> bool:
+        """Let all processes log, evaluate, save and stop alike; return whether this step must be saved."""
+        wishes = agreement.decide(args, state, control, self.wishes)
+        if self.stopped_by is not None:  # what the end of an epoch, cut short or not, asks for once more
+            control.should_log = control.should_evaluate = control.should_save = False
+            return True
+        reason = next((name for name in (SIGTERM, TIME_LIMIT) if wishes[name]), None)
+        if reason is not None:
+            self.stop(reason, args, state, control)
+        control.should_save |= wishes[SAVE_INTERVAL] and not self.has_saved(state.global_step)
+        return reason is not None or wishes[SAVE_INTERVAL]
+
+    def stop(self, reason: str, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Decide to save, and to stop. After the last step of an epoch, what its end asks for is done here and now."""
+        self.stopped_by = reason
+        if float(state.epoch or 0).is_integer():
+            DefaultFlowCallback().on_epoch_end(args, state, control)
+        if reason == SIGTERM and control.should_evaluate:
+            control.should_evaluate = False
+            logger.warning("The evaluation due at step %s is left out, to save and stop in time.", state.global_step)
+        control.should_save = control.should_training_stop = True
 
     def note_save(self, step: int) -> None:
         """Note that a checkpoint of ``step`` was begun."""

@@ -15,22 +15,18 @@ logger = logging.getLogger(__name__)
 class RecompileGuard:
     """Counts the programs that training steps compile, against the number that was planned.
 
-    A planned run compiles `programs_per_shape` programs for each distinct batch shape, and sees at most
-    `planned_shapes` shapes. Compiles outside steps (evaluation, saving) are not counted: wrap those in `pause` and
-    `resume`.
+    A planned run compiles one program for each distinct batch shape, of which it sees at most `planned_shapes`.
+    Compiles outside steps (evaluation, saving) are not counted: wrap those in `pause` and `resume`.
 
     Args:
         runtime: Counts compiles.
         planned_shapes: How many batch shapes the loader plans; None when it cannot know.
-        programs_per_shape: Programs that a shape needs.
         shared_programs: Programs that are compiled once (the optimizer's update, when gradients accumulate).
     """
 
-    def __init__(
-        self, runtime: Runtime, planned_shapes: int | None, programs_per_shape: int = 1, shared_programs: int = 0
-    ) -> None:
+    def __init__(self, runtime: Runtime, planned_shapes: int | None, shared_programs: int = 0) -> None:
         self._runtime = runtime
-        self._allowed = shared_programs + programs_per_shape * (planned_shapes or 1)
+        self._allowed = shared_programs + (planned_shapes or 1)
         self._planned_shapes = planned_shapes
         self._shapes: Counter[str] = Counter()
         self._compiled = 0

@@ -1,0 +1,71 @@
+"""What makes a run the same run: on every host that takes part in it, and when it is resumed."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from datasets import Dataset
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..errors import UserError
+
+
+def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse hosts that were started with different arguments, data or checkpoints.
+
+    Args:
+        runs: What has to be the same everywhere, as each host has it.
+
+    Raises:
+        UserError: Names everything that differs, and each host's value.
+    """
+    faults = []
+    for name in runs[0]:
+        hosts_of: dict[str, list[int]] = {}
+        for host, run in enumerate(runs):
+            hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
+        if len(hosts_of) > 1:
+            faults.append(f"{name} is " + " and ".join(f"{value} on {_named(on)}" for value, on in hosts_of.items()))
+    if faults:
+        raise UserError(
+            f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
+            "the same data, and an output_dir that all of them share."
+        )
+
+
+def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, Any]:
+    """Return what the pairs of each step depend on: a resumed run in which it differs is not the same run."""
+    order: dict[str, Any] = {
+        name: getattr(args, name) for name in ("seed", "data_seed", "gradient_accumulation_steps")
+    }
+    order["the batch"] = args.train_batch_size * processes
+    return order | {"train data": digest(train_dataset)}
+
+
+def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
+    """Return what else has to be the same on every host of a mesh: how long, over what mesh, from which checkpoint."""
+    folder = get_last_checkpoint(str(args.output_dir)) if resume is True else resume
+    state = Path(folder or "", TRAINER_STATE_NAME)
+    run: dict[str, Any] = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
+    run |= {"mesh": args.mesh, "eval data": digest(eval_dataset)}
+    run["the step to resume from"] = json.loads(state.read_text())["global_step"] if state.is_file() else None
+    run["the checkpoints"] = sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*"))
+    return run
+
+
+def digest(dataset: Any) -> Any:
+    """Return how many rows there are, and a checksum of some; None for a stream; of a dict, this of each dataset."""
+    if isinstance(dataset, dict):
+        return {name: digest(part) for name, part in dataset.items()}
+    if not isinstance(dataset, Dataset) or not len(dataset):
+        return None
+    some = dataset[range(0, len(dataset), -(-len(dataset) // 16))]
+    return f"{len(dataset)} pairs ({crc32(json.dumps(some, sort_keys=True, default=str).encode()):08x})"
+
+
+def _named(hosts: list[int]) -> str:
+    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"
