@@ -90,15 +90,16 @@ MODELS = {
         model_file("tokenizer_config.json", b"{"), ["tokenizer_config.json (1 bytes) is broken"]
     ),
     "no chat template": Case(
-        both(rows(CHAT), tokenizer(set_to(chat_template=None))), ["Row 0", "no chat template", "`chat_template_path`"]
+        both(rows(CHAT), tokenizer(set_to(chat_template=None))),
+        ["Row 0", "chat_template is not set", "`chat_template_path`"],
     ),
     "a chat template with a fault": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template="{% for x in %}"))),
-        ["Row 0", "cannot render `chosen`", "another"],
+        ["Row 0", "cannot be rendered as a chat", "another"],
     ),
     "a chat template that refuses": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template="{{ raise_exception('Only two roles') }}"))),
-        ["Row 0", "['user', 'assistant']: Only two roles", "Correct the row"],
+        ["Row 0", "['user', 'assistant'], cannot be rendered as a chat: Only two roles", "Correct the row"],
     ),
     "a chat template of nothing": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template="{{ '' }}"))), ["Row 0", "`chosen_ids` holds no tokens"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..packing.rows import Expansion, Movable, PackedRows
+from ..packing.rows import Movable, PackedRows
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,3 @@ def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
 def tensors_of(micro_batch: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors of a micro-batch by name."""
     return micro_batch["packed"].named_tensors() if "packed" in micro_batch else micro_batch
-
-
-__all__ = ["Expansion", "PackedBatch", "PackedRows", "micro_batches_of", "tensors_of"]
