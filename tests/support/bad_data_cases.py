@@ -114,7 +114,7 @@ DATA = {
         answers(chat_template_kwargs="x"), ["Row 1", "must be a mapping, not str", "`chat_template_kwargs`"]
     ),
     "margins of text": Case(
-        rows({**PAIR, "margin": 1.0}, NOT_A_NUMBER), ["Row 0", "`margin` is '1.0'", "finite number"]
+        rows({**PAIR, "margin": 1.0}, NOT_A_NUMBER), ["Row 1", "`margin` is 'big'", "finite number"]
     ),
     "a margin of null": Case(
         rows({**PAIR, "margin": 1}, {**PAIR, "margin": None}), ["Row 1", "`margin` is None", "fill it with 0"]
