@@ -71,8 +71,8 @@ def pack(
     for shape in schedule:
         here_P = (first <= rows_P) & (rows_P < first + shape.rows)
         trees_P = np.where(here_P, rows_P - first, -1)  # one tree a row; pairs in tree -1 are elsewhere
-        rows = replace(batch.written(np.repeat(trees_P, 2), np.arange(shape.rows), shape), trees=None)
-        micro_batches.append(replace(rows, expansion=expand_rows(rows)) if expands else rows)
+        rows = batch.written(np.repeat(trees_P, 2), np.arange(shape.rows), shape)
+        micro_batches.append(replace(rows, trees=None, expansion=expand_rows(rows) if expands else None))
         first += shape.rows
     return micro_batches
 
