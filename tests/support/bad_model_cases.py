@@ -29,7 +29,9 @@ MODELS = {
     "a model that is a file": Case(
         flags(model_name_or_path="{folder}/pairs.jsonl"), ["there is no folder DIR/pairs.jsonl", "Correct the name"]
     ),
-    "an empty folder for a model": Case(empty_folder("model_name_or_path"), ["there is no config.json in DIR/empty"]),
+    "an empty folder for a model": Case(
+        empty_folder("model_name_or_path"), ["DIR/empty cannot be loaded as a reward model", "its files"]
+    ),
     "a broken config.json": Case(
         model_file("config.json", b'{"model_type": "llama",'),
         ["DIR/model/config.json (23 bytes) is broken: ", "line 1 column", "again"],
@@ -42,7 +44,8 @@ MODELS = {
         model_file("config.json", b'{"\xff'), ["DIR/model/config.json (3 bytes) is broken: 'utf-8' codec"]
     ),
     "no config.json": Case(
-        model_file("config.json", None), ["there is no config.json in DIR/model", "Correct the name, its files"]
+        model_file("config.json", None),
+        ["DIR/model cannot be loaded as a reward model", "Correct the name, its files"],
     ),
     "no model_type": Case(edit_json("config.json", lambda c: c.pop("model_type")), ["`model_type`", "Correct"]),
     "an unknown model_type": Case(edit_json("config.json", set_to(model_type="lama")), ["`lama`", "Correct the name"]),
@@ -55,7 +58,7 @@ MODELS = {
         edit_json("config.json", set_to(hidden_size=32)),
         ["(272, 16) in the file and (272, 32) in the model", "sizes in"],
     ),
-    "two labels": Case(two_labels, ["score.weight has the shape (2, 16)", "another number of labels", "start from"]),
+    "two labels": Case(two_labels, ["score.weight has the shape (2, 16)", "which has one output", "start from"]),
     "no weights": Case(model_file("model.safetensors", None), ["no file named model.safetensors", "DIR/model"]),
     "half of the weights": Case(
         cut("model.safetensors", 0.5), ["DIR/model/model.safetensors", "bytes) is broken", "again"]
@@ -65,7 +68,7 @@ MODELS = {
     ),
     "a pointer for weights": Case(
         model_file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
-        ["DIR/model/model.safetensors is a pointer of Git LFS", "`git lfs pull`"],
+        ["DIR/model/model.safetensors (43 bytes) is broken", "download it again"],
     ),
     "a shard that is missing": Case(both(in_shards, model_file(SECOND, None)), ["No such file", SECOND]),
     "half a shard": Case(both(in_shards, cut(SECOND, 0.5)), [f"DIR/model/{SECOND}", "is broken", "again"]),
@@ -81,7 +84,7 @@ MODELS = {
         ["DIR/model cannot be loaded", "Weights only load failed"],
     ),
     "no tokenizer": Case(
-        model_file("tokenizer.json", None), ["there is none of tokenizer.json", "in DIR/model", "copy them"]
+        model_file("tokenizer.json", None), ["DIR/model cannot be loaded as a tokenizer", "its files"]
     ),
     "a broken tokenizer": Case(
         model_file("tokenizer.json", b"{"), ["DIR/model/tokenizer.json (1 bytes) is broken", "again"]
@@ -90,21 +93,22 @@ MODELS = {
         model_file("tokenizer_config.json", b"{"), ["tokenizer_config.json (1 bytes) is broken"]
     ),
     "no chat template": Case(
-        both(rows(CHAT), tokenizer(set_to(chat_template=None))), ["Row 0", "no chat template", "`chat_template_path`"]
+        both(rows(CHAT), tokenizer(set_to(chat_template=None))),
+        ["Row 0", "chat_template is not set", "`chat_template_path`"],
     ),
     "a chat template with a fault": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template="{% for x in %}"))),
-        ["Row 0", "cannot render `chosen`", "another"],
+        ["Row 0", "cannot be rendered as a chat", "another"],
     ),
     "a chat template that refuses": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template="{{ raise_exception('Only two roles') }}"))),
-        ["Row 0", "['user', 'assistant']: Only two roles", "Correct the row"],
+        ["Row 0", "['user', 'assistant'], cannot be rendered as a chat: Only two roles", "Correct the row"],
     ),
     "a chat template of nothing": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template="{{ '' }}"))), ["Row 0", "`chosen_ids` holds no tokens"]
     ),
     "no such chat template": Case(
-        flags(chat_template_path="{folder}/t.jinja"), ["DIR/t.jinja", "does not exist", "Give"]
+        flags(chat_template_path="{folder}/t.jinja"), ["No such file", "DIR/t.jinja", "Give"]
     ),
     "neither pad nor eos token": Case(
         tokenizer(set_to(pad_token=None, eos_token=None)),

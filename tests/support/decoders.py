@@ -125,7 +125,8 @@ def in_rows(pairs: Pairs, *shapes: RowShape) -> PackedRows[torch.Tensor]:
 
 def packed(model: nn.Module, rows: PackedRows[torch.Tensor], expand: bool, device: str = "cpu") -> torch.Tensor:
     """The rewards [P, 2] from packed rows, with their expansion or without."""
-    return packed_rewards(model, (rows if expand else replace(rows, expansion=None)).to(device))
+    moved = (rows if expand else replace(rows, expansion=None)).map_tensors(lambda tensor: tensor.to(device))
+    return packed_rewards(model, moved)
 
 
 def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -131,8 +131,11 @@ def test_wrong_combinations_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (peft.LoraConfig(), "`score` is frozen.*modules_to_save=\\['score'\\] or task_type='SEQ_CLS'"),
-        (peft.LoraConfig(target_modules="all-linear"), "`score` is adapted but its own weight is frozen"),
+        (
+            peft.LoraConfig(),
+            "`score` is frozen, and .*modules_to_save=\\['score'\\] or task_type='SEQ_CLS'",
+        ),
+        (peft.LoraConfig(target_modules="all-linear"), "`score` is frozen, and the adapter does not save it"),
         (peft.LoraConfig(task_type="SEQ_CLS"), None),
         (peft.LoraConfig(modules_to_save=["score"]), None),
         (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"), None),
@@ -184,7 +187,7 @@ def test_adapter_names_are_those_of_the_saved_tensors(config: peft.LoraConfig, t
 def test_quantization_is_refused_on_xla_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(runtime.current()), "compiles", True)
     for flag in ("load_in_4bit", "load_in_8bit"):
-        with pytest.raises(ValueError, match=f"`{flag}` needs bitsandbytes.*CUDA.*--dtype bfloat16 --use_peft"):
+        with pytest.raises(ValueError, match="bitsandbytes quantization needs CUDA.*--dtype bfloat16 --use_peft"):
             adapters.get_quantization_config(ModelConfig(**{flag: True}))
     assert adapters.get_quantization_config(ModelConfig()) is None
 

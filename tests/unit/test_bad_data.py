@@ -28,14 +28,17 @@ def prepare(dataset: Any, **kwargs: Any) -> Any:
     [
         (
             {"choosen": "a", "rejected": "b"},
-            r"lacks `chosen`.*If `choosen` is meant: `dataset.rename_column\('choosen', 'chosen'\)",
+            r"lacks `chosen`; its columns are \['choosen', 'rejected'\].*dataset.rename_column\(old, new\)",
         ),
-        ({"chosen": "a", "Rejected": "b"}, r"lacks `rejected`.*rename_column\('Rejected', 'rejected'\)"),
+        ({"chosen": "a", "Rejected": "b"}, r"lacks `rejected`; its columns are \['Rejected', 'chosen'\]"),
         (
             {"text": "a"},
             r"lacks `chosen` and `rejected`; its columns are \['text'\]\. Preference data has the columns",
         ),
-        ({"chosen_ids": [1], "rejected_id": [2]}, r"lacks `rejected_ids`.*'rejected_id', 'rejected_ids'"),
+        (
+            {"chosen_ids": [1], "rejected_id": [2]},
+            r"lacks `rejected_ids`; its columns are \['chosen_ids', 'rejected_id'\]",
+        ),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
@@ -62,12 +65,12 @@ ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
     ([{"chosen": [], "rejected": []}], ValueError, "Row 0 .*`chosen` is empty"),
     ([{"chosen": [{"from": "user", "value": "a"}], "rejected": [{"from": "user", "value": "a"}]}], ValueError,
      r"`chosen` holds \{'from': 'user', 'value': 'a'\}.*maybe_convert_to_chatml"),
-    ([{**CHAT, "tools": "no json"}], TypeError, "Row 0 .*`tools` must be a list .*got 'no json'"),
+    ([{**CHAT, "tools": "no json"}], ValueError, "Row 0 .*`chosen`.* cannot be rendered.*Expecting value.*`tools`"),
     ([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], ValueError, "Row 1 .*`margin` is nan.*fill it with 0"),
     ([{**GOOD, "margin": math.inf}], ValueError, "Row 0 .*`margin` is inf"),
-    ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .* has no `margin` .null."),
-    ([{**GOOD, "margin": "1.0"}], TypeError, "Row 0 .*`margin` is '1.0' .str.*finite number"),
-    ([{**GOOD, "margin": [1.0]}], TypeError, r"Row 0 .*`margin` is \[1.0\] .list."),
+    ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .*`margin` is None"),
+    ([{**GOOD, "margin": "1.0"}], ValueError, "Row 0 .*`margin` is '1.0'.*finite number"),
+    ([{**GOOD, "margin": [1.0]}], ValueError, r"Row 0 .*`margin` is \[1.0\]"),
     ([{"chosen_ids": [1], "rejected_ids": [2]}, {"chosen_ids": [], "rejected_ids": [2]}], ValueError,
      "Row 1 .*`chosen_ids` holds no tokens"),
     ([{"chosen_ids": [1], "rejected_ids": [2]}, {"chosen_ids": [1], "rejected_ids": None}], ValueError,
@@ -115,7 +118,7 @@ def test_conversations_need_a_chat_template() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
-    with pytest.raises(UserError, match="Row 0 .*no chat template.*chat_template_path"):
+    with pytest.raises(UserError, match="Row 0 .*chat_template is not set.*chat_template_path"):
         prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, **settings)
 
 
@@ -162,7 +165,7 @@ def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_pr
 
 def test_old_margins_may_be_lists_of_one() -> None:
     check_margins(Dataset.from_dict({"margin": [[1.0], [2.0]]}), "train", nested=True)
-    with pytest.raises(ValueError, match="Row 1 .*`margin` is nan"):
+    with pytest.raises(ValueError, match=r"Row 1 .*`margin` is \[nan\]"):
         check_margins(Dataset.from_dict({"margin": [[1.0], [math.nan]]}), "train", nested=True)
-    with pytest.raises(TypeError, match="Row 0 .*`margin`"):
+    with pytest.raises(ValueError, match="Row 0 .*`margin`"):
         check_margins(Dataset.from_dict({"margin": [[1.0, 2.0]]}), "train", nested=True)

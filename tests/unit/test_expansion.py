@@ -72,10 +72,10 @@ def test_every_token_comes_back_from_a_place_it_was_copied_to(pairs: list[Any]) 
     assert {array.dtype for array in expansion} == {np.dtype(np.int32)}
 
 
-def test_rows_too_short_for_their_dialogues_are_an_error_that_says_which() -> None:
+def test_rows_too_short_for_their_dialogues_are_an_error() -> None:
     prompt = list(range(10, 20))
     pairs = [([*prompt, 1], [*prompt, 2, 3]), ([*prompt, 4], [*prompt, 5])]
-    with pytest.raises(ValueError, match="rejected dialogues of packed row 0 have 23 tokens, but the row has 22"):
+    with pytest.raises(ValueError, match="dialogues of a row have 23 tokens, but it has 22"):
         expand_rows(packed(pairs, RowShape(1, 22)))
     fits = expand_rows(packed(pairs, RowShape(1, 23)))
     assert (fits.segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]

@@ -165,9 +165,7 @@ def test_a_head_of_another_size_is_an_error_that_says_it_and_may_be_made_anew(
     tmp_path: Path, transformers_log: pytest.LogCaptureFixture
 ) -> None:
     tiny_model(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"score.weight has the shape \(2, .*another number of labels.*ignore_mismatch"
-    ):
+    with pytest.raises(ValueError, match=r"score.weight has the shape \(2, .*which has one output.*ignore_mismatch"):
         load.load_model(str(tmp_path))
     assert "LOAD REPORT" not in transformers_log.text
     model = load.load_model(str(tmp_path), model_init_kwargs={"ignore_mismatched_sizes": True})
@@ -245,7 +243,7 @@ def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
     given = tiny_tokenizer()
     _, tokenizer, added = chat_template.set_chat_template(tiny_model(), given, str(path))
     assert (tokenizer.chat_template, added, given.chat_template) == ("{{ messages }}", [], TEMPLATE)
-    with pytest.raises(FileNotFoundError, match="none.j2.*does not exist"):
+    with pytest.raises(FileNotFoundError, match="No such file.*none.j2"):
         chat_template.set_chat_template(tiny_model(), given, str(tmp_path / "none.j2"))
 
 

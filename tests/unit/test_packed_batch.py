@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
-from trl_tpu.data.packed_batch import PackedBatch, PackedRows, micro_batches_of
+from trl_tpu.data.packed_batch import PackedBatch, micro_batches_of
 from trl_tpu.modeling.rewards import OWN_KEYS, PackedPairs, PairBatch, read_batch
+from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 

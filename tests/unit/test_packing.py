@@ -143,14 +143,12 @@ def test_what_does_not_fit_is_an_error_that_says_what_and_never_cut() -> None:
         packed([([1], [2]), ([3] * 5, [4] * 4)], shapes)
     with pytest.raises(ValueError, match="3 pairs with 24 tokens fits none of the planned shapes 2 x 8"):
         packed([([1 + index] * 4, [11 + index] * 4) for index in range(3)], shapes)
-    with pytest.raises(ValueError, match="batches of 1 to 2 pairs, got 3"):
+    with pytest.raises(ValueError, match="A batch has 1 to 2 pairs.* got 3 chosen and 3 rejected"):
         packed([([1], [2])] * 3, shapes, 2)
-    with pytest.raises(ValueError, match="rejected dialogue of pair 0 of the batch has no tokens"):
+    with pytest.raises(ValueError, match="A dialogue of the batch has no tokens"):
         packed([([1], [])], shapes)
     with pytest.raises(ValueError, match="got 1 chosen and 2 rejected"):
         pack([[1]], [[1], [2]], RowPlan(shapes), 2, PAD)
-    with pytest.raises(ValueError, match="pairs=0"):
-        plan_shapes(np.array([5]), 0)
 
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=40)

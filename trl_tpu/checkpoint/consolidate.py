@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from ..errors import UserError
 from ..modeling import broken
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
-from ..modeling.load import without_load_report
+from ..modeling.load import load_classifier
 from ..runtime.native import Runtime
 from .manifest import MANIFEST_FILE, find_faults
 from .remote import is_url, local_copy
@@ -179,12 +179,7 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
 
 def _load(name: str, **kwargs: Any) -> tuple[PreTrainedModel, list[str]]:
     """Return a model on the host, and which of its weights its files lack."""
-    with broken.explaining(name), without_load_report():
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
-    if info["mismatched_keys"]:
-        raise broken.mismatch(name, info["mismatched_keys"])
+    model, info = load_classifier(name, **kwargs)
     return model, sorted(info["missing_keys"])
 
 

@@ -1,9 +1,8 @@
 """What preference data must be, checked before anything trains. Every error names the rule, the row and the fix."""
 
 import difflib
-import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,6 @@ _ACCEPTED = (
 def row_of(index: int, name: str) -> str:
     """Begin an error: which row of which dataset, counted as the rows came."""
     return f"Row {index} of the {name} dataset"
-
-
-def arrow_tables(dataset: Dataset, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Read the columns as arrow tables of many rows, each with the number of its first row."""
-    first = 0
-    for table in dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000):
-        yield first, table
-        first += len(table)
 
 
 # ---- columns
@@ -66,19 +57,13 @@ def check_columns(columns: list[str], name: str) -> None:
     """Raise UserError where a needed column is missing; warn where an optional one looks misspelled."""
     needed = TOKEN_COLUMNS if set(TOKEN_COLUMNS) & set(columns) else RAW_COLUMNS
     missing = [column for column in needed if column not in columns]
-    others = [column for column in columns if column not in needed]
     if missing:
-        fixes = [
-            f" If `{near}` is meant: `dataset.rename_column({near!r}, {want!r})`."
-            for want in missing
-            for near in difflib.get_close_matches(want, others, n=1)
-        ]
         raise UserError(
             f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
-            f"{sorted(columns)}. {_ACCEPTED}{''.join(fixes)}"
+            f"{sorted(columns)}. {_ACCEPTED} Rename columns of other names: `dataset.rename_column(old, new)`."
         )
     for want in set(_OPTIONAL_COLUMNS) - set(columns):
-        for near in difflib.get_close_matches(want, others, n=1, cutoff=0.85):
+        for near in difflib.get_close_matches(want, columns, n=1, cutoff=0.85):
             logger.warning(f"The {name} dataset's column `{near}` is not used; if `{want}` is meant, rename it.")
 
 
@@ -127,9 +112,6 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
             f"{roles[1]!r}; their last tokens are compared, so both must be answers. Correct the roles, or remove "
             "such rows."
         )
-    kwargs = row.get("chat_template_kwargs")
-    if not isinstance(kwargs, Mapping | None):
-        raise UserTypeError(f"{where}: `chat_template_kwargs` must be an object or null, got {kwargs!r:.80}.")
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -146,24 +128,6 @@ def _check_message(message: Any, where: str) -> None:
                 f"{where} holds content of the type {part['type']!r}; a reward model here reads text only. Remove "
                 "such rows, or such parts of their messages."
             )
-
-
-def read_tools(tools: Any, where: str) -> list[Any] | None:
-    """Read a row's tools, a list or JSON text of one, as a list.
-
-    Raises:
-        UserTypeError: neither a list of mappings nor JSON text of one.
-    """
-    try:
-        read = json.loads(tools) if isinstance(tools, str) else tools
-    except json.JSONDecodeError:
-        read = tools
-    if read is None or (isinstance(read, list) and all(isinstance(tool, Mapping) or callable(tool) for tool in read)):
-        return read
-    raise UserTypeError(
-        f"{where}: `tools` must be a list of JSON schemas, or JSON text of one, got {tools!r:.80}. A single tool is a "
-        "list of one; without tools leave it null."
-    )
 
 
 # ---- token ids
@@ -198,16 +162,15 @@ def check_ids(ids: Any, key: str, where: str, num_embeddings: int) -> None:
         )
 
 
-def id_lengths(column: pa.ChunkedArray, key: str, first: int, name: str, num_embeddings: int) -> np.ndarray:
-    """Count the tokens of each row [N] of a column whose first row is row ``first``, and check them as `check_ids`."""
-    kinds = pa.ListType | pa.LargeListType | pa.FixedSizeListType
-    is_ids = isinstance(column.type, kinds) and pa.types.is_integer(column.type.value_type)
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy() if is_ids else np.zeros(len(column), np.int64)
-    extremes = pc.min_max(pc.list_flatten(column)).as_py() if lengths.all() else {}
-    if not (extremes and extremes["min"] >= 0 and extremes["max"] < num_embeddings):
-        for index, ids in enumerate(column.to_pylist(), start=first):
-            check_ids(ids, key, row_of(index, name), num_embeddings)
-    return lengths
+def check_id_column(column: pa.ChunkedArray, key: str, first: int, name: str, num_embeddings: int) -> None:
+    """Check a column of token ids as `check_ids`, at once; row by row, from row ``first`` on, to name a bad one."""
+    if pa.types.is_integer(getattr(column.type, "value_type", pa.null())) and not column.null_count:
+        extremes = pc.min_max(pc.list_flatten(column)).as_py()
+        has_tokens = pc.all(pc.greater(pc.list_value_length(column), 0)).as_py()
+        if has_tokens and extremes["min"] >= 0 and extremes["max"] < num_embeddings:
+            return
+    for index, ids in enumerate(column.to_pylist(), start=first):
+        check_ids(ids, key, row_of(index, name), num_embeddings)
 
 
 # ---- margins
@@ -217,28 +180,20 @@ def check_margin(value: Any, where: str, *, nested: bool = False) -> None:
     """Check one target margin: a finite number, or with ``nested`` also a list of one, as old datasets have it.
 
     Raises:
-        UserError: missing, NaN or infinite.
-        UserTypeError: not a number.
+        UserError: anything else.
     """
-    fix = "Every `margin` must be a finite number, since it is subtracted from the pair's reward margin in the loss"
-    if nested and isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if value is None:
-        raise UserError(f"{where} has no `margin` (null). {fix}: fill it with 0, or drop the row or the column.")
-    if isinstance(value, bool) or not np.issubdtype(np.asarray(value).dtype, np.number) or np.ndim(value):
-        hint = " One text among the numbers of a file makes all of them text." if isinstance(value, str) else ""
-        raise UserTypeError(f"{where}: `margin` is {value!r} ({type(value).__name__}). {fix}.{hint}")
-    if not abs(value) <= _LARGEST:
-        raise UserError(f"{where}: `margin` is {value}. {fix}: fill it with 0, or drop the row or the column.")
+    margin = np.asarray(value)
+    if nested and margin.shape == (1,):
+        margin = margin[0]
+    if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= _LARGEST:
+        raise UserError(
+            f"{where}: `margin` is {value!r}. Every `margin` must be a finite number, since it is subtracted from the "
+            "pair's reward margin in the loss: fill it with 0, or drop the row or the column."
+        )
 
 
 def check_margins(dataset: Dataset, name: str, *, nested: bool = False) -> None:
     """Check every row of a dataset as `check_margin` does, where it has the column ``margin``."""
-    if "margin" not in dataset.column_names:
-        return
-    for first, table in arrow_tables(dataset, ["margin"]):
-        column = table["margin"]
-        number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
-        if not (number and column.null_count == 0 and pc.all(pc.less_equal(pc.abs(column), _LARGEST)).as_py()):
-            for index, value in enumerate(column.to_pylist(), start=first):
-                check_margin(value, row_of(index, name), nested=nested)
+    margins = dataset["margin"] if "margin" in dataset.column_names else ()
+    for index, value in enumerate(margins):
+        check_margin(value, row_of(index, name), nested=nested)

@@ -13,14 +13,10 @@ from transformers.utils import PaddingStrategy
 from ..errors import UserError
 from ..packing.pack import pack, pack_tight
 from ..packing.schedule import RowPlan
+from ..packing.shapes import round_up
 from .packed_batch import PackedBatch
 
-LEGACY_KEYS = (
-    "input_ids_chosen",
-    "attention_mask_chosen",
-    "input_ids_rejected",
-    "attention_mask_rejected",
-)
+LEGACY_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
 
 
 @dataclass
@@ -42,8 +38,7 @@ class DataCollatorForPreference(DataCollatorMixin):
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         rows = [example["chosen_ids"] for example in examples] + [example["rejected_ids"] for example in examples]
-        longest = max(len(ids) for ids in rows)
-        length = longest + -longest % (self.pad_to_multiple_of or 1)
+        length = round_up(max(len(ids) for ids in rows), self.pad_to_multiple_of or 1)
         batch = {
             "input_ids": torch.tensor([[*ids, *[self.pad_token_id] * (length - len(ids))] for ids in rows]),
             "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in rows]),
@@ -79,32 +74,26 @@ class RewardDataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        for feature in features:
-            missing = [key for key in LEGACY_KEYS if key not in feature]
-            if missing:
-                raise UserError(
-                    f"The features should include {', '.join(LEGACY_KEYS)}, but {', '.join(missing)} is missing; "
-                    f"found {', '.join(feature)}."
-                )
+        if missing := [key for key in LEGACY_KEYS if any(key not in feature for feature in features)]:
+            raise UserError(
+                f"The features should include {', '.join(LEGACY_KEYS)}, but {', '.join(missing)} is missing; found "
+                f"{', '.join(features[0])}."
+            )
         batch: dict[str, Any] = {}
         for half in ("chosen", "rejected"):
-            padded = self._pad(features, half)
-            batch |= {f"input_ids_{half}": padded["input_ids"], f"attention_mask_{half}": padded["attention_mask"]}
+            padded = self.tokenizer.pad(
+                [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features],
+                padding=self.padding,
+                max_length=self.max_length,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                return_tensors=self.return_tensors,
+            )
+            batch |= {f"{key}_{half}": padded[key] for key in ("input_ids", "attention_mask")}
         batch["return_loss"] = True
         if "margin" in features[0]:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
             batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
         return batch
-
-    def _pad(self, features: list[dict[str, Any]], half: str) -> Mapping[str, torch.Tensor]:
-        rows = [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features]
-        return self.tokenizer.pad(
-            rows,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=self.return_tensors,
-        )
 
 
 def join_halves(batch: Mapping[str, Any], pad_token_id: int, padding_side: str) -> dict[str, Any]:
@@ -136,12 +125,8 @@ def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tu
     >>> bucket_lengths(30)
     (64,)
     """
-
-    def round_up(length: int) -> int:
-        return length + -length % multiple
-
-    lengths = {round_up(-(-longest // 2**halvings)) for halvings in range(max_lengths)}
-    return tuple(sorted(lengths))
+    halves = (round_up(longest, 2**halvings) // 2**halvings for halvings in range(max_lengths))
+    return tuple(sorted({round_up(length, multiple) for length in halves}))
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,16 @@
 """Measures what packing must know of a whole dataset before it starts, from its arrow columns."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
+
+
+def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Read the columns as arrow tables of many rows."""
+    return dataset.with_format("arrow", columns=list(columns)).iter(batch_size=1000)
 
 
 def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray:
@@ -35,9 +41,13 @@ def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray
 def longer_dialogues(dataset: Dataset) -> np.ndarray:
     """Return how many tokens the longer dialogue of each pair has [N], in the columns of either API."""
     columns = [c for c in dataset.column_names if c in ("chosen_ids", "rejected_ids") or c.startswith("input_ids_")]
-    chunks = dataset.with_format("arrow", columns=columns).iter(batch_size=10_000)
-    longer = [np.max([np.diff(_flat(chunk[column])[1]) for column in columns], axis=0) for chunk in chunks]
+    longer = [lengths_of(table, columns).max(axis=0) for table in tables_of(dataset, columns)]
     return np.concatenate(longer) if longer else np.zeros(0, dtype=np.int64)
+
+
+def lengths_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
+    """Return how many tokens each dialogue of each column has, [columns, N]."""
+    return np.stack([pc.list_value_length(table[column]).to_numpy() for column in columns])
 
 
 def shared_prefix_length(columns: Iterable[pa.ChunkedArray]) -> int:
@@ -55,6 +65,5 @@ def shared_prefix_length(columns: Iterable[pa.ChunkedArray]) -> int:
 
 def _flat(lists: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     """Return all lists' values one after another, and where each list ends in them, from 0."""
-    array = lists.combine_chunks() if hasattr(lists, "combine_chunks") else lists
-    lengths = np.diff(array.offsets.to_numpy(zero_copy_only=False))
-    return array.flatten().to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)])
+    ends_N = np.cumsum(pc.list_value_length(lists).to_numpy())
+    return pc.list_flatten(lists).to_numpy(), np.concatenate([[0], ends_N])

@@ -34,30 +34,23 @@ def prepare_legacy_dataset(
     Args, result and errors are those of `trl_tpu.data.tokenize.prepare_preference_dataset`; raw rows cannot stream.
     """
     columns = checks.column_names(dataset, name)
-    missing = [key for key in LEGACY_KEYS if key not in columns]
-    if len(missing) == len(LEGACY_KEYS):
-        _check_no_new_columns(columns, name)
-        made = tokenize_legacy(dataset, processing_class, num_proc=num_proc, name=name)
-        return keep_fitting(made, _IDS, num_embeddings=num_embeddings, max_length=max_length, name=name)
-    if missing:
+    missing = set(LEGACY_KEYS) - set(columns)
+    is_raw = missing == set(LEGACY_KEYS) and not set(checks.TOKEN_COLUMNS) <= set(columns)
+    if missing and not is_raw:
         raise UserError(
-            f"The {name} dataset lacks {', '.join(missing)}; its columns are {sorted(columns)}. The columns of TRL up "
-            f"to 0.23 are {', '.join(LEGACY_KEYS)}; today's are chosen_ids and rejected_ids, without masks."
+            f"The {name} dataset lacks {', '.join(sorted(missing))}; its columns are {sorted(columns)}. "
+            f"`RewardDataCollatorWithPadding` reads {', '.join(LEGACY_KEYS)}, the columns of TRL up to 0.23. Leave "
+            "`data_collator` out for today's, chosen_ids and rejected_ids."
         )
     if isinstance(dataset, IterableDataset):
+        if is_raw:
+            raise UserTypeError(f"The old API tokenizes a `datasets.Dataset`, and {name} is a stream: do not stream.")
         settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
     checks.check_margins(dataset, name, nested=True)
+    if is_raw:
+        dataset = tokenize_legacy(dataset, processing_class, num_proc=num_proc, name=name)
     return keep_fitting(dataset, _IDS, num_embeddings=num_embeddings, max_length=max_length, name=name)
-
-
-def _check_no_new_columns(columns: list[str], name: str) -> None:
-    if set(checks.TOKEN_COLUMNS) <= set(columns):
-        raise UserError(
-            f"`RewardDataCollatorWithPadding` reads the columns {', '.join(LEGACY_KEYS)}, but the {name} dataset has "
-            f"today's: {', '.join(checks.TOKEN_COLUMNS)}. Leave `data_collator` out, or pass a "
-            "`DataCollatorForPreference`."
-        )
 
 
 def _fits(row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str) -> bool:
@@ -72,13 +65,12 @@ def _fits(row: Mapping[str, Any], index: int, num_embeddings: int, max_length: i
 
 def _tokenize(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
     """Tokenize a batch of ``chosen`` and ``rejected`` texts into ``input_ids_*`` and ``attention_mask_*``."""
-    chosen, rejected = tokenizer(list(batch["chosen"])), tokenizer(list(batch["rejected"]))
-    return {
-        "input_ids_chosen": chosen["input_ids"],
-        "attention_mask_chosen": chosen["attention_mask"],
-        "input_ids_rejected": rejected["input_ids"],
-        "attention_mask_rejected": rejected["attention_mask"],
-    }
+    columns = {}
+    for half in ("chosen", "rejected"):
+        tokens = tokenizer(list(batch[half]))
+        columns[f"input_ids_{half}"] = tokens["input_ids"]
+        columns[f"attention_mask_{half}"] = tokens["attention_mask"]
+    return columns
 
 
 def tokenize_legacy(
@@ -90,18 +82,14 @@ def tokenize_legacy(
     explicit prompt is *not* part of what is tokenized: those versions left it out, and their numbers are kept; a
     warning says so. Other columns, ``margin`` among them, stay.
 
-    Args and errors are those of `trl_tpu.data.tokenize.prepare_preference_dataset`; only a `datasets.Dataset` will do.
+    Args and errors are those of `trl_tpu.data.tokenize.prepare_preference_dataset`.
 
     Returns:
         The dataset with ``input_ids_chosen``, ``attention_mask_chosen``, ``input_ids_rejected`` and
         ``attention_mask_rejected``.
     """
-    columns = checks.column_names(dataset, name)
-    if not isinstance(dataset, Dataset):
-        raise UserTypeError(f"The old API takes a `datasets.Dataset`, got `{type(dataset).__name__}` ({name}).")
-    checks.check_columns(columns, name)
-    checks.check_margins(dataset, name, nested=True)
-    if "prompt" in columns:
+    checks.check_columns(dataset.column_names, name)
+    if "prompt" in dataset.column_names:
         logger.warning(
             f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do not "
             "see it. Put it at the beginning of both dialogues, or use today's columns and collator."

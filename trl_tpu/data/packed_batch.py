@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
-from ..packing.rows import Expansion, Movable, PackedRows
+from ..packing.rows import PackedRows
 
 
 @dataclass(frozen=True)
-class PackedBatch(Movable):
-    """All micro-batches of one batch. Their losses, and so their gradients, add up to the batch's."""
+class PackedBatch:
+    """All micro-batches of one batch. Their losses, and so their gradients, add up to the batch's.
+
+    It moves to a device as a tensor does: accelerate calls `to`, and a DataLoader that pins memory `pin_memory`.
+    """
 
     micro_batches: tuple[PackedRows[torch.Tensor], ...]
     """In order: all but the last only accumulate gradients, and the last also updates."""
@@ -19,9 +22,15 @@ class PackedBatch(Movable):
     """True for the real pairs of the batch, which a short one has fewer of."""
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "PackedBatch":
-        return PackedBatch(
-            tuple(rows.map_tensors(function) for rows in self.micro_batches), function(self.pair_mask_P)
-        )
+        """Return the same batch with ``function`` of each tensor in its place."""
+        micro_batches = tuple(rows.map_tensors(function) for rows in self.micro_batches)
+        return PackedBatch(micro_batches, function(self.pair_mask_P))
+
+    def to(self, device: Any, non_blocking: bool = False) -> "PackedBatch":
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "PackedBatch":
+        return self.map_tensors(torch.Tensor.pin_memory)
 
 
 def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -35,6 +44,3 @@ def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
 def tensors_of(micro_batch: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors of a micro-batch by name."""
     return micro_batch["packed"].named_tensors() if "packed" in micro_batch else micro_batch
-
-
-__all__ = ["Expansion", "PackedBatch", "PackedRows", "micro_batches_of", "tensors_of"]

@@ -1,17 +1,18 @@
 """Raw preference rows to token pairs: the columns ``chosen_ids`` and ``rejected_ids``, as TRL 1.16 makes them."""
 
+import json
 import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_tpu.data import checks
+from trl_tpu.data.measure import lengths_of, pair_sizes, tables_of
 from trl_tpu.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -103,13 +104,11 @@ def _tokenize_rows(
         checks.check_raw_row(row, checks.row_of(index, name))
     output = {}
     for answer, key in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True):
-        if all(isinstance(row[answer], str) for row in rows):
+        if isinstance(rows[0][answer], str):
             output[key] = _tokenize_texts(rows, answer, processing_class)
         else:
             output[key] = [
-                _tokenize_texts([row], answer, processing_class)[0]
-                if isinstance(row[answer], str)
-                else _tokenize_messages(row, answer, processing_class, checks.row_of(index, name))
+                _tokenize_messages(row, answer, processing_class, checks.row_of(index, name))
                 for index, row in zip(indices, rows, strict=True)
             ]
     return output
@@ -126,24 +125,21 @@ def _tokenize_texts(
 def _tokenize_messages(
     row: dict[str, Any], answer: str, processing_class: PreTrainedTokenizerBase, where: str
 ) -> list[int]:
-    tools = checks.read_tools(row.get("tools"), where)
-    template_kwargs = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
-    if processing_class.chat_template is None and "chat_template" not in template_kwargs:
-        raise UserError(
-            f"{where} is a conversation, but the tokenizer has no chat template to render it. Set "
-            "`chat_template_path` in the config to a `.jinja` file or to a tokenizer that has one, or pass the "
-            "dialogues as text."
-        )
     messages = row.get("prompt", []) + row[answer]
     try:
+        tools = row.get("tools")
         rendered: Any = processing_class.apply_chat_template(
-            messages, tokenize=True, return_dict=True, **template_kwargs
+            messages,
+            tools=json.loads(tools) if isinstance(tools, str) else tools,
+            tokenize=True,
+            return_dict=True,
+            **(row.get("chat_template_kwargs") or {}),
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError) as error:  # of the template, or of the row's own arguments for it
         roles = [message["role"] for message in messages]
         raise UserError(
-            f"{where}: the chat template cannot render `{answer}`, whose roles are {roles}: {error}. Correct the row, "
-            "or give another template by `chat_template_path`."
+            f"{where}: `{answer}`, whose roles are {roles}, cannot be rendered as a chat: {error}. Correct the row, "
+            "its `tools` or `chat_template_kwargs`, or give another template by `chat_template_path`."
         ) from error
     return rendered["input_ids"]
 
@@ -215,17 +211,12 @@ def _measure(
     dataset: Dataset, columns: tuple[str, str], num_embeddings: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Count the tokens of each pair's longer dialogue [N], and say whether its two are equal [N]; checks the ids."""
-    longest, identical = [], []
-    for first, table in checks.arrow_tables(dataset, columns):
-        lengths = [checks.id_lengths(table[key], key, first, name, num_embeddings) for key in columns]
-        longest.append(np.maximum(*lengths))
-        equal = lengths[0] == lengths[1]
-        if equal.any():  # compare the tokens of the pairs of equal length, all at once
-            starts = np.concatenate([[0], np.cumsum(lengths[0][equal])[:-1]])
-            chosen, rejected = (
-                table[key].filter(pa.array(equal)).combine_chunks().flatten().to_numpy(zero_copy_only=False)
-                for key in columns
-            )
-            equal[equal] = np.logical_and.reduceat(chosen == rejected, starts)
-        identical.append(equal)
+    longest, identical, first = [], [], 0
+    for table in tables_of(dataset, columns):
+        for key in columns:
+            checks.check_id_column(table[key], key, first, name, num_embeddings)
+        lengths_2N = lengths_of(table, columns)
+        longest.append(lengths_2N.max(axis=0))
+        identical.append((pair_sizes(*(table[key] for key in columns)) == lengths_2N).all(axis=0))
+        first += len(table)
     return np.concatenate(longest), np.concatenate(identical)

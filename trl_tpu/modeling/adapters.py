@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from trl_tpu import runtime
 from trl_tpu.errors import UserError, UserTypeError
+from trl_tpu.modeling.load import NO_BITSANDBYTES
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -57,13 +58,8 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
-    flag = "load_in_4bit" if model_args.load_in_4bit else "load_in_8bit"
     if runtime.current().compiles:
-        raise UserError(
-            f"`{flag}` needs bitsandbytes, whose kernels need CUDA, and this process trains on PyTorch/XLA "
-            f"({runtime.choice().reason}). Leave `{flag}` out and store the frozen base model in bfloat16 with "
-            "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
-        )
+        raise UserError(NO_BITSANDBYTES)
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -116,8 +112,6 @@ def add_adapters(
         UserTypeError: `peft_config` is not a configuration of peft.
         UserError: The model has adapters already, or cannot have these.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ImportError("You passed `peft_config`, but the peft library is not installed: run `pip install peft`.")
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):
@@ -209,18 +203,13 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
     }
     fix = f"Unless it was trained before, add modules_to_save={list(heads)} or task_type='SEQ_CLS' to the peft_config."
     for name, module in heads.items():
-        trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
-        if not trained:
+        parameters = dict(module.named_parameters())
+        trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
+        is_saved = any("modules_to_save" in key for key in trained)
+        if not is_saved and (not trained or "base_layer.weight" in parameters):
             logger.warning(
-                f"The score head `{name}` is frozen, and the adapter does not save it: a new head stays random and "
-                f"frozen. {fix}"
-            )
-        elif not any("modules_to_save" in key for key in trained) and "base_layer.weight" in dict(
-            module.named_parameters()
-        ):
-            logger.warning(
-                f"The score head `{name}` is adapted but its own weight is frozen and not saved with the adapter: a "
-                f"new head is another one after reloading. {fix}"
+                f"The weight of the score head `{name}` is frozen, and the adapter does not save it: a new head stays "
+                f"random, and is another one after reloading. {fix}"
             )
 
 

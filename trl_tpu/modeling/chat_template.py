@@ -1,12 +1,12 @@
 """Giving a model and its tokenizer a chat template that they did not come with."""
 
 import copy
-import os
+from pathlib import Path
 from typing import Any
 
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import UserError, UserFileError
+from ..errors import UserFileError
 from .load import load_tokenizer
 
 
@@ -20,26 +20,20 @@ def set_chat_template(
         tokens that were added.
 
     Raises:
-        UserFileError: a template file that does not exist.
-        UserError: one that is not UTF-8, or a tokenizer that cannot be loaded.
+        UserFileError: a template file that does not exist or is not UTF-8.
+        UserError: a tokenizer that cannot be loaded.
     """
     if path is None:
         return model, processing_class, []
     processing_class = copy.deepcopy(processing_class)
-    if not path.endswith((".jinja", ".j2")) or os.path.isdir(path):
+    if not path.endswith((".jinja", ".j2")) or Path(path).is_dir():
         return clone_chat_template(model, processing_class, path)
-    if not os.path.isfile(path):
-        raise UserFileError(
-            f"`chat_template_path` names the template file {path!r}, which does not exist. Give an existing `.jinja` "
-            "or `.j2` file, or a tokenizer's hub id or folder."
-        )
     try:
-        with open(path, encoding="utf-8") as file:
-            processing_class.chat_template = file.read()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"`chat_template_path` names {path}, which is not UTF-8 (byte {error.start}, {error.reason}). Save it as "
-            "UTF-8."
+        processing_class.chat_template = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserFileError(
+            f"`chat_template_path` names a template file that cannot be read: {error}. Give an existing `.jinja` or "
+            "`.j2` file in UTF-8, or a tokenizer's hub id or folder."
         ) from error
     return model, processing_class, []
 

@@ -21,46 +21,42 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         ScanImpossible: If there is no one list of layers, they differ in more than the values of their parameters,
             share parameters, or compute with random numbers or buffers.
     """
-    lists = [
-        (name, module)
+    lists = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) > 1
         and all(isinstance(each, GradientCheckpointingLayer) for each in module)
-    ]
+    }
     if len(lists) != 1:
-        found = ", ".join(name for name, _ in lists) or "none"
         raise ScanImpossible(
-            f"scan_layers=True needs a model with one list of decoder layers, but {type(model).__name__} has {found}: "
-            "leave it out."
+            f"scan_layers=True needs a model with one list of decoder layers, but {type(model).__name__} has "
+            f"{', '.join(lists) or 'none'}: leave it out."
         )
-    name, layers = lists[0]
+    ((name, layers),) = lists.items()
+    if obstacle := _obstacle(model, name, layers):
+        raise ScanImpossible(f"scan_layers=True runs one layer with the weights of all, but {obstacle}: leave it out.")
+    return name, layers
+
+
+def _obstacle(model: nn.Module, name: str, layers: nn.ModuleList) -> str | None:
+    """Tell what keeps the layers from being a loop; None if nothing does."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for key, parameter in layers.named_parameters():
         if uses[parameter] > 1:
-            raise ScanImpossible(
-                f"scan_layers=True stacks the layers' weights, but {name}.{key} is used elsewhere too: leave it out."
-            )
+            return f"{name}.{key} is used elsewhere too"
     first = dict(_features(layers[0]))
     for number, layer in enumerate(layers):
         other = dict(_features(layer))
         for key in [*first, *other]:
             if first.get(key) != other.get(key):
-                raise ScanImpossible(
-                    f"scan_layers=True needs layers that are all alike, but {name}.0 and {name}.{number} differ: "
-                    f"{key} is {first.get(key)} and {other.get(key)}. Leave it out."
-                )
+                return f"{name}.0 and {name}.{number} differ: {key} is {first.get(key)} and {other.get(key)}"
     for key, value in first.items():
         if key.endswith(("dropout", "dropout.p", ".p")) and isinstance(value, float) and value > 0:
-            raise ScanImpossible(
-                f"scan_layers=True computes each layer twice, without the same random numbers, but {name}.0 has "
-                f"{key}={value}: set it to 0."
-            )
-    if buffers := [buffer for buffer, _ in layers[0].named_buffers()]:
-        raise ScanImpossible(
-            f"scan_layers=True hands on parameters only, but {name}.0 has a buffer {buffers[0]}: leave it out."
-        )
-    return name, layers
+            return f"the backward computes it again, without the same random numbers, and {name}.0 has {key}={value}"
+    for key, _ in layers[0].named_buffers():
+        return f"{name}.0 also has a buffer, {key}"
+    return None
 
 
 def _features(layer: nn.Module) -> Iterator[tuple[str, Any]]:

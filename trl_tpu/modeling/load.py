@@ -27,6 +27,11 @@ from .streaming import Place, placing
 
 logger = logging.getLogger(__name__)
 
+NO_BITSANDBYTES = (
+    "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it "
+    "(`load_in_4bit` and `load_in_8bit` off, no `BitsAndBytesConfig`), the frozen base model in bfloat16 with "
+    "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
+)
 _LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 
 
@@ -75,17 +80,40 @@ def load_model(
     if runtime.current().compiles:
         _fit_xla(kwargs)
     may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-    with broken.explaining(name), without_load_report(), nullcontext() if place is None else placing(place):
+    with nullcontext() if place is None else placing(place):
+        model, info = load_classifier(name, may_mismatch=may_mismatch, **kwargs)
+    _report_unexpected(model, info, name)
+    return model
+
+
+def load_classifier(name: str, *, may_mismatch: bool = False, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a sequence classifier, and transformers' loading info: which weights are missing or unexpected.
+
+    Args:
+        name: hub id or folder.
+        may_mismatch: start weights of another shape than the model's random, with a warning.
+        **kwargs: for ``from_pretrained``.
+
+    Raises:
+        UserError: there is none, a file is broken, or weights have other shapes than the config says.
+    """
+    with broken.explaining(name), _without_load_report():
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
-    if info["mismatched_keys"]:
-        misfit = broken.mismatch(name, info["mismatched_keys"])
+    if misfits := sorted(info["mismatched_keys"]):
+        key, saved, made = misfits[0]
+        told = (
+            f"{len(misfits)} of the weights in {name} do not fit: {key} has the shape {tuple(saved)} in the file and "
+            f"{tuple(made)} in the model, which has one output."
+        )
         if not may_mismatch:
-            raise misfit
-        logger.warning(f"{misfit} They start random, as `ignore_mismatched_sizes` asks for.")
-    _report_unexpected(model, info, name)
-    return model
+            raise UserError(
+                f"{told} Correct the sizes in its config.json, start from the model that it was trained from, or give "
+                "`model_init_kwargs={'ignore_mismatched_sizes': True}` for new random weights."
+            )
+        logger.warning(f"{told} They start random, as `ignore_mismatched_sizes` asks for.")
+    return model, info
 
 
 def _dtype(dtype: Any) -> Any:
@@ -103,10 +131,7 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
     quantization = kwargs.get("quantization_config")
     flags = quantization if isinstance(quantization, dict) else kwargs
     if isinstance(quantization, BitsAndBytesConfig) or flags.get("load_in_4bit") or flags.get("load_in_8bit"):
-        raise UserError(
-            "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it "
-            "(`load_in_4bit` and `load_in_8bit` off, no `BitsAndBytesConfig`), or train on CUDA with USE_TORCH_XLA=0."
-        )
+        raise UserError(NO_BITSANDBYTES)
     if kwargs["device_map"] is not None:
         logger.warning(
             f"`device_map={kwargs['device_map']!r}` is ignored: on XLA the trainer places the model, by its sharding "
@@ -116,7 +141,7 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def without_load_report() -> Iterator[None]:
+def _without_load_report() -> Iterator[None]:
     """Keep transformers' table of missing, mismatched and unexpected weights from the log, unless it tells an error.
 
     For a reward model it always lists the new reward head and the old language model head; what else it would say,
@@ -140,20 +165,17 @@ def _report_unexpected(model: PreTrainedModel, info: dict[str, Any], name: str) 
     backbone = f"{model.base_model_prefix}."
     missing = sorted(key for key in info["missing_keys"] if key.startswith(backbone))
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(_LANGUAGE_MODEL_HEADS))
-    if missing:
-        logger.warning(
-            f"{len(missing)} weights of the backbone are not in {name} and start random: {_some(missing)}. Check that "
-            f"the checkpoint is one of a `{model.config.model_type}` model."
-        )
-    if unexpected:
-        logger.warning(
-            f"{len(unexpected)} weights in {name} have no place in {type(model).__name__} and are left out: "
-            f"{_some(unexpected)}."
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    found = {
+        f"weights of the backbone are not in {name} and start random": missing,
+        f"weights in {name} have no place in {type(model).__name__} and are left out": unexpected,
+    }
+    for what, weights in found.items():
+        if weights:
+            listed = ", ".join(weights[:5]) + (", ..." if len(weights) > 5 else "")
+            logger.warning(
+                f"{len(weights)} {what}: {listed}. Check that the checkpoint is one of a `{model.config.model_type}` "
+                "model."
+            )
 
 
 def check_num_labels(model: Any) -> None:

@@ -62,11 +62,6 @@ def _name_layers(module: StackedLayers, state: dict[str, Any], prefix: str, _met
     state.update(_by_layer(own, prefix, len(module), torch.Tensor.__getitem__))
 
 
-def is_stacked(model: nn.Module) -> bool:
-    """Whether a model's layers are held as one now."""
-    return any(isinstance(module, StackedLayers) for module in model.modules())
-
-
 def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int], Any]) -> dict[str, Any]:
     """What is named after stacked weights, named after those of the layers one by one; all else as it is.
 

@@ -32,7 +32,9 @@ def expand_rows(packed: PackedRows[np.ndarray]) -> Expansion[np.ndarray]:
     sees_DL = packed.subtree_end_RL[half_D // 2] > last_D[:, None]
     sees_DL &= np.arange(length) <= last_D[:, None]
     dialogue_T, column_T = np.nonzero(sees_DL)
-    _check_fit(np.bincount(half_D[dialogue_T], minlength=2 * rows), length)
+    longest = np.bincount(half_D[dialogue_T], minlength=2 * rows).max()
+    if longest > length:
+        raise UserError(f"The chosen or the rejected dialogues of a row have {longest} tokens, but it has {length}.")
 
     # where each token lies: in all expanded rows, flattened, and in all packed ones
     first_D = np.searchsorted(dialogue_T, np.searchsorted(half_D, half_D))  # where the dialogue's half begins
@@ -48,13 +50,3 @@ def expand_rows(packed: PackedRows[np.ndarray]) -> Expansion[np.ndarray]:
     inverse[token_M] -= (token_M // length * 2 * length).astype(np.int32)
     gather, segment, scatter = (index.reshape(rows, 2, length) for index in (gather, segment, scatter))
     return Expansion(gather, segment, scatter, inverse.reshape(rows, length))
-
-
-def _check_fit(tokens: np.ndarray, length: int) -> None:
-    if tokens.max() > length:
-        row, half = divmod(int(tokens.argmax()), 2)
-        raise UserError(
-            f"The {('chosen', 'rejected')[half]} dialogues of packed row {row} have {tokens.max()} tokens, but the "
-            f"row has {length} columns: its pairs share tokens with each other. To expand rows for attention, pack so "
-            "that the chosen dialogues of a row fit into its length, and the rejected ones too."
-        )

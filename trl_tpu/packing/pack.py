@@ -29,7 +29,7 @@ from .expand import expand_rows
 from .rows import PackedRows
 from .schedule import RowPlan, Schedule
 from .shapes import RowShape, snake
-from .trie import Tree, common_prefixes, lay_out, tree_sizes
+from .trie import common_prefixes, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
@@ -66,15 +66,13 @@ def pack(
         UserError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
-    sizes_P, shared_PP = tree_sizes(batch.prefix_DD)
-    lengths_P2 = batch.lengths_D.reshape(-1, 2) if expands else None
-    schedule, rows_P = _choose(sizes_P, shared_PP, lengths_P2, _trie_size(batch), plan)
+    schedule, rows_P = _choose(batch, plan, expands)
     micro_batches, first = [], 0
     for shape in schedule:
-        rows_here_P = rows_P - first
-        rows_here_P[rows_here_P >= shape.rows] = -1
-        rows = batch.in_rows(np.maximum(rows_here_P, -1), shape)
-        micro_batches.append(replace(rows, expansion=expand_rows(rows)) if expands else rows)
+        here_P = (first <= rows_P) & (rows_P < first + shape.rows)
+        trees_P = np.where(here_P, rows_P - first, -1)  # one tree a row; pairs in tree -1 are elsewhere
+        rows = batch.written(np.repeat(trees_P, 2), np.arange(shape.rows), shape)
+        micro_batches.append(replace(rows, trees=None, expansion=expand_rows(rows) if expands else None))
         first += shape.rows
     return micro_batches
 
@@ -96,7 +94,8 @@ def pack_tight(
         attention_crossover_length: The length at which attention costs as much as everything else.
     """
     batch = _Batch.read(chosen, rejected, len(chosen), pad_token_id, margins)
-    return batch.in_one_row(_grow_trees(batch, attention_crossover_length))
+    trees_D = _grow_trees(batch, attention_crossover_length)
+    return batch.written(trees_D, np.zeros(len(trees_D), int), RowShape(1, batch.tokens_in(trees_D)))
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,13 @@ class _Batch:
         pad_token_id: int,
         margins: Sequence[float] | None,
     ) -> "_Batch":
-        _check_counts(len(chosen), len(rejected), pairs)
+        if len(chosen) != len(rejected) or not 1 <= len(chosen) <= pairs:
+            raise UserError(
+                f"A batch has 1 to {pairs} pairs, for which its shapes were planned, each of a chosen and a rejected "
+                f"dialogue; got {len(chosen)} chosen and {len(rejected)} rejected."
+            )
         whole = [np.asarray(ids, np.int32) for pair in zip(chosen, rejected, strict=True) for ids in pair]
-        dialogues = [_up_to_scored(ids, pad_token_id, index) for index, ids in enumerate(whole)]
+        dialogues = [_up_to_scored(ids, pad_token_id) for ids in whole]
         tokens_P = np.array([len(ids) for ids in whole], np.int32).reshape(-1, 2).sum(axis=1)
         margin_P = None if margins is None else np.asarray(margins, np.float32)
         return cls(dialogues, *common_prefixes(dialogues), tokens_P, margin_P, pairs, pad_token_id)
@@ -131,21 +134,14 @@ class _Batch:
     def lengths_D(self) -> np.ndarray:
         return np.array([len(ids) for ids in self.dialogues])
 
-    def in_rows(self, rows_P: np.ndarray, shape: RowShape) -> PackedRows[np.ndarray]:
-        """Write the pairs that `rows_P` puts into a row of ``shape``; those in row -1 are elsewhere."""
-        rows, _ = self._written(np.repeat(rows_P, 2), np.arange(shape.rows), shape)
-        return rows
+    def tokens_in(self, trees_D: np.ndarray) -> int:
+        """Return how many tokens the dialogues have in these trees, each of which has neighbors in the order."""
+        one_D, next_D = self.order[:-1], self.order[1:]
+        shared_D = np.where(trees_D[one_D] == trees_D[next_D], self.prefix_DD[one_D, next_D], 0)
+        return int(self.lengths_D.sum() - shared_D.sum())
 
-    def in_one_row(self, trees_D: np.ndarray) -> PackedRows[np.ndarray]:
-        """Write all pairs into one row that is just long enough, tree after tree."""
-        longest = RowShape(1, int(self.lengths_D.sum()))
-        rows, trees = self._written(trees_D, np.zeros(len(trees_D), int), longest)
-        columns = {name: getattr(rows, name)[:, : trees[-1].stop] for name in vars(rows) if name.endswith("_RL")}
-        return replace(rows, **columns, trees=trees)
-
-    def _written(
-        self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape
-    ) -> tuple[PackedRows[np.ndarray], tuple[Tree, ...]]:
+    def written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> PackedRows[np.ndarray]:
+        """Write each tree's dialogues into its row of ``shape``; those in tree -1 are elsewhere."""
         here_P = trees_D[::2] >= 0
         layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id)
 
@@ -155,7 +151,7 @@ class _Batch:
             filled[: len(values)][here_P] = values[here_P]
             return filled
 
-        rows = PackedRows(
+        return PackedRows(
             layout.input_ids_RL,
             layout.position_ids_RL,
             layout.subtree_end_RL,
@@ -165,38 +161,25 @@ class _Batch:
             tokens_P=fill(self.tokens_P),
             margin_P=None if self.margin_P is None else fill(self.margin_P, np.float32),
             batch_pairs_1=np.array([len(here_P)], np.int32),
+            trees=layout.trees,
         )
-        return rows, layout.trees
 
 
-def _check_counts(chosen: int, rejected: int, pairs: int) -> None:
-    if chosen != rejected:
-        raise UserError(f"A pair has a chosen and a rejected dialogue, got {chosen} chosen and {rejected} rejected.")
-    if not 1 <= chosen <= pairs:
-        raise UserError(f"Shapes were planned for batches of 1 to {pairs} pairs, got {chosen}. Plan them anew.")
-
-
-def _up_to_scored(ids: np.ndarray, pad_token_id: int, index: int) -> np.ndarray:
+def _up_to_scored(ids: np.ndarray, pad_token_id: int) -> np.ndarray:
     """Cut a dialogue after the token that is scored: the last that is not the pad token, or the first if all are."""
     if not len(ids):
-        half = ("chosen", "rejected")[index % 2]
-        raise UserError(f"The {half} dialogue of pair {index // 2} of the batch has no tokens that could be scored.")
+        raise UserError("A dialogue of the batch has no tokens, and so none that could be scored.")
     if ids[-1] != pad_token_id:
         return ids
     others = np.flatnonzero(ids != pad_token_id)
     return ids[: others[-1] + 1] if len(others) else ids[:1]
 
 
-def _trie_size(batch: _Batch) -> int:
-    """Return how many tokens the whole batch has in one trie: the fewest that any schedule must hold."""
-    neighbours = batch.prefix_DD[batch.order[:-1], batch.order[1:]]
-    return int(batch.lengths_D.sum() - neighbours.sum())
-
-
-def _choose(
-    sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, trie: int, plan: RowPlan
-) -> tuple[Schedule, np.ndarray]:
+def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
+    sizes_P, shared_PP = tree_sizes(batch.prefix_DD)
+    lengths_P2 = batch.lengths_D.reshape(-1, 2) if expands else None
+    fewest = batch.tokens_in(np.zeros(len(batch.dialogues), int))  # in one trie
     if sizes_P.max() > plan.longest:
         pair = int(sizes_P.argmax())
         raise UserError(
@@ -206,7 +189,7 @@ def _choose(
         )
     for schedule in plan.schedules():
         lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
-        if lengths_R.sum() < trie or lengths_R.max() < sizes_P.max():
+        if lengths_R.sum() < fewest or lengths_R.max() < sizes_P.max():
             continue
         rows_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
         if rows_P is not None:

@@ -8,26 +8,12 @@ Letters: P pairs, R rows, L length of a row, 2 chosen and rejected.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from .trie import Tree
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
 Other = TypeVar("Other")
-
-
-class Movable:
-    """Moves to a device as a tensor does: accelerate calls `to`, and a DataLoader that pins memory `pin_memory`."""
-
-    def map_tensors(self, function: Callable[[Any], Any]) -> Any:
-        """Return the same with ``function`` of each tensor in its place."""
-        raise NotImplementedError
-
-    def to(self, device: Any, non_blocking: bool = False) -> Self:
-        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Self:
-        return self.map_tensors(lambda tensor: tensor.pin_memory())
 
 
 class Expansion(NamedTuple, Generic[Array]):
@@ -44,7 +30,7 @@ class Expansion(NamedTuple, Generic[Array]):
 
 
 @dataclass(frozen=True)
-class PackedRows(Movable, Generic[Array]):
+class PackedRows(Generic[Array]):
     """The packed rows of one micro-batch, which hold some or all pairs of a batch.
 
     Rows of one `RowShape` have tensors of the same shapes, whatever the batch. Padding columns hold the pad token at
@@ -81,6 +67,7 @@ class PackedRows(Movable, Generic[Array]):
         return own if self.expansion is None else own | self.expansion._asdict()
 
     def map_tensors(self, function: Callable[[Array], Other]) -> "PackedRows[Other]":
+        """Return the same rows with ``function`` of each tensor in its place."""
         own = {name: function(value) for name, value in vars(self).items() if hasattr(value, "dtype")}
         expansion = None if self.expansion is None else Expansion(*map(function, self.expansion))
         return PackedRows(**{**vars(self), **own, "expansion": expansion})

@@ -10,14 +10,13 @@ Letters: B batches, P pairs, R rows, L length of a row, C candidate shapes or sc
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
-from .shapes import RowShape, draw_batches, least_work, plan_shapes, round_up, rows_needed, snake
+from .shapes import RowShape, best_fit, draw_batches, least_work, plan_shapes, round_up, rows_needed, snake
 
 Schedule = tuple[RowShape, ...]
 """The row shapes of one batch's micro-batches, in order; the last one's updates."""
@@ -111,16 +110,19 @@ def plan_rows(
         row_length: The length of all rows, instead of lengths that fit the data.
 
     Raises:
-        UserError: As `plan_shapes`, and if ``row_length`` is too short for a pair.
+        UserError: If ``row_length`` is too short for a pair.
     """
-    settings: dict[str, Any] = {
-        "shared_prefix": shared_prefix,
-        "attention_crossover_length": attention_crossover_length,
-        "multiple": multiple,
-        "seed": seed,
-    }
     if row_length is None:
-        shapes = plan_shapes(sizes, pairs, shards, max_shapes=max_shapes, **settings)
+        shapes = plan_shapes(
+            sizes,
+            pairs,
+            shards,
+            max_shapes=max_shapes,
+            shared_prefix=shared_prefix,
+            attention_crossover_length=attention_crossover_length,
+            multiple=multiple,
+            seed=seed,
+        )
     else:
         shapes = (_rows_of(row_length, sizes, pairs, shards, shared_prefix),)
     single = RowPlan(shapes, (), attention_crossover_length, micro_batch_work * shards)
@@ -174,10 +176,10 @@ def _plan_accumulation(
     """Return the best plan whose batches may accumulate, and its total work on the batches."""
     shards, crossover_length = any_pair.rows, like.attention_crossover_length
     updates = _updates(batches_BP, lengths, shards, shared_prefix)
-    best: tuple[RowPlan, float] | None = None
+    plans = []
     others = [RowShape(shards, int(length)) for length in lengths if length < any_pair.length]
     for accumulate in [(any_pair,), *((any_pair, other) for other in others if max_shapes > 2)]:
-        plan = RowPlan((), accumulate, crossover_length, like.micro_batch_work)
+        plan = replace(like, update=(), accumulate=accumulate)
         before = plan.accumulations
         schedules = [(*each, update) for update in updates for each in before]
         works_CB = covering_work(schedules, plan, batches_BP, shared_prefix)
@@ -185,11 +187,9 @@ def _plan_accumulation(
         enough = batches_BP.shape[1] * (any_pair.work(crossover_length) + like.micro_batch_work)
         chosen = least_work(works_CB, enough, max_shapes - len(accumulate))
         work = float(np.minimum(works_CB[chosen].min(axis=0), enough).sum())
-        if best is None or work < best[1]:
-            shapes = sorted({updates[index] for index in chosen}, key=lambda shape: shape.work(crossover_length))
-            best = RowPlan(tuple(shapes), accumulate, crossover_length, like.micro_batch_work), work
-    assert best is not None
-    return best
+        shapes = sorted({updates[index] for index in chosen}, key=lambda shape: shape.work(crossover_length))
+        plans.append((replace(plan, update=tuple(shapes)), work))
+    return min(plans, key=lambda each: each[1])
 
 
 def _updates(batches_BP: np.ndarray, lengths: np.ndarray, shards: int, shared_prefix: int) -> list[RowShape]:
@@ -214,20 +214,6 @@ def covering_work(schedules: list[Schedule], plan: RowPlan, batches_BP: np.ndarr
         lengths = np.array([shape.length - shared_prefix for shape in schedule for _ in range(shape.rows)])
         may_fit = np.flatnonzero((totals_B <= lengths.sum()) & (batches_BP[:, 0] <= lengths.max()))
         if len(may_fit):
-            fits = _fits(batches_BP[may_fit], lengths)
+            fits, _ = best_fit(batches_BP[may_fit], lengths)
             works_CB[index, may_fit[fits]] = plan.work(schedule)
     return works_CB
-
-
-def _fits(batches_BP: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
-    """Tell whether best fit, the largest pair first, finds room for each batch in rows of the given lengths, [B]."""
-    free_BR = np.tile(lengths_R, (len(batches_BP), 1))
-    fits_B = np.ones(len(batches_BP), bool)
-    each = np.arange(len(batches_BP))
-    for size_B in batches_BP.T:
-        left_BR = free_BR - size_B[:, None]
-        row_B = np.where(left_BR >= 0, left_BR, np.iinfo(np.int64).max).argmin(axis=1)
-        placed_B = left_BR[each, row_B] >= 0
-        fits_B &= placed_B
-        free_BR[each, row_B] -= np.where(placed_B, size_B, 0)
-    return fits_B

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
-
 _CANDIDATE_LENGTHS = 64
 _SWEEPS = 8
 
@@ -63,16 +61,7 @@ def plan_shapes(
             transformer it is about six times the hidden size.
         multiple: Lengths are multiples of this.
         seed: Of the batches that are drawn.
-
-    Raises:
-        UserError: If a number is not positive, or there are no sizes.
     """
-    if not len(sizes) or min(pairs, shards, max_shapes, multiple) < 1 or attention_crossover_length <= 0:
-        raise UserError(
-            "Planning shapes needs sizes, and positive numbers of pairs, shards, shapes and columns; got "
-            f"{len(sizes)} sizes, pairs={pairs}, shards={shards}, max_shapes={max_shapes}, multiple={multiple}, "
-            f"attention_crossover_length={attention_crossover_length}."
-        )
 
     def work(shape: RowShape) -> float:
         return shape.work(attention_crossover_length)
@@ -140,15 +129,28 @@ def _candidates(
 def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
     """Return how many rows best fit, the largest pair first, needs for each batch [B]; 0 where a pair is too long."""
     sizes_BP = -np.sort(-batches_BP, axis=1)
-    each = np.arange(len(sizes_BP))
     # any two rows together are more than full, or one pair would have gone to the other row
     rows = min(sizes_BP.shape[1], int(2 * sizes_BP.sum(axis=1).max() // max(length, 1)) + 2)
-    free_BR = np.full((len(sizes_BP), rows), length)
+    fits_B, free_BR = best_fit(sizes_BP, np.full(rows, length))
+    return np.where(fits_B, np.maximum((free_BR < length).sum(axis=1), 1), 0)
+
+
+def best_fit(sizes_BP: np.ndarray, lengths_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Place each batch's pairs, in descending order, into the fullest row that has room for them.
+
+    Returns:
+        Whether all pairs of a batch found room, [B], and what its rows have left, [B, R].
+    """
+    free_BR = np.tile(lengths_R, (len(sizes_BP), 1))
+    fits_B = np.ones(len(sizes_BP), bool)
+    each = np.arange(len(sizes_BP))
     for size_B in sizes_BP.T:
-        fits_BR = free_BR >= size_B[:, None]
-        row_B = np.where(fits_BR, free_BR, np.iinfo(np.int64).max).argmin(axis=1)
-        free_BR[each, row_B] -= size_B
-    return np.where(sizes_BP[:, 0] <= length, np.maximum((free_BR < length).sum(axis=1), 1), 0)
+        left_BR = free_BR - size_B[:, None]
+        row_B = np.where(left_BR >= 0, left_BR, np.iinfo(np.int64).max).argmin(axis=1)
+        placed_B = left_BR[each, row_B] >= 0
+        fits_B &= placed_B
+        free_BR[each, row_B] -= np.where(placed_B, size_B, 0)
+    return fits_B, free_BR
 
 
 def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 from datasets import Dataset
 
 from ..data.collators import bucket_lengths
-from ..data.measure import longer_dialogues, pair_sizes, shared_prefix_length
+from ..data.measure import longer_dialogues, pair_sizes, shared_prefix_length, tables_of
 from ..packing.schedule import RowPlan, plan_rows
 from .reward_config import RewardConfig
 
@@ -30,14 +30,14 @@ def plan_rows_of(
         UserError: For too short a `row_length`.
     """
     names = ["chosen_ids", "rejected_ids"]
-    chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
-    sizes = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])
+    tables = list(tables_of(dataset, names))
+    sizes = np.concatenate([pair_sizes(*(table[name] for name in names)) for table in tables])
     return plan_rows(
         sizes,
         pairs,
         shards,
         max_shapes=args.max_shapes,
-        shared_prefix=0 if expands else shared_prefix_length(chunk[name] for chunk in chunks for name in names),
+        shared_prefix=0 if expands else shared_prefix_length(table[name] for table in tables for name in names),
         attention_crossover_length=attention_crossover_length(hidden_size),
         multiple=multiple,
         row_length=args.row_length,

@@ -124,9 +124,9 @@ def expanded_attention(
         if softcap is None:
             mask = attention_mask
             return static_sdpa_attention(module, query, key, value, mask, dropout=dropout, scaling=scale, **kwargs)
-        _refuse(dropout, module, kwargs)
+        _refuse_in_layer(module, dropout, kwargs)
         return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
-    _refuse(dropout, module, kwargs)
+    _refuse_in_layer(module, dropout, kwargs)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
         rows = ExpandedRows(*places)
@@ -139,14 +139,18 @@ def expanded_attention(
     return runtime.current().shard_map(attend, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
 
 
-def _refuse(dropout: float, module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _refuse_in_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     obstacles = {
         "attention dropout is not 0": dropout > 0,
-        "a layer looks both ways": (kwargs.get("is_causal", getattr(module, "is_causal", True))) is False,
-        "a layer has attention sinks": kwargs.get("s_aux") is not None,
-        "a layer adds biases by position": kwargs.get("position_bias") is not None,
-        "a layer reads a cache": kwargs.get("cache") is not None,
+        "it looks both ways": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
+        "it has attention sinks": kwargs.get("s_aux") is not None,
+        "it adds biases by position": kwargs.get("position_bias") is not None,
+        "it reads a cache": kwargs.get("cache") is not None,
     }
+    _refuse(module, obstacles)
+
+
+def _refuse(module: nn.Module, obstacles: dict[str, bool]) -> None:
     for obstacle, is_there in obstacles.items():
         if is_there:
             raise ExpansionImpossible(f"{type(module).__name__} cannot attend in expanded rows: {obstacle}.")
@@ -164,18 +168,14 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
     config: Any = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
     obstacles = {
-        f"{type(model).__name__} does not attend through transformers' attention interface": (
-            not model._can_set_attn_implementation()
-        ),
+        "it does not attend through transformers' attention interface": not model._can_set_attn_implementation(),
         f"it has layers of {', '.join(sorted(map(str, others)))}": bool(others),
         "it looks both ways": (
             not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", False))
         ),
         "its attention dropout is not 0": bool(getattr(config, "attention_dropout", 0)),
     }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            raise ExpansionImpossible(f"The model cannot attend in expanded rows: {obstacle}.")
+    _refuse(model, obstacles)
     AttentionMaskInterface.register(EXPANDED, ExpandedTreeMask(static_sdpa_mask))
     AttentionInterface.register(EXPANDED, TreeByTree(expanded_attention))
     model.set_attn_implementation(EXPANDED)

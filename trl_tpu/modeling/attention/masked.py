@@ -12,8 +12,7 @@ by tree, so that its cost is that of the trees and not of the row.
 Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,20 +52,21 @@ class Reading:
     rules: list[MaskRule] = field(default_factory=list)
 
 
+_READING: ContextVar[Reading | None] = ContextVar("reading", default=None)
+
+
 class TreeMask:
-    """Builds the masks of packed rows `while_reading` them, as a registered mask function.
+    """Builds the masks of packed rows while they are read, as a registered mask function.
 
     Args:
         plain: The mask function for ordinary batches.
     """
 
-    _reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
-
     def __init__(self, plain: Callable[..., Any]) -> None:
         self.plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (reading := self._reading.get()) is None:
+        if (reading := _READING.get()) is None:
             return self.plain(*args, **kwargs)
         rule = kwargs.get("mask_function", causal_mask_function)
         reading.rules.append(rule)
@@ -87,16 +87,6 @@ class TreeMask:
                 mask = self.plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
             masks.append((tree, mask))
         return TreeMasks.of(masks, rows.input_ids_RL.device)
-
-    @classmethod
-    @contextmanager
-    def while_reading(cls, reading: Reading) -> Iterator[None]:
-        """Build masks for these packed rows while the context is open."""
-        token = cls._reading.set(reading)
-        try:
-            yield
-        finally:
-            cls._reading.reset(token)
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:
@@ -156,11 +146,12 @@ def scored_states(
     watch = _score_head(model).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
+    outside = _READING.set(reading)
     try:
-        with TreeMask.while_reading(reading):
-            # the scores that the model itself picks, one a row, mean nothing here
-            model(input_ids=rows.input_ids_RL, **everything, **kwargs)
+        # the scores that the model itself picks, one a row, mean nothing here
+        model(input_ids=rows.input_ids_RL, **everything, **kwargs)
     finally:
+        _READING.reset(outside)
         watch.remove()
     if not reading.rules:
         raise UserError(
