@@ -31,7 +31,8 @@ def test_what_is_recommended_leaves_a_fifth_of_a_chip_free(slice_memory: ModuleT
 
 
 def test_state_is_sixteen_bytes_a_trained_parameter_and_four_a_frozen_one(slice_memory: ModuleType) -> None:
-    model = slice_memory.model_without_weights("Qwen2.5-0.5B")
+    config = slice_memory.AutoConfig.for_model(**slice_memory.MODELS["Qwen2.5-0.5B"])
+    model = slice_memory.model_without_weights(config, "float32")
     count = sum(parameter.numel() for parameter in model.parameters())
     full, _ = slice_memory.gigabytes_a_chip(model, "fsdp=-1", 8, 1.0)
     frozen, _ = slice_memory.gigabytes_a_chip(model, "fsdp=-1", 8, 0.0)
