@@ -4,44 +4,64 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_TPU := $(VENV)/.ready-tpu
 
-# Tests need no network. One process can hold only one set of devices, so each set has a process of its own.
-PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q
+# Tests need no network. A process can hold only one set of devices, so each set has a suite of its own, whose files two
+# processes share.
+PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+BY_TWO := -n 2 --dist loadfile
 
-.PHONY: setup quickstart test test-native test-xla test-xla8 tpu-check lint typecheck long-run bench clean
+.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check lint typecheck long-run \
+	bench clean
 
 setup: $(READY)
+setup-tpu: $(READY_TPU)
 
-# The stamp is older than setup.cfg when the dependencies may have changed.
+# A stamp is older than setup.cfg when the dependencies may have changed.
 $(READY): setup.cfg
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[test,dev]"
 	touch $@
 
-quickstart: $(READY)
-	$(BIN)/trl-tpu reward --config examples/quickstart.yaml
+# with the TPU's compiler; the other environment is part of this one
+$(READY_TPU): setup.cfg
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[tpu,test,dev]"
+	touch $(READY) $@
 
-test: test-native test-xla test-xla8
+# on eight virtual devices of PyTorch/XLA, 32 pairs a step over all of them
+quickstart: $(READY)
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(BIN)/trl-tpu reward --config examples/quickstart.yaml \
+		--per_device_train_batch_size 4 --per_device_eval_batch_size 8
+
+# every suite runs, whatever fails in another
+test: $(READY)
+	@failed=; for suite in native xla xla8; do \
+		echo "== test-$$suite"; $(MAKE) --no-print-directory test-$$suite || failed="$$failed test-$$suite"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "failed:$$failed"; exit 1; fi
 
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) tests/unit tests/train
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) tests/unit tests/train
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)
-	PJRT_DEVICE=CPU $(PYTEST) tests/xla
+	PJRT_DEVICE=CPU $(PYTEST) $(BY_TWO) tests/xla
 
-# the same on eight virtual CPU devices, and what only several devices can show
+# on eight virtual CPU devices: what only several can show, and what says something else on them
 test-xla8: $(READY)
-	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) tests/xla tests/xla8
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) tests/xla tests/xla8
+
+# what takes too long for every change: many more kills, layouts, examples and steps
+test-long: $(READY) long-run
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) -m long tests/unit tests/train
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) -m long tests/xla8
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) --hypothesis-profile=search tests/unit
 
 # what the trainer runs, through the TPU's own compiler, which needs no TPU
-tpu-check: $(VENV)/.ready-tpu
+tpu-check: $(READY_TPU)
 	$(PYTEST) tests/tpu
-
-$(VENV)/.ready-tpu: $(READY)
-	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[tpu,test,dev]"
-	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

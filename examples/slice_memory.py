@@ -65,7 +65,7 @@ def gigabytes_a_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> 
     """GB a chip of weights, gradients and optimizer state, and of the layers' inputs that the backward keeps.
 
     Raises:
-        ValueError: The mesh does not fit the chips, or the model's heads.
+        UserError: The mesh does not fit the chips, or the model's heads.
     """
     job = Job(model, PairLengths.of_size(TOKENS_A_DEVICE_GROUP))
     some_slice = parse_topology("v6e:1x1")  # memory is the same on all

@@ -1,7 +1,18 @@
-"""Shared settings of all tests."""
+"""What all tests share: examples of property tests that are the same in every run, and quick compiles.
 
+Folders say what a test needs: `unit` nothing but the package, `train` training in plain torch, `xla` one XLA device,
+`xla8` eight of them, `tpu` the TPU's own compiler. `support` has what tests use, and the scripts that they start in
+processes of their own.
+"""
+
+import os
+
+import xla_flags
 from hypothesis import settings
 
-# Two busy cores: an example's time says nothing.
-settings.register_profile("trl_tpu", deadline=None)
-settings.load_profile("trl_tpu")
+# before torch_xla is imported, here or in a process that a test starts
+os.environ.setdefault("XLA_FLAGS", xla_flags.QUICK)
+
+settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=100)
+settings.register_profile("search", deadline=None, max_examples=1000)  # others in every run: `make test-long`
+settings.load_profile("same")

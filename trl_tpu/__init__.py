@@ -8,6 +8,8 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from .runtime.device_choice import settle
+
 try:
     __version__ = version("trl-tpu")
 except PackageNotFoundError:  # a source tree that is not installed
@@ -16,6 +18,8 @@ except PackageNotFoundError:  # a source tree that is not installed
 # XLA's compiler writes warnings to stderr, from C++, at every compile. It reads this once, when torch_xla is imported,
 # which transformers does: so it has to be said here.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+settle()  # the device, since transformers and accelerate choose theirs when they are imported
 
 _MODULES = {
     "chat_template_utils": ["clone_chat_template"],

@@ -3,12 +3,11 @@
 import argparse
 import importlib
 import importlib.metadata
-import os
 import platform
-import re
 import sys
-import traceback
 
+from trl_tpu.errors import UserError
+from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
@@ -47,35 +46,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         take_config(words)  # for its `env`, which must be there before anything below is imported
-    except (OSError, ValueError) as error:
-        parser.exit(2, f"trl-tpu {command}: error: {error}\n")
-    try:
+        settle()
         return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        if not _refuses(error):
-            raise
-        parser.exit(2, f"\ntrl-tpu {command}: error: {error}\n")  # a progress bar may be open in its line
+    except UserError as error:
+        # a worker process of a data loader puts its traceback before what the error says
+        told = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
+        parser.exit(2, f"\ntrl-tpu {command}: error: {told}\n")  # a progress bar may be open in its line
     except FloatingPointError as error:  # training has stopped itself, and says where and why
         parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
 
 
-def _refuses(error: Exception) -> bool:
-    """Whether the error is a `raise` statement of this package: what it says is then all that a user needs.
-
-    A fault of the package or of a library keeps its traceback.
-    """
-    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    if type(error.__cause__).__name__ == "RemoteTraceback":  # raised in a worker process: its traceback is text
-        places = re.findall(r'^ +File "(.+?)", line .*\n +(.*)', str(error.__cause__), re.MULTILINE)
-        file, statement = places[-1] if places else ("", "")
-    else:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        file, statement = place.filename, place.line or ""
-    return file.startswith(package) and statement.startswith("raise")
-
-
 def environment() -> str:
-    """Versions of Python and of the packages, and which runtime trains and why, a line each."""
+    """List the versions of Python and of the packages, and which runtime trains and why, a line each."""
     lines = [f"python: {platform.python_version()} ({platform.platform()})"]
     for package in PACKAGES:
         try:

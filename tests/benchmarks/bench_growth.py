@@ -22,15 +22,15 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars
 
 from . import bench_time_per_pair as per_pair
-from .bench_time_per_pair import tiny
+from .bench_time_per_pair import real_pairs
 
 RUNS, BATCHES, PAIRS = 3, (8, 16, 32, 64, 128, 256), (25_000, 100_000)
 
 
 def growing_batches() -> None:
-    pairs = tiny.hh_pairs(0, 2000)
+    pairs = real_pairs.real_pairs(2000)
     with tempfile.TemporaryDirectory() as folder:
-        model = per_pair.save_model(folder, 64, pairs.select(range(400)))
+        model = per_pair.save_model(folder, "64x4", pairs.select(range(400)))
         print(f"\n{'pairs a batch':>14}{'ms a pair':>12}")
         for count in BATCHES:
             steps = max(2, 512 // count)
@@ -41,7 +41,7 @@ def growing_batches() -> None:
 def prepare(system: str, count: int) -> None:
     """Build a trainer on ``count`` pairs and print seconds and MiB: the whole constructor, and memory at its peak."""
     disable_progress_bars()
-    real = tiny.hh_pairs(0, 2000)
+    real = real_pairs.real_pairs(2000)
     # no two alike, so that no cache of repeated texts helps
     rows: dict[str, Any] = {
         half: [f"{index} {real[half][index % 2000]}" for index in range(count)] for half in ("chosen", "rejected")
@@ -49,14 +49,14 @@ def prepare(system: str, count: int) -> None:
     pairs = Dataset.from_dict(rows)
     del rows
     with tempfile.TemporaryDirectory() as folder:
-        model = per_pair.save_model(folder, 64, real.select(range(400)))
+        model = per_pair.save_model(folder, "64x4", real.select(range(400)))
         package, settings = per_pair.SYSTEMS[system]
         args = package.RewardConfig(folder, bf16=False, report_to="none", disable_tqdm=True, **settings)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
         trainer = package.RewardTrainer(model, args, train_dataset=pairs)
         if system == "trl_tpu":  # what XLA measures before the first step, though plain torch does not need it
-            from trl_tpu.trainer.batch_plan import plan_rows_of
+            from trl_tpu.trainer.planned_shapes import plan_rows_of
 
             plan_rows_of(trainer.train_dataset, 1024, 64, 8, args)
         seconds = time.perf_counter() - start
@@ -81,8 +81,8 @@ def growing_data() -> None:
 
 
 if __name__ == "__main__":
-    if not tiny.HH_FILE.exists():
-        sys.exit(f"The real preference pairs are not at {tiny.HH_FILE}: nothing to measure.")
+    if not real_pairs.REAL_FILE.exists():
+        sys.exit(f"The real preference pairs are not at {real_pairs.REAL_FILE}: nothing to measure.")
     if len(sys.argv) == 3:
         prepare(sys.argv[1], int(sys.argv[2]))
         sys.exit()

@@ -23,26 +23,29 @@ def run() -> None:
     import tiny
 
     from trl_tpu import RewardConfig, RewardTrainer
-    from trl_tpu.checkpoint.state_dict import optimizer_tensors, trained_tensors
+    from trl_tpu.checkpoint.state_dict import state_tensors
 
     class Timed(RewardTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.waits: list[float] = []
             self.writes: list[float] = []
             super().__init__(*args, **kwargs)
+            write = self.checkpointer._write
+
+            def timed(*args: Any) -> None:
+                began = time.perf_counter()
+                write(*args)
+                self.writes.append(time.perf_counter() - began)
+
+            self.checkpointer._write = timed
 
         def _save_checkpoint(self, *args: Any) -> None:
             self.runtime.step_boundary()
             self.runtime.fetch([self._tr_loss])  # the step itself is no wait for the save
-            self.saves.wait()  # nor is the save before, which here has a few steps' time only
+            self.checkpointer.wait()  # nor is the save before, which here has a few steps' time only
             began = time.perf_counter()
             super()._save_checkpoint(*args)
             self.waits.append(time.perf_counter() - began)
-
-        def _write(self, *args: Any) -> None:
-            began = time.perf_counter()
-            super()._write(*args)
-            self.writes.append(time.perf_counter() - began)
 
     pairs = tiny.made_up_pairs(256)
     texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
@@ -54,7 +57,7 @@ def run() -> None:
         )  # fmt: skip
         trainer = Timed(model, args, train_dataset=pairs)
         trainer.train()
-        state = trained_tensors(trainer.model) | optimizer_tensors(trainer.optimizer.optimizer, trainer.model)
+        state = state_tensors(trainer.model, trainer.optimizer.optimizer, with_weights=True)
         copies = []
         for _ in trainer.waits:
             began = time.perf_counter()

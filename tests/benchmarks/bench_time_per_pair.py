@@ -1,6 +1,8 @@
 """Time per pair of training, against TRL 1.16 in the same process: plain torch, float32, real pairs.
 
-USE_TORCH_XLA=0 python -m tests.benchmarks.bench_time_per_pair [--hidden 64 256] [--data real unshared one_length]
+USE_TORCH_XLA=0 python -m tests.benchmarks.bench_time_per_pair [--models 64x4 256x6 64x24] [--data real ...]
+
+A model is its hidden size and its number of layers.
 
 Runs alternate (TRL, packed, padded, TRL, ...), each on a fresh model and the same pairs in the same order, and the
 table shows medians. Quote the ratios: the machine's own speed cancels out of them. Per-step losses stand beside TRL's.
@@ -30,9 +32,10 @@ import trl_tpu
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import real_pairs  # noqa: E402
 import tiny  # noqa: E402
 
-RUNS, STEPS, PAIRS_A_BATCH, LAYERS, HEADS = 5, 24, 8, {64: 4, 256: 6}, 8
+RUNS, STEPS, PAIRS_A_BATCH, MODELS, HEADS = 5, 24, 8, ("64x4", "256x6", "64x24"), 8
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "TRL 1.16": (trl, {"use_cpu": True}),
     "trl_tpu": (trl_tpu, {}),
@@ -42,7 +45,7 @@ SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def real(count: int) -> Dataset:
     """The first pairs of the data, as they are."""
-    return tiny.hh_pairs(0, count)
+    return real_pairs.real_pairs(count)
 
 
 def unshared(count: int) -> Dataset:
@@ -97,16 +100,16 @@ def train(
     return seconds / (steps * pairs_a_batch), losses
 
 
-def save_model(folder: str, hidden: int, pairs: Dataset) -> str:
+def save_model(folder: str, size: str, pairs: Dataset) -> str:
     texts = [*pairs["chosen"], *pairs["rejected"]]
-    layers = LAYERS.get(hidden, 4)
+    hidden, layers = map(int, size.split("x"))
     return tiny.save_tiny(Path(folder), texts, hidden, layers, num_attention_heads=HEADS, num_key_value_heads=HEADS)
 
 
-def compare(hidden: int, data: str) -> None:
+def compare(size: str, data: str) -> None:
     pairs = DATA[data](400)
     with tempfile.TemporaryDirectory() as folder:
-        model = save_model(folder, hidden, real(400))
+        model = save_model(folder, size, real(400))
         seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
         losses: dict[str, list[float]] = {}
         for _ in range(RUNS):
@@ -114,10 +117,7 @@ def compare(hidden: int, data: str) -> None:
                 each, losses[name] = train(model, pairs, package, settings)
                 seconds[name].append(each)
     threads = torch.get_num_threads()
-    print(
-        f"\n{data} pairs: hidden {hidden}, {LAYERS.get(hidden, 4)} layers, {PAIRS_A_BATCH} pairs a batch, "
-        f"{threads} threads"
-    )
+    print(f"\n{data} pairs: model {size}, {PAIRS_A_BATCH} pairs a batch, {threads} threads")
     print(f"{'':18}{'ms a pair':>12}{'times TRL':>12}{'1 / that':>10}{'mean loss':>12}{'largest difference':>20}")
     reference = seconds["TRL 1.16"]
     for name in SYSTEMS:
@@ -130,14 +130,14 @@ def compare(hidden: int, data: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hidden", type=int, nargs="*", default=list(LAYERS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
     options = parser.parse_args()
-    if not tiny.HH_FILE.exists():
-        sys.exit(f"The real preference pairs are not at {tiny.HH_FILE}: nothing to measure.")
+    if not real_pairs.REAL_FILE.exists():
+        sys.exit(f"The real preference pairs are not at {real_pairs.REAL_FILE}: nothing to measure.")
     torch.set_num_threads(2)
     disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    for size in options.hidden:
+    for size in options.models:
         for kind in options.data:
             compare(size, kind)

@@ -26,14 +26,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def run(system: str, model: str) -> None:
     """Train, and print seconds from before the trainer is made, compiles and the mean loss of the first 20 steps."""
-    import tiny
+    import real_pairs
     import torch_xla.debug.metrics as met
     import trl
 
     import trl_tpu
 
     package: Any = {"TRL 1.16": trl, "trl_tpu": trl_tpu}[system]
-    pairs = tiny.hh_pairs(0, 1000)
+    pairs = real_pairs.real_pairs(1000)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         args = package.RewardConfig(
@@ -56,9 +56,10 @@ def run(system: str, model: str) -> None:
 
 
 def compare() -> None:
+    import real_pairs
     import tiny
 
-    pairs = tiny.hh_pairs(0, 400)
+    pairs = real_pairs.real_pairs(400)
     measured: dict[str, list[list[float]]] = {system: [] for system in STEPS}
     with tempfile.TemporaryDirectory() as folder:
         texts = [*pairs["chosen"], *pairs["rejected"]]

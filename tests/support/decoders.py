@@ -1,6 +1,7 @@
 """Tiny random decoders of many families in float64, and the padded and packed rewards of pairs by them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from trl_tpu.data.collators import DataCollatorForPreference
-from trl_tpu.modeling.attention.expanded_rows import ExpandedRows
 from trl_tpu.modeling.attention.masked import packed_rewards
-from trl_tpu.packing.expand import expand_rows
-from trl_tpu.packing.pack import PackedPass, pack
+from trl_tpu.packing.pack import pack
+from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -117,20 +117,15 @@ def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
     return model(**batch).logits.view(2, len(pairs)).T
 
 
-def in_rows(pairs: Pairs, *shapes: RowShape) -> PackedPass:
-    """The pairs in one pass of the first shape that holds them."""
-    (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), len(pairs), PAD, room_for_dialogues=True)
-    return rows
+def in_rows(pairs: Pairs, *shapes: RowShape) -> PackedRows[torch.Tensor]:
+    """The pairs in one micro-batch of the first shape that holds them, with their expansion."""
+    (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), len(pairs), PAD, expands=True)
+    return rows.map_tensors(torch.from_numpy)
 
 
-def packed(model: nn.Module, rows: PackedPass, expand: bool, device: str = "cpu", **kwargs: Any) -> torch.Tensor:
+def packed(model: nn.Module, rows: PackedRows[torch.Tensor], expand: bool, device: str = "cpu") -> torch.Tensor:
     """The rewards [P, 2] from packed rows, with their expansion or without."""
-    names = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2")
-    arrays = [torch.from_numpy(getattr(rows, name)).to(device) for name in names]
-    if expand:
-        expansion = expand_rows(rows.subtree_end_RL, rows.last_row_P2, rows.last_column_P2, rows.pair_mask_P)
-        kwargs["expanded"] = ExpandedRows(*(torch.from_numpy(array).to(device) for array in vars(expansion).values()))
-    return packed_rewards(model, *arrays, **kwargs)
+    return packed_rewards(model, (rows if expand else replace(rows, expansion=None)).to(device))
 
 
 def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:

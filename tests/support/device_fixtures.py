@@ -21,8 +21,7 @@ def config(tmp_path: Path) -> Any:
     from trl_tpu import RewardConfig
     from trl_tpu.runtime import current
 
-    current().start()
-    pairs_per_device = 8 // current().device_count()
+    pairs_per_device = 8 // current().topology().devices
 
     def make(**settings: Any) -> RewardConfig:
         defaults = {

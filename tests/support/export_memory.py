@@ -1,8 +1,8 @@
 """Export a model of several shards and write how much memory that took: run by a test.
 
-python tests/support/export_memory.py FOLDER {state,files,merged} [make]
+python tests/support/export_memory.py FOLDER {state,files,merged} [make | DTYPE]
 
-With "make" it writes the checkpoint, without it exports that.
+With "make" it writes the checkpoint, without it exports that, in the dtype.
 
 The measure is the peak of the process's resident memory above what it had before, and of that what is its own: the
 pages of mapped files count as resident too, though the system takes them back when it needs them.
@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
 from trl_tpu.checkpoint.consolidate import export_checkpoint
-from trl_tpu.checkpoint.state_dict import trained_tensors
+from trl_tpu.checkpoint.state_dict import trained_weights
 
 # 170 million float32 weights: 680 MB, of which the embedding and a layer are a tenth each
 CONFIG: dict[str, Any] = {
@@ -79,18 +79,17 @@ def make_checkpoint(folder: Path, way: str) -> Path:
         read = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
         adapted: Any = peft.get_peft_model(read, peft.LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
         adapted.peft_config["default"].save_pretrained(folder / "c")
-        tensors = trained_tensors(adapted)
-        exports.write_state(folder / "c/state", {name.removeprefix("model."): tensors[name] for name in tensors})
+        exports.write_state(folder / "c/state", trained_weights(adapted))
         return folder / "c"
     return exports.checkpoint_of(model, folder / "c")
 
 
-def main(folder: Path, way: str) -> None:
+def main(folder: Path, way: str, dtype: torch.dtype | None) -> None:
     out = folder / "out"
     tiny = exports.checkpoint_of(exports.llama(), folder / "tiny")
     export_checkpoint(tiny, folder / "tiny_out")  # what the first use imports and allocates is not the weights'
     with Peak() as peak:
-        export_checkpoint(folder / "c", out, max_shard_size=SHARD, merge=way == "merged")
+        export_checkpoint(folder / "c", out, max_shard_size=SHARD, merge=way == "merged", dtype=dtype)
     sizes = sorted(path.stat().st_size for path in out.glob("*.safetensors"))
     measured = {
         "resident": peak.resident - peak.before[0],
@@ -107,4 +106,4 @@ if __name__ == "__main__":
     if sys.argv[3:] == ["make"]:
         make_checkpoint(Path(sys.argv[1]), sys.argv[2])
     else:
-        main(Path(sys.argv[1]), sys.argv[2])
+        main(Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3]) if sys.argv[3:] else None)

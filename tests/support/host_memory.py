@@ -6,6 +6,7 @@ python tests/support/host_memory.py MODEL OUT {streamed,whole}
 are in the host's memory too, so they are taken off.
 """
 
+import ctypes
 import gc
 import json
 import re
@@ -33,6 +34,7 @@ class Measured(XlaRuntime):
     """Notes what the host holds beside the devices' shards, before and after each tensor goes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.begin()
 
     def begin(self) -> None:
@@ -46,16 +48,22 @@ class Measured(XlaRuntime):
             return super().place(tensor, axes, device)
         self.held.append(private_bytes() - self.before - self.placed)
         result = super().place(tensor, axes, device)
-        copies = 1 if any(axes) else current().device_count()
+        copies = 1 if any(axes) else current().topology().devices
         self.placed += copies * tensor.numel() * tensor.element_size()
         self.held.append(private_bytes() - self.before - self.placed)
         return result
 
 
+def give_back_at_once() -> None:
+    """Have freed memory go back to the system, so that it is not counted: M_ARENA_MAX and M_MMAP_THRESHOLD."""
+    mallopt = ctypes.CDLL(None).mallopt
+    assert mallopt(-8, 1) and mallopt(-3, 65536)
+
+
 def main(model: str, out: str, way: str) -> None:
-    current().start()
+    give_back_at_once()
     logging.disable_progress_bar()
-    mesh = parse_mesh("fsdp=4,tensor=2", current().device_count())
+    mesh = parse_mesh("fsdp=4,tensor=2", current().topology().devices)
     runtime = Measured()
     runtime.set_mesh(mesh.sizes, mesh.slices)
     device = torch_xla.device()

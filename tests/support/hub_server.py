@@ -27,7 +27,7 @@ class Hub:
 
     Args:
         failures: Parts of paths and statuses. A request to the first one's path gets its status and strikes it out.
-            The client repeats what got a 500, five times, and gives up at a 403.
+            The client gives up at a 403 and at a 501; it would repeat what got a 500, five times.
     """
 
     token: str

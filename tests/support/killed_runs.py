@@ -11,13 +11,13 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import apart
 import tiny
 import torch
 from safetensors.torch import load_file
@@ -144,12 +144,7 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
 
 def report(folder: Path, kills: int, environment: dict[str, str], **settings: Any) -> dict[str, int]:
     """What this script prints, run in an environment."""
-    process = subprocess.run(
-        [sys.executable, __file__, str(folder), str(kills), json.dumps(settings)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        capture_output=True,
-        text=True,
-    )
+    process = apart.run("killed_runs.py", str(folder), str(kills), json.dumps(settings), timeout=3000, **environment)
     assert process.returncode == 0, process.stderr[-3000:]
     return json.loads(process.stdout.splitlines()[-1])
 

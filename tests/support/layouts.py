@@ -1,9 +1,6 @@
 """Train tiny models of several families in this process and write what happened: one process for each set of devices.
 
 python tests/support/layouts.py OUT [MODEL:MESH:VARIANT ...]
-
-Every feature dimension of the models is a multiple of 7 (after division over the devices too), and no number or length
-of rows, no number of experts or words is: so a program's arrays show what they are.
 """
 
 import json
@@ -20,31 +17,24 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import xla_flags
+
 DUMPS = Path(tempfile.mkdtemp())
-if os.environ.get("USE_TORCH_XLA") != "0":  # before torch_xla is imported
-    # machine code without optimisation: the same programs and collectives, compiled in a sixth of the time
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {quick}"
+if os.environ.get("USE_TORCH_XLA") != "0":  # before anything is computed
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {xla_flags.QUICK}"
 
 import torch  # noqa: E402
 from collectives import read_collectives  # noqa: E402
+from families import family  # noqa: E402
 from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-    TrainerState,
-    set_seed,
-)
+from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import (  # noqa: E402
     RewardConfig,
     RewardTrainer,
     runtime,  # noqa: E402
 )
-from trl_tpu.training.optimizer import passes_of  # noqa: E402
+from trl_tpu.data.packed_batch import micro_batches_of  # noqa: E402
 
 STEPS = 20
 PAIRS = 16  # in a step
@@ -52,14 +42,6 @@ LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
 PADDED: dict[str, Any] = {"packing": False, "pad_to_multiple_of": LENGTH}
 PACKED: dict[str, Any] = {"packing": True, "row_length": LENGTH}
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama_grouped": {"num_key_value_heads": 4},
-    "qwen3": {},
-    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 56},
-    "llama_lora": {},
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {**PADDED, "gradient_checkpointing": False},
     "packed": {**PACKED, "gradient_checkpointing": False},
@@ -71,33 +53,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
     "packed+in steps": {**PACKED, "gradient_checkpointing": False},
     "packed+accumulated+scanned+in steps": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
-    "packed+in parts": PACKED,
-    "packed+scanned+in steps+in parts": {**PACKED, "scan_layers": True},
 }
 
 
-def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes: dict[str, Any] = {
-        "vocab_size": 328,
-        "hidden_size": 56,
-        "intermediate_size": 168,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 14,
-        "max_position_embeddings": 512,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "num_labels": 1,
-    }
-    model_type = name.removesuffix("_lora").removesuffix("_grouped")
-    config = AutoConfig.for_model(model_type, **(sizes | FAMILIES[name]))
-    set_seed(0)
-    return AutoModelForSequenceClassification.from_config(config)
-
-
 class Watched(RewardTrainer):
-    """Keeps each step's loss on the device, and the shapes of the passes."""
+    """Keeps each step's loss on the device, and the shapes of the micro-batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.losses: list[torch.Tensor] = []
@@ -105,10 +65,11 @@ class Watched(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        *partial, final = passes_of(inputs)
-        for is_final, rows in [*((False, rows) for rows in partial), (True, final)]:
-            sizes = ((name, tuple(value.shape)) for name, value in rows.items() if isinstance(value, torch.Tensor))
-            self.shapes.add((is_final, tuple(sizes)))
+        *before, last = micro_batches_of(inputs)
+        for is_last, rows in [*((False, rows) for rows in before), (True, last)]:
+            tensors = rows["packed"].named_tensors() if "packed" in rows else rows
+            sizes = ((name, tuple(value.shape)) for name, value in tensors.items() if hasattr(value, "shape"))
+            self.shapes.add((is_last, tuple(sizes)))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.losses.append(loss.detach())
         return loss
@@ -145,21 +106,13 @@ class Walking(TrainerCallback):
 
 @contextmanager
 def as_if_large(variant: str) -> Iterator[None]:
-    """As models and meshes are treated that are larger.
-
-    With "in steps" gradients are scattered over four devices at once, however small they are, so over eight in two
-    steps. With "in parts" at most a third of a feed-forward block's weight is gathered at a time in the backward.
-    """
+    """Treat the model and the mesh of a variant "in steps" as larger ones: scatter gradients over four devices."""
     with ExitStack() as stack:
         if "in steps" in variant:
             from trl_tpu.runtime import layout, libtpu
 
             stack.enter_context(patch.object(layout, "MOST_SCATTERED", 4))
             stack.enter_context(patch.object(libtpu, "LEAST_SCATTERED", 1))
-        if "in parts" in variant:
-            from trl_tpu.runtime import feed_forward
-
-            stack.enter_context(patch.object(feed_forward, "MOST_GATHERED", 168 * 56 * 4 // 3))
         yield
 
 
@@ -222,7 +175,7 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     found = []
     for name, parameter in trainer.model.named_parameters():
-        buffers = trainer._gradients._buffers if trainer._gradients is not None else {}
+        buffers = trainer._step_state.gradient_buffers
         kinds = {"weight": parameter.detach(), "gradient": buffers.get(parameter)}
         kinds |= {kind: value for kind, value in optimizer.state.get(parameter, {}).items() if kind != "step"}
         for kind, tensor in kinds.items():

@@ -121,7 +121,7 @@ def main(steps: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows, warnings = run(steps, folder)
     lines = judge(rows)
-    print(f"{steps} steps in {rows[-1]['s']:.0f} s on {runtime.current().hardware()}")
+    print(f"{steps} steps in {rows[-1]['s']:.0f} s on {runtime.current().topology().description}")
     print("\n".join(lines), f"late recompiles: {len(warnings)}", *warnings, sep="\n")
     return int(bool(warnings) or any(line.endswith("GROWS") for line in lines))
 

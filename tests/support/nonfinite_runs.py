@@ -63,11 +63,10 @@ def make(
     from trl_tpu import RewardConfig, RewardTrainer
     from trl_tpu.runtime import current
 
-    current().start()
     taken = steps - len(left_out)
     defaults = {
         "max_steps": taken,
-        "per_device_train_batch_size": BATCH // current().device_count(),
+        "per_device_train_batch_size": BATCH // current().topology().devices,
         "logging_steps": taken,
         "bf16": False,
         "learning_rate": 1e-3,
@@ -86,13 +85,15 @@ def make(
 
 def state_of(trainer: Any) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's tensors on the host."""
+    from trl_tpu.checkpoint.storage import to_host
+
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}
     tensors = dict(trainer.model.state_dict())
     for parameter, values in optimizer.state.items():
         for kind, value in values.items():
             tensors[f"{names[parameter]} {kind}"] = torch.as_tensor(value if value is not None else -1.0)
-    return trainer.runtime.to_host(tensors)
+    return to_host(tensors, trainer.runtime)
 
 
 def differing(first: Any, second: Any) -> list[str]:
@@ -100,6 +101,12 @@ def differing(first: Any, second: Any) -> list[str]:
     these, those = state_of(first), state_of(second)
     assert these.keys() == those.keys()
     return [name for name in these if not torch.equal(these[name].nan_to_num(7.0), those[name].nan_to_num(7.0))]
+
+
+def differing_weights(first: Any, second: Any) -> list[str]:
+    """Names of weights that are not equal to the bit, in two trainers; the head is new in each."""
+    these, those = first.model.state_dict(), second.model.state_dict()
+    return [name for name in these if not these[name].nan_to_num(7.0).equal(those[name].nan_to_num(7.0))]
 
 
 def logged(trainer: Any, name: str) -> list[float]:

@@ -61,7 +61,7 @@ def main(model_folder: str, pairs_per_device: str, out: str) -> None:
         predictions = np.asarray(trainer.predict(pairs).predictions)
     result = {
         "runtime": trainer.runtime.name,
-        "devices": trainer.runtime.device_count(),
+        "devices": trainer.runtime.topology().devices,
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "metrics": metrics,
         "predictions": predictions.tolist(),

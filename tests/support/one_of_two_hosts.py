@@ -32,7 +32,7 @@ from trl_tpu import (  # noqa: E402
     RewardTrainer,
     runtime,  # noqa: E402
 )
-from trl_tpu.checkpoint.manifest import faults  # noqa: E402
+from trl_tpu.checkpoint.manifest import find_faults  # noqa: E402
 
 
 class Own(TrainerCallback):
@@ -60,7 +60,7 @@ class Own(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # the other host has written it, and is through
         checkpoint = folder / "out" / f"checkpoint-{state.global_step}"
-        self.saved.append(len(list((checkpoint / "state").iterdir())) if not faults(checkpoint) else 0)
+        self.saved.append(len(list((checkpoint / "state").iterdir())) if not find_faults(checkpoint) else 0)
 
 
 def main() -> None:
@@ -93,7 +93,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=kind == "resume")
     trainer.save_model(str(folder / "final"))
-    runtime.current().barrier()
+    runtime.current().all_gather_object(None)
     print(
         json.dumps(
             {

@@ -1,14 +1,9 @@
 """A tiny tokenizer and model, and preference rows of every form that TRL's reward trainer takes."""
 
-import gzip
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
@@ -95,13 +90,3 @@ def rows_of_every_form() -> dict[str, list[dict[str, Any]]]:
 
 def stream(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from rows
-
-
-def shared_pairs(count: int) -> Dataset:
-    """The first pairs of HH-RLHF's harmless test split; skips the test where the file is absent."""
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-    path = Path(os.environ.get("TRL_TPU_SHARED_DATA", beside)) / "hh_harmless_test.jsonl.gz"
-    if not path.is_file():
-        pytest.skip(f"no preference data at {path}; set TRL_TPU_SHARED_DATA to its folder")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return Dataset.from_list([json.loads(line) for line, _ in zip(file, range(count), strict=False)])

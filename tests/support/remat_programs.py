@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from layouts import DUMPS, family  # first: it sets XLA_FLAGS
+from families import family
+from layouts import DUMPS
 from tiny import made_up_pairs, tiny_tokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint.storage import to_host
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"pad_to_multiple_of": 64, "packing": False},
@@ -50,11 +52,11 @@ def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict
         peft_config=peft_config,
     )
     trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    before = trainer.runtime.to_host(trained)
+    before = to_host(trained, trainer.runtime)
     for path in DUMPS.iterdir():
         path.unlink()
     trainer.train()
-    after = trainer.runtime.to_host({name: weight.detach() for name, weight in trained.items()})
+    after = to_host({name: weight.detach() for name, weight in trained.items()}, trainer.runtime)
     programs = sorted(DUMPS.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     program = programs[-1].read_text()
     return {

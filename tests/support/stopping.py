@@ -11,7 +11,7 @@ import tiny
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.training import stops
+from trl_tpu.training import preemption
 
 STEPS = 6  # two epochs of three
 
@@ -34,11 +34,11 @@ def sigterm() -> None:
 
 
 def later(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Callable[[], None]:
-    """Something that puts the clock of `stops` forward."""
+    """Something that puts the clock of `preemption` forward."""
 
     def act() -> None:
-        clock = stops.time.monotonic
-        monkeypatch.setattr(stops.time, "monotonic", lambda: clock() + seconds)
+        clock = preemption.time.monotonic
+        monkeypatch.setattr(preemption.time, "monotonic", lambda: clock() + seconds)
 
     return act
 
@@ -47,8 +47,7 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
     """Trains 24 pairs twice in global batches of 8, in float32."""
     from trl_tpu.runtime import current
 
-    current().start()
-    each = 8 // current().device_count()
+    each = 8 // current().topology().devices
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": each,
         "per_device_eval_batch_size": each,

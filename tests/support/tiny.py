@@ -1,27 +1,12 @@
 """Tiny models, tokenizers and data for tests: made on the spot, seeded, no hub."""
 
-import gzip
-import json
-import os
 import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
-
-SHARED_DATA = Path(os.environ.get("TRL_TPU_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-HH_FILE = SHARED_DATA / "hh_harmless_test.jsonl.gz"
-needs_hh = pytest.mark.skipif(not HH_FILE.exists(), reason=f"the real preference pairs are not at {HH_FILE}")
-
-
-def hh_pairs(start: int, stop: int) -> Dataset:
-    """Rows of the real data, plain text in "implicit prompt" form."""
-    with gzip.open(HH_FILE, "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    return Dataset.from_list(rows[start:stop])
 
 
 def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:

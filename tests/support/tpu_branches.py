@@ -1,8 +1,9 @@
-"""Train where accelerate and transformers believe in a TPU: python tests/support/tpu_branches.py FOLDER {stock,KIND}
+"""Train where accelerate and transformers believe in a TPU: tpu_branches.py FOLDER {stock,KIND} ...
 
 They take other branches there than on XLA's CPU; only their question whether there is a TPU is answered otherwise
-here. A KIND of training trains, saves, resumes, evaluates and predicts, then prints as JSON what type everything has.
-"stock" prints what accelerate itself does when it is asked for bfloat16: the danger that the others must be clear of.
+here. Each KIND of training trains, saves, resumes, evaluates and predicts; what type everything has then is printed as
+JSON, by kind. "stock" is what accelerate itself does when it is asked for bfloat16: the danger that the others must be
+clear of.
 """
 
 import json
@@ -49,7 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {  # packed rows and bfloat16 compute unless 
     "lora": {},
     "padded": {"packing": False},
     "float32": {"bf16": False},
-    "padded_float32": {"bf16": False, "packing": False},
     "adafactor": {"optim": "adafactor"},
 }
 FINE = 1 + 2**-20  # bfloat16 would make it 1
@@ -131,7 +131,7 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     return {
         "computes in bfloat16": resumed.args.bf16,
-        "in packed rows": resumed.padded_because is None,
+        "in packed rows": resumed.batch_plan.packed,
         "inside": inside,
         "norms": kinds([("", each) for each in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)]),
         "buffers": kinds(resumed.model.named_buffers()),
@@ -154,15 +154,18 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    kind = sys.argv[2]
-    if kind == "stock":
-        accelerate.Accelerator(mixed_precision="bf16")
-        result: dict[str, Any] = {}
-    else:
-        result = train(Path(sys.argv[1]), kind)
-    print(json.dumps(result | {"environment": environment(), "asked for a TPU": sorted(set(asked))}))
+def main(folder: str, *kinds: str) -> None:
+    results = {}
+    for kind in kinds:
+        asked.clear()
+        if kind == "stock":
+            accelerate.Accelerator(mixed_precision="bf16")
+            result: dict[str, Any] = {}
+        else:
+            result = train(Path(folder, kind), kind)
+        results[kind] = result | {"environment": environment(), "asked for a TPU": sorted(set(asked))}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

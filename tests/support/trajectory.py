@@ -1,43 +1,54 @@
 """Train for some steps in this process and write what was logged: run by tests, one process for each setting.
 
-python tests/support/trajectory.py PACKAGE MODEL DATA OUT [JSON of RewardConfig arguments]
+python tests/support/trajectory.py PACKAGE FOLDER OUT RUNS
 
-PACKAGE is trl or trl_tpu; DATA is a JSONL file of pairs; the environment picks the runtime and the devices.
+PACKAGE is trl or trl_tpu. RUNS is JSON of names to arguments of RewardConfig and `data`: the folder in FOLDER that has
+a `model` and `pairs.jsonl`. The environment picks the runtime and the devices.
 """
 
 import json
 import sys
 import tempfile
+import traceback
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
 
-torch.set_num_threads(2)
+DEFAULTS: dict[str, Any] = {
+    "bf16": False,
+    "learning_rate": 1e-3,
+    "warmup_steps": 5,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
-def main(package: str, model: str, data: str, out: str, settings: str = "{}") -> None:
+def train(package: str, folder: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
     module = import_module(package)
-    with open(data, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = {
-            "bf16": False,
-            "learning_rate": 1e-3,
-            "warmup_steps": 5,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            **json.loads(settings),
-        }
-        if package == "trl":  # TRL's default optimizer is another kernel
-            arguments |= {"optim": "adamw_torch", "use_cpu": True}
-        args = module.RewardConfig(folder, **arguments)
-        trainer = module.RewardTrainer(model, args, train_dataset=Dataset.from_list(rows))
+    if package == "trl":  # TRL's default optimizer is another kernel
+        settings |= {"optim": "adamw_torch", "use_cpu": True}
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    with tempfile.TemporaryDirectory() as out:
+        args = module.RewardConfig(out, **DEFAULTS | settings)
+        trainer = module.RewardTrainer(str(folder / "model"), args, train_dataset=Dataset.from_list(pairs))
         trainer.train()
-    with open(out, "w", encoding="utf-8") as file:
-        json.dump(trainer.state.log_history, file)
+    return trainer.state.log_history
+
+
+def main(package: str, folder: str, out: str, runs: str) -> None:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name, settings in json.loads(runs).items():
+        try:
+            results[name] = train(package, Path(folder, settings.pop("data")), settings)
+        except Exception:  # the test of this run fails with it, and the others go on
+            results[name] = traceback.format_exc()[-4000:]
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

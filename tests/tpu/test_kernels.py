@@ -21,17 +21,14 @@ def count_of_kernels(topology: str, kernel: str, rows: int, length: int) -> int:
     return int(run.stdout.splitlines()[-1].removeprefix("kernels: "))
 
 
-@pytest.mark.parametrize(("kernel", "kernels"), [("flash", 3), ("splash", 2)])
+@pytest.mark.parametrize("kernel", ["flash", "splash"])
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-def test_forward_and_backward_compile(topology: str, kernel: str, kernels: int) -> None:
-    """jax's flash attention has two kernels in the backward, for queries and for keys; ours has one."""
-    assert count_of_kernels(topology, kernel, 2, 2048) == kernels
+def test_forward_and_backward_compile(topology: str, kernel: str) -> None:
+    """The backward has two kernels, for queries and for keys."""
+    assert count_of_kernels(topology, kernel, 2, 2048) == 3
 
 
-@pytest.mark.parametrize(("rows", "length", "kernels"), [(512, 2048, 2), (300, 2048, 4), (2, 131072, 3)])
+@pytest.mark.parametrize(("rows", "length", "kernels"), [(512, 2048, 3), (300, 2048, 6), (2, 131072, 3)])
 def test_lists_of_blocks_fit_in_scalar_memory(rows: int, length: int, kernels: int) -> None:
-    """Many rows, and long ones, are a loop over groups; of rows that long the backward is jax's two kernels.
-
-    Rows that are left over are computed by kernels of their own.
-    """
+    """Many rows, and long ones, are a loop over groups; rows that are left over have kernels of their own."""
     assert count_of_kernels("v5e:2x2", "splash", rows, length) == kernels

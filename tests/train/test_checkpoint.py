@@ -12,9 +12,9 @@ from trl_tpu.checkpoint.manifest import (
     MANIFEST_FILE,
     check_given,
     checkpoints_in,
-    digests,
-    faults,
+    describe_files,
     files_in,
+    find_faults,
     newest_good,
     publish,
     retire,
@@ -27,7 +27,7 @@ def made_checkpoint(output_dir: Path, step: int) -> Path:
     (aside / "inner").mkdir(parents=True)
     (aside / "weights").write_bytes(bytes(range(100)))
     (aside / "inner" / "state.json").write_text("{}")
-    publish(aside, output_dir / aside.name, digests(aside, files_in(aside)))
+    publish(aside, output_dir / aside.name, describe_files(aside, files_in(aside), {}))
     return output_dir / aside.name
 
 
@@ -76,7 +76,7 @@ def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
     with caplog.at_level(logging.WARNING):
         assert newest_good(checkpoints_in(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
     assert "checkpoint-10" in caplog.text and fault in caplog.text
-    assert faults(tmp_path / "checkpoint-2") == []
+    assert find_faults(tmp_path / "checkpoint-2") == []
 
 
 def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_beside_larger_steps_of_an_earlier_run_the_oldest_are_deleted(tmp_path: 
 
 
 def surplus(folder: Path, saved: int, limit: int | None, best: int | None = None) -> list[int]:
-    best_folder = None if best is None else str(folder / f"checkpoint-{best}")
+    best_folder = None if best is None else folder / f"checkpoint-{best}"
     found = surplus_checkpoints(folder / f"checkpoint-{saved}", limit, best_folder)
     return [int(path.name.split("-")[1]) for path in found]
 
@@ -125,7 +125,8 @@ def test_a_checkpoint_is_invisible_before_its_first_file_is_deleted(
     assert deleted.is_dir() and deleted.parent == tmp_path / "_unfinished"
 
 
-def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Weights, moments and logs, after 25 kills at random moments and in saves."""
-    report = killed_runs.report(tmp_path, 25, {"USE_TORCH_XLA": "0"})
-    assert report["kills"] >= 25 and report["saves_hit"] >= 5 and report["resumes"] >= 15, report
+@pytest.mark.parametrize("kills", [10, pytest.param(40, marks=pytest.mark.long)])
+def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(kills: int, tmp_path: Path) -> None:
+    """Weights, moments and logs, after kills at random moments and in saves."""
+    report = killed_runs.report(tmp_path, kills, {"USE_TORCH_XLA": "0"})
+    assert report["kills"] >= kills and report["saves_hit"] >= kills // 5 and report["resumes"] >= kills // 2, report

@@ -75,9 +75,9 @@ def test_a_plain_training_arguments_keeps_all_its_settings(old: Old, tmp_path: P
     assert trainer.args.max_length is None
 
 
-@pytest.mark.parametrize("tokenised", [True, False])
+@pytest.mark.parametrize("tokenized", [True, False])
 def test_max_length_of_the_trainer_leaves_long_pairs_out(
-    old: Old, tmp_path: Path, caplog: pytest.LogCaptureFixture, tokenised: bool
+    old: Old, tmp_path: Path, caplog: pytest.LogCaptureFixture, tokenized: bool
 ) -> None:
     lengths = [max(len(row[f"input_ids_{half}"]) for half in HALVES) for row in old.pairs]
     limit = int(np.median(lengths))
@@ -88,7 +88,7 @@ def test_max_length_of_the_trainer_leaves_long_pairs_out(
         model=old.model,
         args=args,
         tokenizer=old.tokenizer,
-        train_dataset=old.pairs if tokenised else old.raw,
+        train_dataset=old.pairs if tokenized else old.raw,
         data_collator=RewardDataCollatorWithPadding(old.tokenizer),
         max_length=limit,
     )
@@ -97,7 +97,7 @@ def test_max_length_of_the_trainer_leaves_long_pairs_out(
     assert args.max_length == 1024  # the caller's config is the caller's
 
 
-def test_raw_rows_are_tokenised_as_they_were(old: Old, tmp_path: Path) -> None:
+def test_raw_rows_are_tokenized_as_they_were(old: Old, tmp_path: Path) -> None:
     collator = RewardDataCollatorWithPadding(old.tokenizer)
     trainer = RewardTrainer(
         model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=old.raw, data_collator=collator

@@ -1,4 +1,4 @@
-"""Packed batches in plain torch, in one tight row or in planned rows of several passes, train and score as padded."""
+"""Packed batches in plain torch, in one tight row or planned rows of several micro-batches, train as padded do."""
 
 import logging
 from pathlib import Path
@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
-from trl_tpu.training.optimizer import passes_of
 
-PLAN = RowPlan((RowShape(1, 48),), (RowShape(1, 64),))  # so short that most batches take several passes
-LAYOUTS = {"tight": "sdpa", "planned": "eager", "passes": "eager"}  # a model's own eager attention takes no tight rows
+# a model's own eager attention takes no tight rows
+LAYOUTS = {"tight": "sdpa", "planned": "eager", "micro-batches": "eager"}
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +30,19 @@ class Recorder(RewardTrainer):
     """Keeps the token ids of the batches that it trains on; whether they are packed is not its affair."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        self.__dict__.setdefault("seen", []).append([rows["input_ids"].tolist() for rows in passes_of(inputs)])
+        ids = (
+            [rows.input_ids_RL for rows in inputs["packed"].micro_batches]
+            if "packed" in inputs
+            else [inputs["input_ids"]]
+        )
+        self.__dict__.setdefault("seen", []).append([each.tolist() for each in ids])
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
-        return self.__dict__.get("plan") or super()._row_plan(dataset, batch_size)
+
+class FixedRows(Recorder):
+    fixed_rows = RowPlan(
+        (RowShape(1, 48),), (RowShape(1, 64),)
+    )  # so short that most batches take several micro-batches
 
 
 def make_trainer(
@@ -46,10 +53,8 @@ def make_trainer(
     defaults = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 6}
     args = RewardConfig(str(out), **(defaults | settings))
     data = data or tiny.made_up_pairs(22, margin=margin)
-    trainer = Recorder(model, args, train_dataset=data, processing_class=tokenizer)
-    if layout == "passes":
-        trainer.__dict__["plan"] = PLAN
-    return trainer
+    trainer_class = FixedRows if layout == "micro-batches" else Recorder
+    return trainer_class(model, args, train_dataset=data, processing_class=tokenizer)
 
 
 def losses(trainer: RewardTrainer) -> list[float]:
@@ -78,7 +83,7 @@ def test_training_equals_that_on_padded_rows(
         trainer.train()
         batches = trainer.__dict__["seen"]
         assert len(batches) == 6 * trainer.args.gradient_accumulation_steps
-        assert (max(map(len, batches)) > 1) is (packing and layout == "passes")
+        assert (max(map(len, batches)) > 1) is (packing and layout == "micro-batches")
         logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
     for packed, padded in zip(*logs, strict=True):
         assert packed.keys() == padded.keys()
@@ -172,8 +177,8 @@ def test_the_old_api_trains_on_padded_rows(old: Old, tmp_path: Path, caplog: pyt
 def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     assert "one row without padding" in make_trainer(tokenizer, tmp_path, "tight").describe()
     planned = make_trainer(tokenizer, tmp_path, "planned")
-    (rows,) = {rows["input_ids"].shape for rows in passes_of(next(iter(planned.get_train_dataloader())))[-1:]}
-    assert f"{rows[0]} x {rows[1]}" in planned.describe()
+    rows, length = next(iter(planned.get_train_dataloader()))["packed"].micro_batches[-1].input_ids_RL.shape
+    assert f"{rows} x {length}" in planned.describe()
 
 
 def test_a_stream_without_planned_rows_is_padded_with_the_reason_given(

@@ -35,7 +35,7 @@ def make_trainer(model: PreTrainedModel, tokenizer: Any, out: Path, **arguments:
 
 
 def is_packed(trainer: RewardTrainer) -> bool:
-    return "subtree_end" in next(iter(trainer.get_train_dataloader()))
+    return "packed" in next(iter(trainer.get_train_dataloader()))
 
 
 @pytest.mark.parametrize("settings", [{}, {"center_rewards_coefficient": 0.1}, {"per_device_eval_batch_size": 5}])

@@ -19,7 +19,7 @@ from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.checkpoint.manifest import MANIFEST_FILE, digests, faults, files_in, publish
+from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.scripts import reward
 
@@ -61,7 +61,7 @@ def reseal(folder: Path) -> None:
     """A manifest that agrees with whatever the files are now."""
     (folder / MANIFEST_FILE).unlink()
     aside = folder.rename(folder.with_name("aside"))
-    publish(aside, folder, digests(aside, files_in(aside)))
+    publish(aside, folder, describe_files(aside, files_in(aside), {}))
 
 
 # ---- what is in a checkpoint
@@ -72,7 +72,7 @@ def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
     loaded = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     for name, weight in run.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
-    assert faults(folder) == []
+    assert find_faults(folder) == []
 
 
 def test_a_run_that_is_resumed_at_its_end_takes_no_more_steps(
@@ -128,7 +128,7 @@ def test_save_only_model_leaves_state_out_and_a_resume_says_so(
     make_trainer(model_folder, tmp_path, save_only_model=True).train()
     assert (tmp_path / "checkpoint-6" / "model.safetensors").is_file()
     assert not (tmp_path / "checkpoint-6" / "state").exists()
-    assert faults(tmp_path / "checkpoint-6") == []
+    assert find_faults(tmp_path / "checkpoint-6") == []
     resumed = make_trainer(model_folder, tmp_path, max_steps=8)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 8
@@ -140,7 +140,7 @@ def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_pat
 
     class Watcher(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            found.append(faults(tmp_path / f"checkpoint-{state.global_step}"))
+            found.append(find_faults(tmp_path / f"checkpoint-{state.global_step}"))
 
     make_trainer(model_folder, tmp_path, callbacks=[Watcher()]).train()
     assert found == [[], [], []]
@@ -200,7 +200,7 @@ def test_full_disk_is_loud_and_training_goes_on(
     trainer = make_trainer(model_folder, tmp_path, callbacks=[small_files, _Slow()])
     trainer.train()
     assert trainer.state.global_step == 6
-    assert trainer.saves.failed == [str(tmp_path / "checkpoint-4")]
+    assert trainer.checkpointer.failed == [str(tmp_path / "checkpoint-4")]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
     assert not (tmp_path / "_unfinished").exists()  # what was half written takes no room
     assert "checkpoint-4 was NOT saved" in caplog.text and "These checkpoints were NOT saved" in caplog.text
@@ -219,7 +219,7 @@ def test_folder_that_cannot_be_written_is_loud_and_training_goes_on(model_folder
     trainer = make_trainer(model_folder, tmp_path)
     trainer.train()
     assert trainer.state.global_step == 6
-    assert len(trainer.saves.failed) == 3
+    assert len(trainer.checkpointer.failed) == 3
 
 
 # ---- checkpoints that are refused
@@ -260,18 +260,23 @@ def test_hostile_pickle_never_runs(file: str, checkpoint: Path, model_folder: st
 
 
 def change_model(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "state").iterdir()
+    file = checkpoint / "model.safetensors"
     save_file({f"{name}.other": part for name, part in load_file(file).items()}, file)
 
 
 def change_shape(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    save_file({name: part[:1].clone() for name, part in load_file(file).items()}, file)
+
+
+def change_state(checkpoint: Path) -> None:
+    (file,) = (checkpoint / "state").iterdir()
+    save_file({f"optimizer.other.{name}": part for name, part in load_file(file).items()}, file)
+
+
+def change_state_shape(checkpoint: Path) -> None:
     (file,) = (checkpoint / "state").iterdir()
     save_file({name: part[:1].clone() if part.dim() else part for name, part in load_file(file).items()}, file)
-
-
-def drop_moments(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "state").iterdir()
-    save_file({name: part for name, part in load_file(file).items() if name.startswith("model.")}, file)
 
 
 def change_packing(checkpoint: Path) -> None:
@@ -291,6 +296,8 @@ def empty_progress(checkpoint: Path) -> None:
 REFUSED: dict[Callable[[Path], None], str] = {
     change_model: "is of another model: it has no model.",
     change_shape: "is of another model: its model.*is of shape",
+    change_state: "has optimizer state of other.*which is not trained now",
+    change_state_shape: "exp_avg of a parameter of shape .* is of shape",
     change_packing: "was trained on padded batches, and these are packed",
     tear_state: "state",
     empty_progress: "progress.json",
@@ -391,7 +398,7 @@ def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFi
     fsspec.filesystem("memory").pipe_file("/bucket/damaged/checkpoint-6/config.json", b"{}")
     resumed = make_trainer(model_folder, url)
     resumed.train(resume_from_checkpoint=True)
-    assert "config.json has 2 bytes" in caplog.text and resumed.saves.failed == []
+    assert "config.json has 2 bytes" in caplog.text and resumed.checkpointer.failed == []
 
 
 def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:

@@ -13,13 +13,12 @@ import pytest
 import tiny
 from places import SUPPORT
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
-from transformers import TrainerCallback
 
 from trl_tpu.checkpoint.background import NOT_SAVED
-from trl_tpu.checkpoint.manifest import ASIDE_FOLDER
+from trl_tpu.checkpoint.manifest import STAGING_FOLDER
 from trl_tpu.cli import main as command
-from trl_tpu.training import stops
-from trl_tpu.training.stops import SIGTERM, TIME_LIMIT, UNFINISHED, Unfinished
+from trl_tpu.training import preemption
+from trl_tpu.training.preemption import SIGTERM, TIME_LIMIT, UNFINISHED, Unfinished
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ DROPOUT = {"model_init_kwargs": {"attention_dropout": 0.5}, "packing": False}
 
 def note_in(checkpoint: str) -> Any:
     state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
-    return state["stateful_callbacks"]["StoppingTrainer"]["attributes"]
+    return state["stateful_callbacks"]["Preemption"]["attributes"]
 
 
 @pytest.mark.parametrize(
@@ -54,8 +53,15 @@ def note_in(checkpoint: str) -> Any:
     ids=str,
 )
 def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
-    event: str, step: int, stopped_at: int, settings: dict[str, Any], model: str, tmp_path: Path
+    event: str,
+    step: int,
+    stopped_at: int,
+    settings: dict[str, Any],
+    model: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """But for an evaluation that was due at the stop: it is left out, and the log says so."""
     settings |= {"metric_for_best_model": "loss"}
     whole = make_trainer(model, tmp_path / "whole", **settings)
     whole.train()
@@ -65,51 +71,17 @@ def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
     assert (stop.value.code, stop.value.reason) == (UNFINISHED, SIGTERM)
     assert stop.value.checkpoint == str(tmp_path / "stopped" / f"checkpoint-{stopped_at}")
     assert note_in(stop.value.checkpoint)["stopped_by"] == SIGTERM
+    evaluated = [log["step"] for log in whole.state.log_history if "eval_loss" in log]
     assert not any("eval_loss" in log and log["step"] == stopped_at for log in stopped.state.log_history)
+    assert (f"evaluation due at step {stopped_at} is left out" in caplog.text) == (stopped_at in evaluated)
 
     resumed = make_trainer(model, tmp_path / "stopped", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == STEPS
     assert resumed.stopped_by is None
-    assert logged(resumed) == logged(whole)
-    assert resumed.state.best_metric == whole.state.best_metric
+    assert logged(resumed) == [log for log in logged(whole) if "eval_loss" not in log or log["step"] != stopped_at]
     for name, weight in whole.model.state_dict().items():
         assert weight.equal(resumed.model.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("stays", [True, False])
-def test_a_sigterm_in_an_evaluation_that_is_made_up_for_leaves_all_as_it_was(
-    stays: bool, model: str, tmp_path: Path
-) -> None:
-    settings = {"eval_strategy": "steps", "eval_steps": 3, "logging_steps": 4}
-    whole = make_trainer(model, tmp_path / "whole", **settings)
-    whole.train()
-    with pytest.raises(Unfinished) as first:
-        make_trainer(model, tmp_path / "stopped", At("on_step_begin", 2, sigterm), **settings).train()
-    moved = Path(first.value.checkpoint).rename(tmp_path / "moved")
-    checkpoint = str(moved.rename(first.value.checkpoint) if stays else moved)
-    again = make_trainer(model, tmp_path / "stopped", At("on_prediction_step", 3, sigterm), **settings)
-    with pytest.raises(Unfinished) as second:
-        again.train(resume_from_checkpoint=checkpoint)
-    assert (second.value.code, second.value.checkpoint, again.state.global_step) == (UNFINISHED, checkpoint, 3)
-    resumed = make_trainer(model, tmp_path / "stopped", **settings)
-    resumed.train(resume_from_checkpoint=second.value.checkpoint)
-    assert logged(resumed) == logged(whole)
-
-
-def test_a_callback_that_stops_after_an_evaluation_that_is_made_up_for_stops_before_another_step(
-    model: str, tmp_path: Path
-) -> None:
-    class Stop(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = True
-
-    settings = {"eval_strategy": "steps", "eval_steps": 2}
-    with pytest.raises(Unfinished):
-        make_trainer(model, tmp_path, At("on_step_begin", 1, sigterm), **settings).train()
-    resumed = make_trainer(model, tmp_path, Stop(), **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 2
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "steps", "epoch", "best"])
@@ -128,7 +100,7 @@ def test_a_time_limit_stops_train_and_what_was_due_is_done(
     output = trainer.train()
     assert (output.global_step, trainer.stopped_by) == (4, TIME_LIMIT)
     assert trainer.stop_checkpoint == str(tmp_path / "checkpoint-4")
-    assert note_in(trainer.stop_checkpoint) == {"stopped_by": TIME_LIMIT, "evaluation_due": False}
+    assert note_in(trainer.stop_checkpoint) == {"stopped_by": TIME_LIMIT}
     assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == [2, 4]
     resumed = make_trainer(model, tmp_path, **settings)
     resumed.train(resume_from_checkpoint=True)  # with an hour of its own
@@ -198,7 +170,7 @@ def test_minutes_that_passed_save(
 def test_a_stop_that_could_not_save_has_a_status_of_its_own(model: str, tmp_path: Path) -> None:
     def spoil() -> None:
         (tmp_path / "out").mkdir(exist_ok=True)
-        (tmp_path / "out" / ASIDE_FOLDER).write_text("where checkpoints are written first is no folder")
+        (tmp_path / "out" / STAGING_FOLDER).write_text("where checkpoints are written first is no folder")
 
     spoiled = At("on_step_end", 1, spoil)
     with pytest.raises(Unfinished, match="checkpoint-2 could not be saved") as stop:
@@ -246,7 +218,7 @@ def test_outside_the_main_thread_training_goes_without_a_handler(model: str, tmp
 def test_the_command_asks_to_be_started_again(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute passes with each look at the clock. Nothing that is for a trained model is done."""
     ticks = itertools.count(step=61)
-    monkeypatch.setattr(stops.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: next(ticks))
     tiny.made_up_pairs(24).to_json(tmp_path / "pairs.jsonl")
     words = ["--model_name_or_path", model, "--dataset_name", str(tmp_path / "pairs.jsonl"), "--bf16", "false"]
     words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", "--training_time_limit", "1m"]

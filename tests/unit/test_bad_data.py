@@ -12,15 +12,15 @@ from preference_forms import assistant, stream, tiny_tokenizer, user
 
 from trl_tpu.data.checks import check_margins, check_raw_row
 from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}
 CHAT = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
 
 
 def prepare(dataset: Any, **kwargs: Any) -> Any:
-    settings = {"max_length": None, "num_proc": None, "name": "train", **kwargs}
-    prepared, _ = prepare_preference_dataset(dataset, tiny_tokenizer(), **settings)
-    return list(prepared)  # a stream is checked as it is read
+    settings = {"num_embeddings": 10_000, "max_length": None, "num_proc": None, "name": "train", **kwargs}
+    return list(prepare_preference_dataset(dataset, tiny_tokenizer(), **settings))  # a stream is checked as it is read
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def prepare(dataset: Any, **kwargs: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_missing_and_misspelt_columns(columns: dict[str, Any], text: str, streaming: bool) -> None:
+def test_missing_and_misspelled_columns(columns: dict[str, Any], text: str, streaming: bool) -> None:
     dataset = IterableDataset.from_generator(lambda: iter([columns])) if streaming else Dataset.from_list([columns])
     with pytest.raises(ValueError, match=text):
         prepare(dataset)
 
 
-def test_a_misspelt_optional_column_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_misspelled_optional_column_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         prepare(Dataset.from_list([{**GOOD, "margins": 1.0, "score": 2.0}]))
     assert "column `margins` is not used; if `margin` is meant, rename it" in caplog.text
@@ -57,12 +57,12 @@ ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
     ([GOOD, {**GOOD, "rejected": ""}], ValueError, "Row 1 of the train dataset: `rejected` is empty"),
     ([{"prompt": None, **GOOD}], ValueError, "Row 0 .* has no `prompt`"),
     ([{"chosen": 1, "rejected": 2}], TypeError, "Row 0 .*`chosen` must be text or a list of messages, got int"),
-    ([{"chosen": ["a"], "rejected": ["b"]}], TypeError, "Row 0 .*`chosen` is a list of str"),
-    ([{**CHAT, "prompt": "Hi"}], ValueError, "mixes forms: `prompt` is text, .*remove_columns.'prompt'"),
+    ([{"chosen": ["a"], "rejected": ["b"]}], TypeError, "Row 0 .*`chosen` holds 'a'. A message is .'role'"),
+    ([{**CHAT, "prompt": "Hi"}], ValueError, "mixes text and lists of messages in `prompt`.*columns.'prompt'"),
     ([{"chosen": [], "rejected": []}], ValueError, "Row 0 .*`chosen` is empty"),
     ([{"chosen": [{"from": "user", "value": "a"}], "rejected": [{"from": "user", "value": "a"}]}], ValueError,
-     r"without a `role`; its keys are \['from', 'value'\].*maybe_convert_to_chatml"),
-    ([{**CHAT, "tools": "no json"}], ValueError, "Row 0 .*`tools` is text but not JSON"),
+     r"`chosen` holds \{'from': 'user', 'value': 'a'\}.*maybe_convert_to_chatml"),
+    ([{**CHAT, "tools": "no json"}], TypeError, "Row 0 .*`tools` must be a list .*got 'no json'"),
     ([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], ValueError, "Row 1 .*`margin` is nan.*fill it with 0"),
     ([{**GOOD, "margin": math.inf}], ValueError, "Row 0 .*`margin` is inf"),
     ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .* has no `margin` .null."),
@@ -72,7 +72,7 @@ ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
      "Row 1 .*`chosen_ids` holds no tokens"),
     ([{"chosen_ids": [1], "rejected_ids": [2]}, {"chosen_ids": [1], "rejected_ids": None}], ValueError,
      "Row 1 .*`rejected_ids` holds no tokens"),
-    ([{"chosen_ids": "abc", "rejected_ids": "d"}], TypeError, "`chosen_ids` .*lists of integer token ids, got str"),
+    ([{"chosen_ids": "abc", "rejected_ids": "d"}], TypeError, "`chosen_ids` .*lists of integer token ids, got 'abc'"),
     ([{"chosen_ids": [0.5], "rejected_ids": [1.0]}], TypeError, "`chosen_ids` .*lists of integer token ids, got"),
     ([{"chosen_ids": [1], "rejected_ids": [1], "margin": math.nan}], ValueError, "Row 0 .*`margin` is nan"),
 ]  # fmt: skip
@@ -84,8 +84,9 @@ def test_bad_rows(rows: list[dict[str, Any]], error: type[Exception], text: str,
     dataset = (
         IterableDataset.from_generator(stream, gen_kwargs={"rows": rows}) if streaming else Dataset.from_list(rows)
     )
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as caught:
         prepare(dataset)
+    assert isinstance(caught.value, UserError)
 
 
 @pytest.mark.parametrize("dataset", [Dataset.from_dict({"chosen": [], "rejected": []}), Dataset.from_dict({})])
@@ -113,8 +114,9 @@ def test_a_dataset_that_filtering_empties() -> None:
 def test_conversations_need_a_chat_template() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="Row 0 .*no chat template.*chat_template_path"):
-        prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, max_length=None, num_proc=None, name="train")
+    settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
+    with pytest.raises(UserError, match="Row 0 .*no chat template.*chat_template_path"):
+        prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, **settings)
 
 
 def test_an_empty_answer_to_a_prompt_is_no_error() -> None:
@@ -142,10 +144,10 @@ def test_one_huge_row_among_many_is_left_out_by_name(caplog: pytest.LogCaptureFi
     chosen = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(np.ones(ends[-1]), pa.int32()))
     table = pa.table({"chosen_ids": chosen, "rejected_ids": pa.array([[7]] * rows, pa.list_(pa.int32()))})
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        prepared, report = prepare_preference_dataset(
-            Dataset(table), tiny_tokenizer(), max_length=1024, num_proc=None, name="train"
+        prepared: Any = prepare_preference_dataset(
+            Dataset(table), tiny_tokenizer(), num_embeddings=8, max_length=1024, num_proc=None, name="train"
         )
-    assert len(prepared) == rows - 1 and report is not None and report.dropped_too_long == 1
+    assert len(prepared) == rows - 1
     assert f"1 of {rows} pairs dropped" in caplog.text
     assert f"(the longest, of row {huge}, has 100002)" in caplog.text
 
@@ -155,7 +157,7 @@ def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_pr
     silent = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": []}
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     for row in (asked, silent, {"chosen": [calls], "rejected": [calls]}):
-        check_raw_row(row, 0, "train")
+        check_raw_row(row, "Row 0")
 
 
 def test_old_margins_may_be_lists_of_one() -> None:

@@ -103,6 +103,18 @@ def test_a_bad_row_in_a_worker_process_is_told_as_one_in_this(job: Job, capsys: 
     assert "Row 1 of the train dataset has no `chosen` (null)" in refusal(capsys.readouterr().err, "reward")
 
 
+def test_a_bad_row_in_a_worker_of_the_loader_is_told_as_one_in_this(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's loader makes of a worker's traceback the message of the same error in this process."""
+    CASES["no answer"].spoil(job)
+    job.flags |= {"dataset_streaming": "true", "dataloader_num_workers": "1"}
+    with pytest.raises(SystemExit):
+        cli.main(["reward", *job.words()])
+    (told,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-tpu reward: error: "))
+    assert told.startswith("trl-tpu reward: error: Row 1 of the train dataset has no `chosen` (null)")
+
+
 def test_code_that_a_folder_brings_is_not_run(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """Not even of a folder whose architecture transformers has, which is loaded with transformers' own code."""
     CASES["code in the folder"].spoil(job)

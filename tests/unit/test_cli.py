@@ -91,7 +91,7 @@ def test_help_comes_from_sys_argv_as_for_trls_command(argv: list[str], capsys: p
     ("words", "message"),
     [
         (["rewrd"], "invalid choice: 'rewrd'"),
-        (["reward", "--config", "nowhere.yaml"], "No such file.*nowhere.yaml"),
+        (["reward", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read: No such file"),
         (["reward", "--lerning_rate", "1"], r"`--lerning_rate` \(did you mean `learning_rate`\?\)"),
         (["reward", "--num_processes", "8"], "--num_processes` belongs to accelerate's launcher.*SPMD"),
         (["reward", "--accelerate_config=fsdp2"], "--accelerate_config` belongs to accelerate's launcher"),
@@ -148,7 +148,8 @@ def test_dialogues_get_the_tokens_that_training_gave_them(saved: Path, form: str
         row = {"chosen": TEXTS[0], "rejected": TEXTS[3]} | ({"prompt": "Say: "} if form == "prompt" else {})
         whole = [row.get("prompt", "") + row[key] for key in ("chosen", "rejected")]
     rows = datasets.Dataset.from_list([row])
-    trained: Any = prepare_preference_dataset(rows, scorer.tokenizer, max_length=None, num_proc=None, name="x")[0]
+    settings: dict[str, Any] = {"num_embeddings": 1000, "max_length": None, "num_proc": None, "name": "x"}
+    trained: Any = prepare_preference_dataset(rows, scorer.tokenizer, **settings)
     assert [scorer.token_ids(dialogue) for dialogue in whole] == [*trained["chosen_ids"], *trained["rejected_ids"]]
     pairs = score.score_dataset(scorer, rows)
     alone = score.score_texts(str(saved), whole)

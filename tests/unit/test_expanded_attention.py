@@ -9,7 +9,6 @@ from decoders import (
     FAMILIES,
     KNOWN_PAIRS,
     PROMPT,
-    VOCAB,
     Pairs,
     StayInFloat64,
     gradients,
@@ -18,6 +17,7 @@ from decoders import (
     padded,
     random_decoder,
 )
+from drawn_pairs import pair
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -66,17 +66,6 @@ def assert_three_ways_agree(dense: nn.Module, expanded: nn.Module, pairs: Pairs,
             torch.testing.assert_close(
                 found[2][name], grads[name], rtol=1e-9, atol=1e-9, msg=lambda text, at=name: f"{at}: {text}"
             )
-
-
-ids = st.integers(1, VOCAB - 1)
-dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
-prompt, tail = st.lists(ids, min_size=1, max_size=10), st.lists(ids, max_size=6)
-pair = st.one_of(
-    st.tuples(dialogue, dialogue),
-    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), prompt, tail, tail),
-    dialogue.map(lambda ids: (ids, ids)),
-    st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
-)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

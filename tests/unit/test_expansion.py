@@ -1,6 +1,7 @@
 """Expanded rows hold each dialogue whole, in order and by itself, and every token finds its way back."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.packing.expand import Expansion, expand_rows
-from trl_tpu.packing.pack import PackedPass, pack
+from trl_tpu.packing.expand import expand_rows
+from trl_tpu.packing.pack import pack
+from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -26,13 +28,9 @@ batches = st.lists(pair, min_size=1, max_size=7)
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
-def packed(pairs: Sequence[Pair], *shapes: RowShape, size: int | None = None) -> PackedPass:
+def packed(pairs: Sequence[Pair], *shapes: RowShape, size: int | None = None) -> PackedRows[np.ndarray]:
     (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), size or len(pairs), PAD)
     return rows
-
-
-def expanded(rows: PackedPass) -> Expansion:
-    return expand_rows(rows.subtree_end_RL, rows.last_row_P2, rows.last_column_P2, rows.pair_mask_P)
 
 
 def roomy(pairs: Sequence[Pair]) -> tuple[RowShape, ...]:
@@ -43,10 +41,10 @@ def roomy(pairs: Sequence[Pair]) -> tuple[RowShape, ...]:
 @given(batches, st.integers(0, 2))
 def test_each_dialogue_lies_whole_in_the_row_of_its_half(pairs: list[Any], missing: int) -> None:
     rows = packed(pairs, *roomy(pairs), size=len(pairs) + missing)
-    expansion = expanded(rows)
+    expansion = expand_rows(rows)
     found: dict[tuple[int, int], list[list[int]]] = {}
-    for row, half in np.ndindex(expansion.expand_R2L.shape[:2]):
-        segment_L, column_L = expansion.segment_R2L[row, half], expansion.expand_R2L[row, half]
+    for row, half in np.ndindex(expansion.gather_R2L.shape[:2]):
+        segment_L, column_L = expansion.segment_R2L[row, half], expansion.gather_R2L[row, half]
         used = int((segment_L > 0).sum())
         assert (segment_L[:used] > 0).all() and (np.diff(segment_L[:used]) >= 0).all()  # each one contiguous
         assert (column_L[:used] >= 0).all() and (column_L[used:] == -1).all()
@@ -64,27 +62,31 @@ def test_each_dialogue_lies_whole_in_the_row_of_its_half(pairs: list[Any], missi
 @given(batches)
 def test_every_token_comes_back_from_a_place_it_was_copied_to(pairs: list[Any]) -> None:
     rows = packed(pairs, *roomy(pairs))
-    expansion = expanded(rows)
+    expansion = expand_rows(rows)
     real_RL = rows.input_ids_RL != PAD
-    assert ((expansion.back_RL >= 0) == real_RL).all()
+    assert ((expansion.inverse_RL >= 0) == real_RL).all()
     for row, column in zip(*np.nonzero(real_RL), strict=True):
-        assert expansion.expand_R2L[row].ravel()[expansion.back_RL[row, column]] == column
-        assert np.flatnonzero(expansion.home_R2L[row] == column).tolist() == [expansion.back_RL[row, column]]
-    assert (expansion.home_R2L >= 0).sum() == real_RL.sum()
-    assert {array.dtype for array in vars(expansion).values()} == {np.dtype(np.int32)}
+        assert expansion.gather_R2L[row].ravel()[expansion.inverse_RL[row, column]] == column
+        assert np.flatnonzero(expansion.scatter_R2L[row] == column).tolist() == [expansion.inverse_RL[row, column]]
+    assert (expansion.scatter_R2L >= 0).sum() == real_RL.sum()
+    assert {array.dtype for array in expansion} == {np.dtype(np.int32)}
 
 
 def test_rows_too_short_for_their_dialogues_are_an_error_that_says_which() -> None:
     prompt = list(range(10, 20))
     pairs = [([*prompt, 1], [*prompt, 2, 3]), ([*prompt, 4], [*prompt, 5])]
     with pytest.raises(ValueError, match="rejected dialogues of packed row 0 have 23 tokens, but the row has 22"):
-        expanded(packed(pairs, RowShape(1, 22)))
-    fits = expanded(packed(pairs, RowShape(1, 23)))
+        expand_rows(packed(pairs, RowShape(1, 22)))
+    fits = expand_rows(packed(pairs, RowShape(1, 23)))
     assert (fits.segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]
 
 
-def test_a_pass_without_pairs_is_all_padding() -> None:
-    nothing = np.zeros((3, 2), np.int32)
-    expansion = expand_rows(np.tile(np.arange(1, 9), (2, 1)), nothing, nothing, np.zeros(3, bool))
-    assert (expansion.expand_R2L == -1).all() and (expansion.home_R2L == -1).all() and (expansion.back_RL == -1).all()
+def test_rows_without_pairs_are_all_padding() -> None:
+    rows = packed([([1], [2])], RowShape(2, 8))
+    expansion = expand_rows(replace(rows, pair_mask_P=np.zeros(1, bool)))
+    assert (
+        (expansion.gather_R2L == -1).all()
+        and (expansion.scatter_R2L == -1).all()
+        and (expansion.inverse_RL == -1).all()
+    )
     assert not expansion.segment_R2L.any()

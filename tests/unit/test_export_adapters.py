@@ -1,5 +1,6 @@
-"""Adapters out of a checkpoint: as peft saves them, and merged into a base that is read one weight at a time."""
+"""Adapters out of a checkpoint: as peft saves them, and merged into their base."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trl_tpu.checkpoint.consolidate import export_checkpoint
-from trl_tpu.checkpoint.state_dict import trained_tensors
+from trl_tpu.checkpoint.state_dict import trained_weights
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "init_lora_weights": False}
 KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
@@ -57,8 +58,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 def state_checkpoint(adapted: Any, folder: Path) -> Path:
     """A checkpoint of several hosts: the adapters are in its state alone."""
     adapted.peft_config["default"].save_pretrained(folder)
-    names = trained_tensors(adapted)
-    exports.write_state(folder / "state", {name.removeprefix("model."): names[name] for name in names})
+    exports.write_state(folder / "state", trained_weights(adapted))
     return folder
 
 
@@ -108,27 +108,29 @@ def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> 
     checkpoint = state_checkpoint(adapted, tmp_path / "c")
     with pytest.raises(ValueError, match="score.weight.*neither the adapters nor the base"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True)
-    with pytest.raises(ValueError, match="trained on another base model: .*q_proj.*`--base`"):
+    with pytest.raises(ValueError, match="do not fit the base model .*narrow: .*q_proj.*`--base`"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "narrow"))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("peft_config", [None, peft.LoraConfig(target_modules=["q_proj"], **LORA)])
-def test_a_checkpoint_of_several_hosts_says_what_its_state_is(peft_config: Any, tmp_path: Path) -> None:
-    """The part of a save that the first host does beside the state; then the export needs nothing else."""
+def test_checkpoints_of_one_host_and_of_several_have_what_an_export_needs(peft_config: Any, tmp_path: Path) -> None:
     from trl_tpu import RewardConfig, RewardTrainer
 
     model = tiny.save_tiny(tmp_path / "base", ["some", "text"])
-    args = RewardConfig(str(tmp_path / "run"), report_to="none", bf16=False)
+    args = RewardConfig(str(tmp_path / "run"), report_to="none", bf16=False, max_steps=1, save_steps=1)
     trainer: Any = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
-    checkpoint = tmp_path / "checkpoint-1"
-    trainer._save_description(str(checkpoint))
-    assert not list(checkpoint.glob("*.safetensors"))
-    tensors = trained_tensors(trainer.model)
-    exports.write_state(checkpoint / "state", {name.removeprefix("model."): tensors[name] for name in tensors})
-    export_checkpoint(checkpoint, tmp_path / "out", merge=peft_config is not None)
-    expected = trainer.model if peft_config is None else trainer.model.merge_and_unload()
-    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", num_labels=1)
-    assert exports.same_weights(exported.state_dict(), expected.state_dict())
-    assert exported.config.pad_token_id == expected.config.pad_token_id
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == trainer.processing_class.chat_template
+    trainer.train()
+    checkpoint, merge = tmp_path / "run" / "checkpoint-1", peft_config is not None
+    export_checkpoint(checkpoint, tmp_path / "of_one", merge=merge)
+    for file in (checkpoint / "manifest.json", *checkpoint.glob("*.safetensors")):
+        file.unlink()
+    shutil.rmtree(checkpoint / "state")
+    exports.write_state(checkpoint / "state", trained_weights(trainer.model))
+    export_checkpoint(checkpoint, tmp_path / "of_several", merge=merge)
+    expected = trainer.model.merge_and_unload() if merge else trainer.model
+    for out in (tmp_path / "of_one", tmp_path / "of_several"):
+        exported = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1)
+        assert exports.same_weights(exported.state_dict(), expected.state_dict())
+        assert exported.config.pad_token_id == expected.config.pad_token_id
+        assert AutoTokenizer.from_pretrained(out).chat_template == trainer.processing_class.chat_template

@@ -1,6 +1,12 @@
 """Together several hosts see every pair once, in order, on the right devices; and all of them do the same."""
 
 import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,14 +16,16 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
 
-from trl_tpu.data.collators import DataCollatorForPreference, PackedRows, PadToLengths, PairRows
+from trl_tpu.data.collators import DataCollatorForPreference, PadToLengths, PairRows, PlannedRows
 from trl_tpu.data.loader import host_batches, read_own
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.training.agreement import Host, agreed, check_alike
-from trl_tpu.training.together import _Postponed
+from trl_tpu.runtime import Topology
+from trl_tpu.training import agreement
+from trl_tpu.training.agreement import HostAgreement, check_alike, rows_of_host
 
 HOSTS = (1, 2, 4, 16)
 
@@ -30,10 +38,21 @@ def chips_of_hosts(hosts: int) -> np.ndarray:
     return blocks.reshape(hosts, 4)
 
 
+@dataclass(frozen=True)
+class Host:
+    """A host, and where in the mesh its devices are."""
+
+    index: int
+    positions: tuple[int, ...]
+
+    def rows(self, count: int, mesh: MeshShape) -> np.ndarray:
+        return rows_of_host(self.positions, count, mesh)
+
+
 def everyone(devices_of_host: np.ndarray, order: np.ndarray) -> list[Host]:
     """All hosts, where device ``order[p]`` is at position p of the mesh."""
     places = [tuple(np.flatnonzero(np.isin(order, devices)).tolist()) for devices in devices_of_host]
-    return [Host(index, len(places), own) for index, own in enumerate(places)]
+    return [Host(index, own) for index, own in enumerate(places)]
 
 
 @st.composite
@@ -94,7 +113,7 @@ def test_hosts_have_all_rows_and_each_once_unless_a_tensor_axis_joins_them(
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_whole_everywhere() -> None:
-    assert Host(1, 2, (4, 5, 6, 7)).rows(12, MeshShape(fsdp=8)).tolist() == list(range(12))
+    assert Host(1, (4, 5, 6, 7)).rows(12, MeshShape(fsdp=8)).tolist() == list(range(12))
 
 
 # ---- padded batches: each host reads its own pairs
@@ -177,12 +196,13 @@ def test_packed_batches_put_together_by_devices_are_the_whole_batch(count: int) 
     ]
     plan = RowPlan((RowShape(4 * count, 64),))
     hosts = everyone(chips_of_hosts(count), np.arange(4 * count))
-    (rows,) = PackedRows(plan, pairs, 0)(examples)["passes"]
+    (packed,) = PlannedRows(plan, pairs, 0)(examples)["packed"].micro_batches
+    rows = packed.named_tensors()
     on_devices = {name: torch.full_like(value, -1) for name, value in rows.items() if len(value) % pairs == 0}
-    assert {"input_ids", "subtree_end", "last_row", "pair_mask"} <= set(on_devices)
+    assert {"input_ids_RL", "subtree_end_RL", "last_row_P2", "pair_mask_P"} <= set(on_devices)
     for host in hosts:
-        (packed,) = PackedRows(plan, pairs, 0)(examples)["passes"]
-        for name, value in packed.items():
+        (packed,) = PlannedRows(plan, pairs, 0)(examples)["packed"].micro_batches
+        for name, value in packed.named_tensors().items():
             assert torch.equal(value, rows[name]), name
             if name in on_devices:
                 own = host.rows(len(value), mesh)
@@ -191,27 +211,114 @@ def test_packed_batches_put_together_by_devices_are_the_whole_batch(count: int) 
         assert torch.equal(value, rows[name]), name
 
 
-# ---- decisions
+# ---- decisions: hosts are threads, which meet as processes do
 
 
-def test_only_the_first_host_speaks() -> None:
-    assert [Host(index, 4).speaks for index in range(4)] == [True, False, False, False]
-    assert Host().speaks
+class Meeting:
+    """Stands for the runtimes of hosts in threads: each gets what all gave."""
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts, self._given = hosts, [None] * hosts
+        self._barrier = threading.Barrier(hosts, timeout=30)
+        self.times = 0
+
+    def of(self, index: int) -> Any:
+        def all_gather_object(value: Any) -> list[Any]:
+            self._given[index] = value
+            if self._barrier.wait() == 0:
+                self.times += 1
+            given = list(self._given)
+            self._barrier.wait()
+            return given
+
+        topology = Topology(4, 1, index, self.hosts, (index,), "made up")
+        return SimpleNamespace(topology=lambda: topology, all_gather_object=all_gather_object)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=16))
-def test_what_any_host_wishes_all_do(wishes: list[tuple[bool, bool, bool]]) -> None:
-    assert agreed(wishes) == tuple(np.array(wishes).any(axis=0).tolist())
+Asks = Callable[[int, int, TrainerControl], bool]
+"""Of a host and a step: sets what a callback asks for there, and returns whether a SIGTERM has come."""
 
 
-def test_a_wish_to_stop_between_micro_batches_waits_for_the_step_s_end(tmp_path: Any) -> None:
+def decide_together(hosts: int, steps: int, asks: Asks, args: TrainingArguments) -> tuple[list[list[Any]], Meeting]:
+    """What each host decides at the end of each step; all take the same steps, or this would not end."""
+    meeting = Meeting(hosts)
+
+    def run(index: int) -> list[Any]:
+        agreed = HostAgreement(meeting.of(index), SimpleNamespace(num_processes=1))  # type: ignore[arg-type]
+        agreed.start(0)
+        state, decided = TrainerState(max_steps=steps, logging_steps=args.logging_steps), []
+        for step in range(1, steps + 1):
+            state.global_step, state.epoch = step, step / (steps + 1)
+            control = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
+            told = asks(index, step, control)
+            wishes = agreed.decide(args, state, control, {"SIGTERM": told})
+            decided.append((step, control.should_save, control.should_log, control.should_training_stop, wishes))
+            if control.should_training_stop or wishes["SIGTERM"]:
+                break
+        return decided
+
+    with ThreadPoolExecutor(hosts) as pool:
+        return list(pool.map(run, range(hosts))), meeting
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> TrainingArguments:
+    return TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", logging_steps=10, save_strategy="no", max_steps=40
+    )
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_what_one_host_asks_for_all_do_at_the_same_step(hosts: int, arguments: TrainingArguments) -> None:
+    def asks(host: int, step: int, control: TrainerControl) -> bool:
+        control.should_save |= host == 1 and step == 5
+        return host == 0 and step >= 23
+
+    decided, _ = decide_together(hosts, 40, asks, arguments)
+    assert all(of_host == decided[0] for of_host in decided)
+    (saved,) = (step for step, saves, *_ in decided[0] if saves)
+    assert 5 <= saved <= 10  # at the log at the latest
+    last, *_, wishes = decided[0][-1]
+    assert 23 <= last <= 30 and wishes == {"SIGTERM": True}
+    assert [step for step, _, logs, *_ in decided[0] if logs] == [step for step in (10, 20, 30) if step <= last]
+
+
+def test_hosts_do_not_meet_at_every_step(arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is due: after the first step, in as many as take some seconds on the slowest host."""
+    clock = itertools.count()
+    monkeypatch.setattr(agreement.time, "monotonic", lambda: next(clock) * 0.01)
+    _, meeting = decide_together(2, 40, lambda *_: False, arguments)
+    assert 4 <= meeting.times <= 20  # the logs at 10, 20, 30 and 40 among them
+
+
+def test_a_wish_to_stop_between_micro_batches_waits_for_the_hosts_to_meet(arguments: TrainingArguments) -> None:
     """There the loop would break on this host alone."""
-    control, postponed = TrainerControl(should_training_stop=True, should_save=True), _Postponed()
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
-    postponed.on_substep_end(args, TrainerState(), control)
-    assert not control.should_training_stop and control.should_save
-    assert postponed.pop() == {"should_training_stop": True}
-    assert postponed.pop() == {}
+
+    def asks(host: int, step: int, control: TrainerControl) -> bool:
+        if host == 1 and step == 12:
+            between = TrainerControl(should_training_stop=True, should_save=True)
+            stopping[1].postpone(between)
+            assert not between.should_training_stop and between.should_save
+        return False
+
+    stopping: dict[int, HostAgreement] = {}
+    original = HostAgreement.start
+
+    def start(self: HostAgreement, step: int) -> None:
+        stopping[self.index] = self
+        original(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostAgreement, "start", start)
+        decided, _ = decide_together(2, 40, asks, arguments)
+    assert decided[0] == decided[1]
+    last, _, _, stops, _ = decided[0][-1]
+    assert stops and 12 <= last <= 20
+
+
+def test_one_process_decides_at_once(arguments: TrainingArguments) -> None:
+    decided, meeting = decide_together(1, 7, lambda host, step, control: step == 3, arguments)
+    assert [step for step, *_ in decided[0]] == [1, 2, 3] and meeting.times == 0
 
 
 def test_hosts_of_different_runs_are_refused_by_what_differs() -> None:
@@ -224,8 +331,3 @@ def test_hosts_of_different_runs_are_refused_by_what_differs() -> None:
     assert "the step to resume from is 3 on hosts 0, 1, 2 and null on host 3" in str(error.value)
     assert "train data" not in str(error.value)
     assert "share" in str(error.value)
-
-
-def test_a_host_that_is_none_is_an_error() -> None:
-    with pytest.raises(ValueError, match="Of 4 host.s., host 4 does not exist"):
-        Host(4, 4)

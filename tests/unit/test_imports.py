@@ -83,6 +83,31 @@ def test_only_the_xla_runtime_is_reached_by_choice_and_not_by_importing() -> Non
     assert not {name for name in reached if name.startswith(("torch_xla", "trl_tpu.runtime.xla"))}
 
 
+def test_the_runtime_imports_nothing_else_of_the_package() -> None:
+    imported = {name for module in MODULES if module.startswith("trl_tpu.runtime") for name in imports_of(module)}
+    assert {name for name in imported if name.startswith("trl_tpu")} <= {
+        "trl_tpu.errors",
+        *(module for module in MODULES if module.startswith("trl_tpu.runtime")),
+    }
+
+
+def test_the_device_is_chosen_before_torch_or_transformers_are_imported() -> None:
+    assert "trl_tpu.runtime.device_choice" in reached_from("trl_tpu")
+    assert not {name.split(".")[0] for name in reached_from("trl_tpu")} & {"torch", "transformers", "accelerate"}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("trl_tpu.runtime")])
+def test_what_a_runtime_can_is_asked_and_not_its_name(module: str) -> None:
+    compared = {
+        each.value
+        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name"
+        for each in node.comparators
+        if isinstance(each, ast.Constant)
+    }
+    assert not compared & {"xla", "native"}
+
+
 def test_only_the_adapters_import_peft() -> None:
     assert importers_of("peft") == {"trl_tpu.modeling.adapters"}
     assert not {name for name in reached_from("trl_tpu.modeling.adapters") if name.startswith("peft")}
@@ -104,18 +129,19 @@ PURE = [
 def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer(module: str) -> None:
     reached = reached_from(module)
     rooms = {name.split(".")[1] for name in reached if name in MODULES and name.count(".") > 0}
-    assert rooms <= {"data", "packing", "parallel"}
+    assert rooms <= {"data", "errors", "packing", "parallel"}
     assert not {name for name in reached if name.startswith("torch_xla")}
 
 
 # each room, and the rooms below it; names at the top of the package are TRL's paths for what the rooms hold
 BELOW = {
+    "errors": set(),
     "packing": set(),
     "runtime": set(),
     "data": {"packing"},
     "parallel": {"runtime"},
     "modeling": {"data", "packing", "parallel", "runtime"},
-    "checkpoint": {"modeling", "runtime"},
+    "checkpoint": {"modeling", "parallel", "runtime"},
     "training": {"checkpoint", "data", "modeling", "parallel", "runtime"},
     "trainer": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "training"},
     "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
@@ -136,7 +162,8 @@ def test_rooms_import_only_rooms_below_them(room: str) -> None:
         if name in MODULES and name != "trl_tpu"
     }
     assert modules
-    assert imported - {room} <= BELOW[room]
+    shared = {"errors"}
+    assert imported - {room} <= BELOW[room] | shared
 
 
 def test_every_room_is_listed_and_no_two_import_each_other() -> None:

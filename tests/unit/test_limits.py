@@ -1,4 +1,4 @@
-"""Settings that PyTorch/XLA cannot honour are refused, each with the way out; a default config has none of them."""
+"""Settings that PyTorch/XLA cannot honor are refused, each with the way out; a default config has none of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_every_limit_is_in_the_table_once(defaults: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(("setting", "value", "fix"), LIMITED)
-def test_a_setting_that_xla_cannot_honour_is_refused_with_the_way_out(
+def test_a_setting_that_xla_cannot_honor_is_refused_with_the_way_out(
     setting: str, value: Any, fix: str, defaults: SimpleNamespace
 ) -> None:
     setattr(defaults, setting, value)

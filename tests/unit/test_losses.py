@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.modeling.losses import masked_mean, pairwise_losses
@@ -19,7 +19,6 @@ def formula(rewards_P2: np.ndarray, margin_P: np.ndarray, coefficient: float | N
     return np.logaddexp(0.0, rejected + margin_P - chosen) + (coefficient or 0.0) * (chosen + rejected) ** 2
 
 
-@settings(deadline=None)
 @given(pairs, coefficients)
 def test_losses_are_the_formula(values: list[tuple[float, float, float]], coefficient: float | None) -> None:
     table = np.array(values, dtype=np.float64)
@@ -31,7 +30,6 @@ def test_losses_are_the_formula(values: list[tuple[float, float, float]], coeffi
     np.testing.assert_allclose(without, formula(table[:, :2], np.zeros(len(table)), coefficient), rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None)
 @given(pairs, coefficients)
 def test_gradients_are_the_formulas(values: list[tuple[float, float, float]], coefficient: float | None) -> None:
     table = torch.tensor(values, dtype=torch.float32)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.measure import common_beginning, pair_sizes
+from trl_tpu.data.measure import pair_sizes, shared_prefix_length
 from trl_tpu.packing.schedule import plan_rows
-from trl_tpu.trainer.batch_plan import plan_rows_of
+from trl_tpu.trainer.planned_shapes import plan_rows_of
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))
@@ -60,16 +60,16 @@ def test_pair_sizes_of_empty_and_identical_dialogues() -> None:
     st.sampled_from(TYPES),
     st.integers(0, 2),
 )
-def test_the_common_beginning_is_that_of_all_dialogues_of_all_columns(
+def test_the_shared_prefix_length_is_that_of_all_dialogues_of_all_columns(
     prompt: list[int], parts: list[list[list[int]]], kind: pa.DataType, before: int
 ) -> None:
     parts = [[prompt + one for one in part] for part in parts]
     columns = [chunked([part], kind, before, 1) for part in parts]
     every = [one for part in parts for one in part]
     expected = min(shared(every[0], other) for other in every)
-    assert common_beginning(columns) == common_beginning([chunked(parts, kind, before, 1)]) == expected
+    assert shared_prefix_length(columns) == shared_prefix_length([chunked(parts, kind, before, 1)]) == expected
     assert expected >= len(prompt)
-    assert common_beginning([]) == 0
+    assert shared_prefix_length([]) == 0
 
 
 @pytest.mark.parametrize("change", ["whole", "shuffled", "some", "shards", "filtered"])
@@ -98,6 +98,6 @@ def test_rows_are_planned_for_the_pairs_of_the_dataset_and_no_others(change: str
     assert common >= 4
     args = RewardConfig(str(tmp_path), max_shapes=3, report_to="none")
     planned = plan_rows_of(dataset, 16, 4, 2, args)
-    assert planned == plan_rows(sizes, 4, 2, most=3, common=common, attention_length=96)
+    assert planned == plan_rows(sizes, 4, 2, max_shapes=3, shared_prefix=common, attention_crossover_length=96)
     with pytest.raises(ValueError, match=f"row_length=8 is too short: the largest pair takes {sizes.max()} tokens"):
         plan_rows_of(dataset, 16, 4, 2, RewardConfig(str(tmp_path), row_length=8, report_to="none"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.runtime.native import NativeRuntime
@@ -52,7 +52,6 @@ def by_numpy(rows: list[tuple[float, float, bool]]) -> dict[str, float]:
     }
 
 
-@settings(deadline=None)
 @given(batches)
 def test_metrics_are_over_all_real_pairs_of_all_batches(given: list[list[tuple[float, float, bool]]]) -> None:
     metrics = new_metrics()
@@ -75,7 +74,6 @@ def test_averages_are_weighted_by_pairs_and_extremes_are_true() -> None:
     assert (logged["min_reward"], logged["max_reward"]) == (-2.0, 6.0)
 
 
-@settings(deadline=None)
 @given(batches, batches)
 def test_the_state_goes_through_json_and_a_resumed_run_logs_the_same(
     before: list[list[tuple[float, float, bool]]], after: list[list[tuple[float, float, bool]]]
@@ -108,7 +106,6 @@ def test_many_batches_lose_no_token_and_no_precision_that_shows() -> None:
     assert logged["margin"] == pytest.approx((table[..., 0] - table[..., 1]).mean(dtype=np.float64), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(batches)
 def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(
     given: list[list[tuple[float, float, bool]]],

@@ -1,105 +1,116 @@
 """The loss of every step, and all that is logged with it, equals trl.RewardTrainer's in plain torch.
 
-Each run is a process of its own, since a process holds one runtime. Tolerance 1e-4: float32 sums taken in another
-order over 50 steps; what we see is below 1e-6.
+A process holds one runtime, so each setting's runs are made in a process of their own. Tolerance 1e-4: float32 sums
+taken in another order over 50 steps; what we see is below 1e-6.
 """
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import apart
 import pytest
+import real_pairs
 import tiny
-from places import ROOT, SUPPORT
 
-SETTINGS = {
+XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "XLA_FLAGS": ""}  # programs as users have them
+SETTINGS: dict[str, tuple[dict[str, str], int]] = {
+    "TRL": ({"USE_TORCH_XLA": "0"}, 8),
     "plain torch": ({"USE_TORCH_XLA": "0"}, 8),
-    "XLA, 1 device": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1"}, 8),
-    "XLA, 8 devices": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, 1),
+    "XLA, 1 device": (XLA | {"CPU_NUM_DEVICES": "1"}, 8),
+    "XLA, 8 devices": (XLA | {"CPU_NUM_DEVICES": "8"}, 1),
 }
 LOGGED = ("loss", "grad_norm", "learning_rate", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
+DATA: dict[str, dict[str, Any]] = {
+    **{source: {"max_steps": 50} for source in real_pairs.SOURCES},
+    # margins, centering, accumulation, two epochs and a last batch that is short in pairs and in micro-batches
+    "margins": {"gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.01, "num_train_epochs": 2},
+}
 
 
-def train(folder: Path, package: str, environment: dict[str, str], settings: dict[str, Any]) -> list[dict[str, float]]:
-    out = folder / "logged.json"
-    script = SUPPORT / "trajectory.py"
-    command = [sys.executable, str(script), package, str(folder / "model"), str(folder / "pairs.jsonl"), str(out)]
-    process = subprocess.run(
-        [*command, json.dumps(settings)],
-        env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "CI": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+class Run(NamedTuple):
+    setting: str
+    data: str
+    packing: bool | None  # None: TRL knows none
+
+    def __str__(self) -> str:
+        return f"{self.setting}, {self.data} pairs, {'packed' if self.packing else 'padded'}"
+
+
+FIFTY_STEPS = [
+    Run("plain torch", "made up", True),
+    Run("plain torch", "made up", False),
+    Run("XLA, 1 device", "made up", False),
+    Run("XLA, 8 devices", "made up", True),
+    Run("XLA, 8 devices", "made up", False),
+]
+if "real" in real_pairs.SOURCES:
+    FIFTY_STEPS += [
+        pytest.param(run._replace(data="real"), marks=[] if run.setting == "plain torch" else pytest.mark.long)
+        for run in FIFTY_STEPS
+    ]
+TWO_EPOCHS = [Run(setting, "margins", True) for setting in SETTINGS if setting != "TRL"] + [
+    Run("plain torch", "margins", False),
+    Run("XLA, 8 devices", "margins", False),
+]
+
+Logs = list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Logs | str]:
+    """What the runs of the tests that were chosen logged, and TRL's on the same data; where one failed, how."""
+    chosen = [item.callspec.params["run"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    runs = dict.fromkeys([*(Run("TRL", run.data, None) for run in chosen), *chosen])
+    folder = tmp_path_factory.mktemp("runs")
+    for name in {run.data for run in runs}:
+        pairs = tiny.made_up_pairs(80, margin=True) if name == "margins" else real_pairs.pairs_from(name, 1800)
+        columns = sorted({"prompt", "chosen", "rejected"} & set(pairs.column_names))
+        tiny.save_tiny(folder / name / "model", [text for column in columns for text in pairs[column]])
+        pairs.to_json(folder / name / "pairs.jsonl")
+    with ThreadPoolExecutor(2) as pool:
+        every = pool.map(lambda setting: train(folder, setting, runs), dict.fromkeys(run.setting for run in runs))
+        return {run: logs for found in every for run, logs in found.items()}
+
+
+def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | str]:
+    """What a process that makes the runs of a setting logs."""
+    environment, pairs_per_device = SETTINGS[setting]
+    out = folder / f"{setting}.json"
+    own = {str(run): run for run in runs if run.setting == setting}
+    arguments = {
+        name: DATA[run.data]
+        | {"data": run.data, "per_device_train_batch_size": pairs_per_device}
+        | ({} if run.packing is None else {"packing": run.packing})
+        for name, run in own.items()
+    }
+    package = "trl" if setting == "TRL" else "trl_tpu"
+    process = apart.run("trajectory.py", package, str(folder), str(out), json.dumps(arguments), CI="1", **environment)
     assert process.returncode == 0, process.stderr[-4000:]
-    return [entry for entry in json.loads(out.read_text()) if "loss" in entry]
+    return {own[name]: logs for name, logs in json.loads(out.read_text()).items()}
 
 
-def assert_equal(
-    ours: list[dict[str, float]], reference: list[dict[str, float]], keys: tuple[str, ...] = LOGGED
-) -> None:
+def assert_equal(logged: dict[Run, Logs | str], run: Run, keys: tuple[str, ...] = LOGGED) -> None:
+    found = {each: logged[each] for each in (run, Run("TRL", run.data, None))}
+    failed = {each: logs for each, logs in found.items() if isinstance(logs, str)}
+    assert not failed, failed
+    ours, reference = ([entry for entry in logs if "loss" in entry] for logs in found.values())
     assert len(ours) == len(reference)
-    for step, (logged, expected) in enumerate(zip(ours, reference, strict=True), start=1):
+    for step, (entry, expected) in enumerate(zip(ours, reference, strict=True), start=1):
         for key in keys:
-            assert logged[key] == pytest.approx(expected[key], abs=1e-4), f"{key} at log {step}"
-        assert logged["num_tokens"] == expected["num_tokens"], f"num_tokens at log {step}"
+            assert entry[key] == pytest.approx(expected[key], abs=1e-4), f"{key} at log {step}"
+        assert entry["num_tokens"] == expected["num_tokens"], f"num_tokens at log {step}"
 
 
-@pytest.fixture(scope="module")
-def hh(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
-    """The folder with model and data, and TRL's 50 steps."""
-    folder = tmp_path_factory.mktemp("hh")
-    pairs = tiny.hh_pairs(0, 1800)
-    tiny.save_tiny(folder / "model", [*pairs["chosen"], *pairs["rejected"]])
-    pairs.to_json(folder / "pairs.jsonl")
-    plain_torch, batch = SETTINGS["plain torch"]
-    return folder, train(folder, "trl", plain_torch, {"max_steps": 50, "per_device_train_batch_size": batch})
+@pytest.mark.parametrize("run", FIFTY_STEPS, ids=str)
+def test_50_steps_of_pairs_of_real_lengths(logged: dict[Run, Logs | str], run: Run) -> None:
+    """In packed rows what pairs share is computed once; the loss of every step stays TRL's."""
+    assert_equal(logged, run)
 
 
-@tiny.needs_hh
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_50_steps_on_real_pairs(hh: tuple[Path, list[dict[str, float]]], setting: str) -> None:
-    folder, reference = hh
-    environment, batch = SETTINGS[setting]
-    settings = {"max_steps": 50, "per_device_train_batch_size": batch, "packing": False}
-    assert_equal(train(folder, "trl_tpu", environment, settings), reference)
-
-
-@tiny.needs_hh
-@pytest.mark.parametrize("setting", ["plain torch", "XLA, 8 devices"])
-def test_50_steps_in_packed_rows(hh: tuple[Path, list[dict[str, float]]], setting: str) -> None:
-    """What pairs share is computed once; the loss of every step stays TRL's."""
-    folder, reference = hh
-    environment, batch = SETTINGS[setting]
-    settings = {"max_steps": 50, "per_device_train_batch_size": batch}
-    assert_equal(train(folder, "trl_tpu", environment, settings), reference)
-
-
-@pytest.fixture(scope="module")
-def made_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
-    folder = tmp_path_factory.mktemp("made_up")
-    pairs = tiny.made_up_pairs(80, margin=True)
-    tiny.save_tiny(folder / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
-    pairs.to_json(folder / "pairs.jsonl")
-    return folder, train(folder, "trl", {"USE_TORCH_XLA": "0"}, _ALL_AT_ONCE | {"per_device_train_batch_size": 8})
-
-
-# margins, centering, accumulation, two epochs and a last batch that is short in pairs and in micro-batches
-_ALL_AT_ONCE = {"gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.01, "num_train_epochs": 2}
-
-
-@pytest.mark.parametrize(
-    ("setting", "packing"),
-    [*((setting, True) for setting in SETTINGS), ("plain torch", False), ("XLA, 8 devices", False)],
-)
-def test_margins_centering_accumulation_and_epochs(
-    made_up: tuple[Path, list[dict[str, float]]], setting: str, packing: bool
-) -> None:
-    folder, reference = made_up
-    environment, batch = SETTINGS[setting]
-    settings = _ALL_AT_ONCE | {"per_device_train_batch_size": batch, "packing": packing}
-    ours = train(folder, "trl_tpu", environment, settings)
+@pytest.mark.parametrize("run", TWO_EPOCHS, ids=str)
+def test_margins_centering_accumulation_and_epochs(logged: dict[Run, Logs | str], run: Run) -> None:
     # TRL averages what its micro-batches say, where we weigh every pair alike: the reward statistics differ by design
-    assert_equal(ours, reference, ("loss", "grad_norm", "learning_rate"))
+    assert_equal(logged, run, ("loss", "grad_norm", "learning_rate"))

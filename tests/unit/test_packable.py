@@ -10,10 +10,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import DataCollatorForPreference, PackedRows, TightRow
-from trl_tpu.modeling.attention.masked import goes_tree_by_tree
+from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from trl_tpu.modeling.attention.masked import goes_tree_by_tree, packed_rewards
 from trl_tpu.modeling.attention.packability import PackingImpossible, make_packable
-from trl_tpu.modeling.attention.packed_pairs import PackedPairs
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -123,10 +122,11 @@ def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(fa
     with torch.no_grad():
         padded_P2 = model(**DataCollatorForPreference(PAD)(pairs)).logits.view(2, -1).T
         plan = RowPlan((RowShape(1, 800),))
-        batches = PackedRows(plan, len(pairs), PAD)(pairs)["passes"]
-        batches += [TightRow(PAD, 1000)(pairs)] if goes_tree_by_tree(model) else []
-        for batch in batches:
-            packed_P2, _ = PackedPairs.read(batch).rewards(model)
+        collators: list[Any] = [PlannedRows(plan, len(pairs), PAD)]
+        collators += [TightRow(PAD, 1000)] if goes_tree_by_tree(model) else []
+        for collate in collators:
+            (rows,) = collate(pairs)["packed"].micro_batches
+            packed_P2 = packed_rewards(model, rows)
             torch.testing.assert_close(packed_P2, padded_P2, rtol=1e-5, atol=1e-5)  # of rewards around 1, in float32
 
 

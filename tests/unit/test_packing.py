@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_tpu.packing.expand import expand_rows
-from trl_tpu.packing.pack import PackedPass, pack, pack_tight
+from trl_tpu.packing.pack import pack, pack_tight
+from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape, plan_shapes, rows_needed, snake
 
@@ -21,6 +21,7 @@ prompted_pair = st.builds(lambda prompt, one, other: (prompt + one, prompt + oth
 identical_pair = dialogue.map(lambda ids: (ids, ids))
 pair = st.one_of(free_pair, prompted_pair, identical_pair)
 batches = st.lists(pair, min_size=1, max_size=7)
+Rows = PackedRows[np.ndarray]
 
 
 def pair_size(one: list[int], other: list[int]) -> int:
@@ -28,28 +29,32 @@ def pair_size(one: list[int], other: list[int]) -> int:
     return len(one) + len(other) - (min(len(one), len(other)) if common is None else common)
 
 
-def passes(pairs: list[Any], plan: RowPlan, size: int | None = None, **kwargs: Any) -> list[PackedPass]:
+def micro_batches(pairs: list[Any], plan: RowPlan, size: int | None = None, **kwargs: Any) -> list[Rows]:
     chosen, rejected = zip(*pairs, strict=True)
     return pack(chosen, rejected, plan, size or len(pairs), PAD, **kwargs)
 
 
-def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> PackedPass:
-    """In one pass."""
+def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> Rows:
+    """In one micro-batch."""
     shapes = shapes or plan_shapes([pair_size(*pair) for pair in pairs], len(pairs), multiple=4)
-    (batch,) = passes(pairs, RowPlan(tuple(shapes)), size, **kwargs)
+    (batch,) = micro_batches(pairs, RowPlan(tuple(shapes)), size, **kwargs)
     return batch
 
 
-def tight(pairs: list[Any], attention_length: float = 50) -> PackedPass:
-    return pack_tight(*zip(*pairs, strict=True), PAD, attention_length=attention_length)
+def tight(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
+    return pack_tight(*zip(*pairs, strict=True), PAD, attention_crossover_length=attention_crossover_length)
 
 
-def seen_by(batch: PackedPass, row: int, column: int) -> np.ndarray:
+def tree_count(pairs: list[Any], attention_crossover_length: float) -> int:
+    return len(tight(pairs, attention_crossover_length).trees or ())
+
+
+def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
     """The columns that a token sees, by the definition of ``subtree_end``."""
     return np.flatnonzero((np.arange(len(batch.subtree_end_RL[row])) <= column) & (column < batch.subtree_end_RL[row]))
 
 
-def read_back(batch: PackedPass, pair: int, half: int) -> list[int]:
+def read_back(batch: Rows, pair: int, half: int) -> list[int]:
     row, column = batch.last_row_P2[pair, half], batch.last_column_P2[pair, half]
     return batch.input_ids_RL[row, seen_by(batch, row, column)].tolist()
 
@@ -155,7 +160,7 @@ sizes = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 def test_every_batch_of_the_data_fits_one_of_few_shapes(
     sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject
 ) -> None:
-    shapes = plan_shapes(np.array(sizes), pairs, shards, most=most, multiple=8)
+    shapes = plan_shapes(np.array(sizes), pairs, shards, max_shapes=most, multiple=8)
     assert 1 <= len(shapes) <= most
     assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in shapes)
     works = [shape.work(4096) for shape in shapes]
@@ -188,7 +193,7 @@ def test_the_rows_planned_for_a_batch_are_enough(batches: list[list[int]], lengt
 
 def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
     sizes = np.full(100, 120)  # 100 of a system prompt, 20 of its own
-    apart, shared = (plan_shapes(sizes, 8, most=1, common=common)[0] for common in (0, 100))
+    apart, shared = (plan_shapes(sizes, 8, max_shapes=1, shared_prefix=common)[0] for common in (0, 100))
     assert apart.rows * apart.length >= 8 * 120
     assert shared.rows * shared.length <= 100 + 8 * 20 + 32
     prompt = [1] * 100
@@ -201,7 +206,7 @@ def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> N
     drawn = np.random.default_rng(1).permutation(sizes)[: 8 * 125].reshape(125, 8)
 
     def columns(most: int) -> int:
-        shapes = plan_shapes(sizes, 8, most=most, attention_length=1e9)
+        shapes = plan_shapes(sizes, 8, max_shapes=most, attention_crossover_length=1e9)
         return sum(
             next(s.rows * s.length for s in shapes if 0 < rows_needed(batch[None], s.length)[0] <= s.rows)
             for batch in drawn
@@ -210,7 +215,7 @@ def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> N
     wasted = [columns(most) / drawn.sum() for most in (1, 2, 4, 8, 16)]
     assert wasted == sorted(wasted, reverse=True)
     assert wasted[-1] < 1.1
-    short, long = (plan_shapes(sizes, 8, attention_length=length)[0].length for length in (200, 1e9))
+    short, long = (plan_shapes(sizes, 8, attention_crossover_length=length)[0].length for length in (200, 1e9))
     assert short < long
 
 
@@ -218,6 +223,7 @@ def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> N
 def test_a_tight_row_has_no_padding_and_trees_that_see_only_themselves(pairs: list[Any]) -> None:
     batch = tight(pairs)
     length = batch.input_ids_RL.shape[1]
+    assert batch.trees is not None
     assert batch.input_ids_RL.shape[0] == 1
     assert (batch.input_ids_RL != PAD).all()
     assert length <= sum(len(ids) for pair in pairs for ids in pair)
@@ -236,26 +242,25 @@ def test_a_tight_row_has_no_padding_and_trees_that_see_only_themselves(pairs: li
 def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
     prompt = list(range(10, 40))
     pairs = [(prompt + [1, 2], prompt + [3]), (prompt + [4], prompt + [5]), ([10, 6], [10, 7])]
-    assert len(tight(pairs, attention_length=1e9).trees) == 1  # attention for nothing: whatever is shared is shared
-    assert len(tight(pairs, attention_length=50).trees) > 1  # one token in common is not worth a larger tree
-    apart = tight([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)])
-    assert [(tree.start, tree.stop) for tree in apart.trees] == [
-        (0, 9),
-        (9, 18),
-        (18, 27),
-        (27, 36),
+    assert tree_count(pairs, 1e9) == 1  # attention for nothing: whatever is shared is shared
+    assert tree_count(pairs, 50) > 1  # one token in common is not worth a larger tree
+    apart = tight([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)]).trees or ()
+    assert [(tree.start, tree.stop, len(tree.tails)) for tree in apart] == [
+        (0, 9, 1),
+        (9, 18, 1),
+        (18, 27, 1),
+        (27, 36, 1),
     ]  # nothing to share
-    assert all(len(tree.tails) == 1 for tree in apart.trees)
 
 
 @given(batches, st.integers(1, 3), st.integers(0, 2))
-def test_passes_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -> None:
+def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -> None:
     longest = max(pair_size(*pair) for pair in pairs)
     plan = RowPlan((RowShape(rows, longest), RowShape(rows + 1, 8)), (RowShape(rows, longest), RowShape(1, 6)))
     margins = [float(index) for index in range(len(pairs))]
-    some = passes(pairs, plan, len(pairs) + missing, margins=margins)
-    assert [RowShape(*rows.input_ids_RL.shape) in plan.partial for rows in some[:-1]] == [True] * (len(some) - 1)
-    assert RowShape(*some[-1].input_ids_RL.shape) in plan.final
+    some = micro_batches(pairs, plan, len(pairs) + missing, margins=margins)
+    assert [RowShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
+    assert RowShape(*some[-1].input_ids_RL.shape) in plan.update
     assert sum(rows.pair_mask_P.astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
     for rows_ in some:
         assert rows_.batch_pairs_1.tolist() == [len(pairs)]
@@ -269,12 +274,12 @@ def test_passes_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -
 def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pair(pairs: list[Any], rows: int) -> None:
     longest = max(pair_size(*pair) for pair in pairs)
     plan = RowPlan((RowShape(rows, longest),), (RowShape(rows, longest),))
-    for some in passes(pairs, plan, room_for_dialogues=True):
+    for some in micro_batches(pairs, plan, expands=True):
         lengths_P2 = np.array([[len(ids) for ids in pair] for pair in pairs])
         for row in range(rows):
             here = some.pair_mask_P & (some.last_row_P2[:, 0] == row)
             assert (lengths_P2[here].sum(axis=0) <= longest).all()
-        expand_rows(some.subtree_end_RL, some.last_row_P2, some.last_column_P2, some.pair_mask_P)
+        assert some.expansion is not None
 
 
 @settings(max_examples=20)
@@ -283,5 +288,6 @@ def test_packing_is_a_pure_function(pairs: list[Any]) -> None:
     for layout in (packed, tight):
         one, other = layout(pairs), layout(pairs)
         assert one.trees == other.trees
-        for name in vars(one).keys() - {"trees"}:
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        assert one.named_tensors().keys() == other.named_tensors().keys()
+        for name, array in one.named_tensors().items():
+            np.testing.assert_array_equal(array, other.named_tensors()[name])

@@ -1,4 +1,4 @@
-"""Where parameters go: `tensor` by the model's own plan, `fsdp` along the largest dimension left, or whole and why."""
+"""Where parameters go: `tensor` by the model's own plan, `fsdp` along one dimension that is left, or whole and why."""
 
 from math import prod
 from typing import Any
@@ -14,24 +14,32 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.parallel.shard import place_model, plan_model
 from trl_tpu.parallel.shard_report import ShardReport
-from trl_tpu.parallel.sharding_plan import _SPLITS, _WHOLE, Plan, bare_name
+from trl_tpu.parallel.sharding_plan import Plan, bare_name
 from trl_tpu.runtime import PartitionSpec
 from trl_tpu.runtime.native import NativeRuntime
 
-shapes = st.lists(st.integers(1, 40), max_size=4).map(tuple)
+sizes = st.integers(1, 40) | st.sampled_from([48, 64, 96, 128, 256])
+shapes = st.lists(sizes, max_size=4).map(tuple)
 
 
 @given(shapes, st.integers(2, 16))
-def test_fsdp_splits_the_largest_divisible_dimension_or_the_first_of_equals(shape: tuple[int, ...], fsdp: int) -> None:
+def test_fsdp_splits_one_dimension_by_rows_in_whole_tiles_or_the_largest(shape: tuple[int, ...], fsdp: int) -> None:
+    """A tile is 16 rows; the last dimension has no rows."""
     placement = Plan(MeshShape(fsdp=fsdp)).place("w", shape)
-    divisible = [size for size in shape if size % fsdp == 0]
-    assert placement.is_sharded == bool(divisible)
-    if divisible:
-        split = shape.index(max(divisible))
-        assert placement.axes == tuple("fsdp" if dim == split else None for dim in range(len(shape)))
-    else:
+    divisible = [dim for dim, size in enumerate(shape) if size % fsdp == 0]
+    if not divisible:
         assert placement.axes == (None,) * len(shape)
         assert placement.reason == f"no dimension of {list(shape)} is divisible by fsdp={fsdp}"
+        return
+    (split,) = (dim for dim, axis in enumerate(placement.axes) if axis == "fsdp")
+    assert split in divisible
+    in_tiles = [dim for dim in divisible if shape[dim] % (16 * fsdp) == 0 and shape[dim + 1 :]]
+    if in_tiles:
+        assert (split, placement.reason) == (in_tiles[0], "rows in whole tiles")
+    else:
+        assert shape[split] == max(shape[dim] for dim in divisible)
+        assert shape[split] not in shape[:split]
+        assert placement.reason == "largest divisible dimension"
 
 
 @given(shapes, st.integers(1, 8))
@@ -129,7 +137,8 @@ def test_an_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[i
 
 
 def test_every_style_of_transformers_is_known_and_another_is_refused() -> None:
-    assert set(ALL_PARALLEL_STYLES.keys()) <= set(_SPLITS) | _WHOLE
+    for style in ALL_PARALLEL_STYLES.keys():  # noqa: SIM118  # not a mapping
+        Plan(MeshShape(tensor=2), {"q": style}).place("q.weight", (4, 4))
     with pytest.raises(ValueError, match="gives q.weight the style 'spiral', which is not known here"):
         Plan(MeshShape(tensor=2), {"q": "spiral"}).place("q.weight", (4, 4))
 

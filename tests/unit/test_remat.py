@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_tpu import RewardConfig
-from trl_tpu.runtime.kernels.plain import MATMULS, contract
+from trl_tpu.runtime.kernels.plain import MATMULS, einsum
 from trl_tpu.runtime.native import NativeRuntime
 
 
@@ -89,5 +89,5 @@ def test_contract_is_einsum_with_its_gradients(equation: str) -> None:
         torch.randn([sizes[letter] for letter in letters], generator=make, dtype=torch.float64, requires_grad=True)
         for letters in (first, second)
     ]
-    torch.testing.assert_close(contract(equation, *factors), torch.einsum(equation, *factors))
-    assert torch.autograd.gradcheck(lambda *factors: contract(equation, *factors), factors)
+    torch.testing.assert_close(einsum(equation, *factors), torch.einsum(equation, *factors))
+    assert torch.autograd.gradcheck(lambda *factors: einsum(equation, *factors), factors)

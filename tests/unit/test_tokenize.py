@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_pairs
 import trl
 from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
@@ -13,21 +14,20 @@ from hypothesis import strategies as st
 from preference_forms import (
     assistant,
     rows_of_every_form,
-    shared_pairs,
     stream,
     tiny_model,
     tiny_tokenizer,
     user,
 )
 
-from trl_tpu.data.old_columns import _tokenize, tokenize_legacy
-from trl_tpu.data.tokenize import DataReport, has_legacy_columns, prepare_preference_dataset
+from trl_tpu.data.old_columns import _tokenize, prepare_legacy_dataset, tokenize_legacy
+from trl_tpu.data.tokenize import prepare_preference_dataset
 
 FORMS = rows_of_every_form()
 
 
-def prepare(dataset: Any, tokenizer: Any = None, **kwargs: Any) -> tuple[Any, DataReport | None]:
-    settings = {"max_length": None, "num_proc": None, "name": "train", **kwargs}
+def prepare(dataset: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+    settings = {"num_embeddings": 100_000, "max_length": None, "num_proc": None, "name": "train", **kwargs}
     return prepare_preference_dataset(dataset, tokenizer or tiny_tokenizer(), **settings)
 
 
@@ -47,23 +47,21 @@ def test_token_pairs_are_trls(form: str, max_length: int | None, tmp_path: Path)
     if form not in ("standard", "conversational") and max_length is not None:
         max_length = 400
     theirs = trl_train_dataset(Dataset.from_list(rows), tmp_path, max_length=max_length)
-    ours, report = prepare(Dataset.from_list(rows), max_length=max_length)
+    ours = prepare(Dataset.from_list(rows), max_length=max_length)
+    assert len(theirs) > 0
     for column in ("chosen_ids", "rejected_ids", "margin"):
         assert ours[column][:] == theirs[column][:]
-    assert report is not None and report.pairs == len(theirs) > 0
-    assert report.dropped_too_long == len(rows) - len(theirs)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stream_gives_the_same_pairs(form: str) -> None:
     rows = FORMS[form]
-    expected, _ = prepare(Dataset.from_list(rows))
+    expected = prepare(Dataset.from_list(rows))
     for dataset in (
         Dataset.from_list(rows).to_iterable_dataset(),
         IterableDataset.from_generator(partial(stream, rows)),
     ):
-        streamed, report = prepare(dataset, max_length=100_000)
-        assert report is None
+        streamed = prepare(dataset, max_length=100_000)
         assert [(row["chosen_ids"], row["rejected_ids"]) for row in streamed] == list(
             zip(expected["chosen_ids"], expected["rejected_ids"], strict=True)
         )
@@ -71,20 +69,20 @@ def test_a_stream_gives_the_same_pairs(form: str) -> None:
 
 def test_a_stream_drops_what_a_dataset_drops() -> None:
     dataset = Dataset.from_list(FORMS["standard"])
-    kept, report = prepare(dataset, max_length=20)
-    streamed, _ = prepare(dataset.to_iterable_dataset(), max_length=20)
-    assert report is not None and 0 < report.dropped_too_long < len(dataset)
+    kept = prepare(dataset, max_length=20)
+    streamed = prepare(dataset.to_iterable_dataset(), max_length=20)
+    assert 0 < len(kept) < len(dataset)
     assert [row["chosen_ids"] for row in streamed] == kept["chosen_ids"][:]
 
 
-def test_real_dialogues_give_trls_token_pairs(tmp_path: Path) -> None:
-    dataset = shared_pairs(60)
+@pytest.mark.parametrize("source", real_pairs.SOURCES)
+def test_long_dialogues_give_trls_token_pairs(source: str, tmp_path: Path) -> None:
+    dataset = real_pairs.pairs_from(source, 60)
     theirs = trl_train_dataset(dataset, tmp_path, max_length=900)
-    ours, report = prepare(dataset, max_length=900)
+    ours = prepare(dataset, max_length=900)
     assert 0 < len(theirs) < len(dataset)
     assert ours["chosen_ids"][:] == theirs["chosen_ids"][:]
     assert ours["rejected_ids"][:] == theirs["rejected_ids"][:]
-    assert report == DataReport(pairs=len(theirs), dropped_too_long=len(dataset) - len(theirs), identical=0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,7 +90,7 @@ def test_real_dialogues_give_trls_token_pairs(tmp_path: Path) -> None:
 def test_any_text_is_prompt_then_answer_then_one_eos(triples: list[tuple[str, str, str]]) -> None:
     tokenizer = tiny_tokenizer()
     rows = [{"prompt": p + ".", "chosen": c, "rejected": r + tokenizer.eos_token} for p, c, r in triples]
-    ours, _ = prepare(Dataset.from_list(rows))
+    ours = prepare(Dataset.from_list(rows))
     for row, chosen, rejected in zip(rows, ours["chosen_ids"], ours["rejected_ids"], strict=True):
         assert chosen == tokenizer(row["prompt"] + row["chosen"] + tokenizer.eos_token)["input_ids"]
         assert rejected == tokenizer(row["prompt"] + row["rejected"])["input_ids"]
@@ -100,21 +98,20 @@ def test_any_text_is_prompt_then_answer_then_one_eos(triples: list[tuple[str, st
 
 def test_columns_of_the_user_stay_as_they_are() -> None:
     dataset = Dataset.from_list([{**row, "id": i} for i, row in enumerate(FORMS["standard"])])
-    prepared, _ = prepare(dataset)
+    prepared = prepare(dataset)
     assert prepared.remove_columns(["chosen_ids", "rejected_ids"])[:] == dataset[:]
 
 
 def test_worker_processes_give_the_same_pairs() -> None:
     dataset = Dataset.from_list(FORMS["conversational"])
-    assert prepare(dataset, num_proc=2)[0][:] == prepare(dataset)[0][:]
+    assert prepare(dataset, num_proc=2)[:] == prepare(dataset)[:]
 
 
 def test_token_ids_pass_through_and_are_filtered() -> None:
     dataset = Dataset.from_dict({"chosen_ids": [[1, 2], [3]], "rejected_ids": [[4], [5, 6, 7]], "margin": [1, 2]})
-    prepared, report = prepare(dataset, max_length=2)
+    prepared = prepare(dataset, max_length=2)
     assert prepared[:] == {"chosen_ids": [[1, 2]], "rejected_ids": [[4]], "margin": [1]}
-    assert report == DataReport(pairs=1, dropped_too_long=1, identical=0)
-    streamed, _ = prepare(dataset.to_iterable_dataset(), max_length=2)
+    streamed = prepare(dataset.to_iterable_dataset(), max_length=2)
     assert list(streamed) == [{"chosen_ids": [1, 2], "rejected_ids": [4], "margin": 1}]
 
 
@@ -122,7 +119,7 @@ def test_token_ids_pass_through_and_are_filtered() -> None:
 def test_old_token_columns_are_renamed_with_trls_warning(streaming: bool) -> None:
     dataset: Any = Dataset.from_dict({"chosen_input_ids": [[1, 2]], "rejected_input_ids": [[4]]})
     with pytest.warns(FutureWarning, match="will not be supported in v1"):
-        prepared, _ = prepare(dataset.to_iterable_dataset() if streaming else dataset)
+        prepared = prepare(dataset.to_iterable_dataset() if streaming else dataset)
     assert next(iter(prepared)) == {"chosen_ids": [1, 2], "rejected_ids": [4]}
 
 
@@ -130,8 +127,7 @@ def test_dropped_and_identical_pairs_are_counted_and_logged(caplog: pytest.LogCa
     rows = [("same", "same"), ("near", "nearer"), ("abcd", "abce"), ("x" * 40, "y"), ("ü", "ü")]
     dataset = Dataset.from_list([{"chosen": chosen, "rejected": rejected} for chosen, rejected in rows])
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        prepared, report = prepare(dataset, max_length=10)
-    assert report == DataReport(pairs=4, dropped_too_long=1, identical=2)
+        prepared = prepare(dataset, max_length=10)
     assert len(prepared) == 4
     assert "1 of 5 pairs dropped" in caplog.text and "max_length=10" in caplog.text and "has 41" in caplog.text
     assert "in 2 of 4 pairs, chosen and rejected are the same tokens" in caplog.text
@@ -139,7 +135,7 @@ def test_dropped_and_identical_pairs_are_counted_and_logged(caplog: pytest.LogCa
 
 def test_a_tokenizer_without_eos_adds_none(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tiny_tokenizer(eos_token=None)
-    prepared, _ = prepare(Dataset.from_dict({"chosen": ["a"], "rejected": ["bc"]}), tokenizer)
+    prepared = prepare(Dataset.from_dict({"chosen": ["a"], "rejected": ["bc"]}), tokenizer)
     assert [len(prepared["chosen_ids"][0]), len(prepared["rejected_ids"][0])] == [1, 2]
     assert "no end-of-sequence token" in caplog.text
 
@@ -167,10 +163,8 @@ def trl_0_23(dataset: Dataset, tokenizer: Any) -> Dataset:
 def test_the_old_columns_are_trl_0_23s(form: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "margin": [row["margin"]]} for row in FORMS[form][:2]]
     dataset, tokenizer = Dataset.from_list(rows), tiny_tokenizer()
-    prepared, report = tokenize_legacy(dataset, tokenizer, max_length=512, num_proc=None, name="train")
+    prepared = tokenize_legacy(dataset, tokenizer, num_proc=None, name="train")
     assert prepared[:] == trl_0_23(dataset, tokenizer)[:]
-    assert report == DataReport(pairs=2, dropped_too_long=0, identical=0)
-    assert has_legacy_columns(prepared.column_names) and not has_legacy_columns(dataset.column_names)
     assert ("column `prompt` is left out" in caplog.text) == ("implicit" not in form)
 
 
@@ -184,11 +178,11 @@ def test_the_old_tokenize_function_takes_a_batch() -> None:
 
 def test_the_old_way_filters_by_length_too() -> None:
     dataset = Dataset.from_dict({"chosen": ["ab", "c"], "rejected": ["d", "efg"]})
-    prepared, report = tokenize_legacy(dataset, tiny_tokenizer(), max_length=2, num_proc=None, name="train")
-    assert prepared["chosen"][:] == ["ab"] and report.dropped_too_long == 1
+    settings: dict[str, Any] = {"num_embeddings": 300, "max_length": 2, "num_proc": None, "name": "train"}
+    assert prepare_legacy_dataset(dataset, tiny_tokenizer(), **settings)["chosen"][:] == ["ab"]
 
 
 def test_messages_without_answers_of_their_own_still_render() -> None:
     row = {"prompt": [user("Hi")], "chosen": [assistant("Yes")], "rejected": [assistant("")]}
-    prepared, _ = prepare(Dataset.from_list([row]))
+    prepared = prepare(Dataset.from_list([row]))
     assert tiny_tokenizer().decode(prepared["rejected_ids"][0]).endswith("<|im_start|>assistant\n<|im_end|>\n")

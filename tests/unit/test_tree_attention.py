@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from decoders import FAMILIES, KNOWN_PAIRS, PAD, PROMPT, TINY, VOCAB, StayInFloat64, gradients, padded, random_decoder
+from decoders import FAMILIES, KNOWN_PAIRS, PAD, PROMPT, TINY, StayInFloat64, gradients, padded, random_decoder
+from drawn_pairs import pair
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from trl_tpu.modeling.attention.masked import (
     goes_tree_by_tree,
     packed_rewards,
-    score_wide,
     tree_rule,
     use_tree_masks,
 )
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES, check_packing_is_exact
-from trl_tpu.packing.pack import PackedPass, pack, pack_tight
+from trl_tpu.modeling.score_head import score_wide
+from trl_tpu.packing.pack import pack, pack_tight
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -46,8 +46,8 @@ def model_of(family: str) -> PreTrainedModel:
 
 LONG = 32  # what the largest pair of the tests takes
 LAYOUTS = {
-    "one pass": RowPlan((RowShape(2, 160),)),
-    "passes": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
+    "one micro-batch": RowPlan((RowShape(2, 160),)),
+    "micro-batches": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
     "tight": None,
 }
 
@@ -61,26 +61,17 @@ CASES = [
 ]
 
 
-def packed(model: nn.Module, pairs: list[Any], layout: str = "one pass", **kwargs: Any) -> torch.Tensor:
-    """The rewards [P, 2], put together from all passes."""
+def packed(model: nn.Module, pairs: list[Any], layout: str = "one micro-batch", **kwargs: Any) -> torch.Tensor:
+    """The rewards [P, 2], put together from all micro-batches."""
     plan = LAYOUTS[layout]
     chosen, rejected = zip(*pairs, strict=True)
     if plan is None:
-        rows = pack_tight(chosen, rejected, PAD, attention_length=20)
-        scored = tuple(np.unique(rows.last_column_P2).tolist())
-        return rewards_of(model, rows, trees=rows.trees, scored=scored, **kwargs)
-    passes = pack(chosen, rejected, plan, len(pairs), PAD)
-    parts = [torch.where(mask(rows), rewards_of(model, rows, **kwargs), 0.0) for rows in passes]
+        some = [pack_tight(chosen, rejected, PAD, attention_crossover_length=20)]
+    else:
+        some = pack(chosen, rejected, plan, len(pairs), PAD)
+    read = [rows.map_tensors(torch.from_numpy) for rows in some]
+    parts = [torch.where(rows.pair_mask_P[:, None], packed_rewards(model, rows, **kwargs), 0.0) for rows in read]
     return torch.stack(parts).sum(dim=0)
-
-
-def mask(rows: PackedPass) -> torch.Tensor:
-    return torch.from_numpy(rows.pair_mask_P)[:, None]
-
-
-def rewards_of(model: nn.Module, rows: PackedPass, **kwargs: Any) -> torch.Tensor:
-    names = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2")
-    return packed_rewards(model, *(torch.from_numpy(getattr(rows, name)) for name in names), **kwargs)
 
 
 def assert_equal_in_both(model: nn.Module, pairs: list[Any], **kwargs: Any) -> None:
@@ -97,15 +88,6 @@ def assert_equal_in_both(model: nn.Module, pairs: list[Any], **kwargs: Any) -> N
         )
 
 
-ids = st.integers(1, VOCAB - 1)
-dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
-prompt, tail = st.lists(ids, min_size=1, max_size=10), st.lists(ids, max_size=6)
-pair = st.one_of(
-    st.tuples(dialogue, dialogue),
-    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), prompt, tail, tail),
-    dialogue.map(lambda ids: (ids, ids)),
-    st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
-)
 batches = st.lists(pair, min_size=1, max_size=5)
 
 
@@ -153,19 +135,6 @@ def test_lora_trains_the_same(layout: str) -> None:
     assert any("lora_A" in name for name in found) and any("score" in name for name in found)
 
 
-@pytest.mark.parametrize("family", sorted({family for family, layout in CASES if layout == "tight"}))
-def test_in_tight_rows_the_last_feed_forward_reads_scored_tokens_only(family: str) -> None:
-    model, read = model_of(family), []
-    layers: Any = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    hooks = [
-        layer.mlp.register_forward_hook(lambda _, inputs, __: read.append(inputs[0].shape[1])) for layer in layers
-    ]
-    packed(model, [(PROMPT + [1, 2, 3], PROMPT + [4]), ([25, 26], [25, 26])], layout="tight")
-    for hook in hooks:
-        hook.remove()
-    assert read == [len(PROMPT) + 4 + 2, 3]  # two identical dialogues have one last token
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_recomputed_layers_train_the_same(layout: str) -> None:
     model = tiny_model("GPT-NeoX").train()
@@ -184,7 +153,7 @@ def test_a_window_counts_positions_not_columns() -> None:
     def window(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (key > query - 2)
 
-    rule = tree_rule(torch.stack([subtree_end, positions], 1), window)
+    rule = tree_rule(subtree_end, positions, window)
     row, column = torch.zeros(1, 1, dtype=torch.long), torch.arange(6)
     visible = rule(row, row, column[:, None], column[None, :])
     assert visible[5].tolist() == [False, True, False, False, False, True]

@@ -1,15 +1,28 @@
-"""The fixtures of every test on PyTorch/XLA."""
+"""Tests on PyTorch/XLA, in a process with one XLA device: programs, their counts, and what they compute.
+
+Those marked `eight` say something else on eight devices, so they run there too.
+"""
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 from device_fixtures import config, model_folder
-from places import ROOT, SUPPORT
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out on eight devices what says nothing else there."""
+    here = [item for item in items if item.path.is_relative_to(FOLDER)]
+    if int(os.environ.get("CPU_NUM_DEVICES", "1")) > 1:
+        left_out = [item for item in here if item.get_closest_marker("eight") is None]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")
@@ -18,12 +31,7 @@ def steps_apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
 
     def take(runs: Sequence[str]) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("steps") / "out.json"
-        process = subprocess.run(
-            [sys.executable, str(SUPPORT / "remat_programs.py"), str(out), *runs],
-            env=os.environ | {"CPU_NUM_DEVICES": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        process = apart.run("remat_programs.py", str(out), *runs)
         assert process.returncode == 0, process.stderr[-4000:]
         return json.loads(out.read_text())
 

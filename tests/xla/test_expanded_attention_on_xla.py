@@ -17,9 +17,8 @@ from trl_tpu.parallel.mesh import MeshShape
 @pytest.fixture(scope="module")
 def devices() -> int:
     current = runtime.current()
-    current.start()
-    current.set_mesh(MeshShape(fsdp=current.device_count()).sizes, 1)
-    return current.device_count()
+    current.set_mesh(MeshShape(fsdp=current.topology().devices).sizes, 1)
+    return current.topology().devices
 
 
 def test_rewards_and_gradients_equal_those_of_plain_torch(devices: int) -> None:
@@ -38,6 +37,7 @@ def test_rewards_and_gradients_equal_those_of_plain_torch(devices: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.eight
 def test_each_device_gathers_from_its_own_rows(devices: int) -> None:
     """XLA's partitioner would fetch every row to every device, not seeing that rows are independent."""
 

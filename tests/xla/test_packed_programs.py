@@ -1,20 +1,20 @@
 """Packed training compiles as many programs as shapes were planned, whatever the batches, and evaluation no more."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import real_pairs
 import tiny
 from counters import CountAtSteps, count
 from datasets import Dataset
 
 from trl_tpu import RewardTrainer, runtime
+from trl_tpu.data.loader import skip_batches
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
-from trl_tpu.training.optimizer import passes_of
 
 
 def uneven_pairs(count: int, seed: int = 0) -> Dataset:
@@ -25,32 +25,33 @@ def uneven_pairs(count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize(("accumulation", "attention"), [(1, "masks"), (2, "masks"), (1, "expanded")])
+@pytest.mark.parametrize(
+    ("accumulation", "attention"), [pytest.param(1, "masks", marks=pytest.mark.eight), (2, "masks"), (1, "expanded")]
+)
 def test_as_many_programs_as_planned_shapes(
     config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
 ) -> None:
-    """One execution a pass, nothing read between logs; losses and rewards equal those of padded rows."""
+    """One execution a micro-batch, nothing read between logs; losses and rewards equal those of padded rows."""
     settings = {"num_train_epochs": 2, "logging_steps": 1000, "gradient_accumulation_steps": accumulation}
-    devices = runtime.current().device_count()
+    devices = runtime.current().topology().devices
     # a small rate, since Adam makes whole steps of the rounding in gradients near 0
     settings |= {"learning_rate": 1e-4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
     pairs, held_out = uneven_pairs(64 * devices - 3), uneven_pairs(27 * devices, seed=1)
     counter = CountAtSteps()
     args = config(packing=True, packed_attention=attention, **settings)
-    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
-    # rows so short that many batches take several passes; a plan of the trainer's own would do so more rarely
+    # rows so short that many batches take several micro-batches; a plan of the trainer's own would do so more rarely
     shape = RowShape(devices, 192)
-    key = trainer.train_dataset._fingerprint, args.train_batch_size, attention == "expanded"
-    trainer._row_plans[key] = RowPlan((shape,), (shape,))
-    passes = [len(passes_of(batch)) for batch in trainer.get_train_dataloader().batches]
-    assert trainer.planned_shapes == 2
-    assert trainer.has_partial_passes
-    assert max(passes) > 1
+    trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": RowPlan((shape,), (shape,))})
+    trainer = trainer_class(model_folder, args, train_dataset=pairs, callbacks=[counter])
+    counts = [len(batch["packed"].micro_batches) for batch in trainer.get_train_dataloader().batches]
+    assert trainer.batch_plan.shapes == 2
+    assert trainer.batch_plan.accumulates
+    assert max(counts) > 1
     trainer.train()
     last = max(counter.at)
     steps = counter.between(0, last)
     assert steps.compiles <= 2 + (accumulation > 1)
-    assert steps.executions > last * accumulation  # some batches take several passes
+    assert steps.executions > last * accumulation  # some batches take several micro-batches
     assert steps.device_to_host == 0
 
     before = count()
@@ -79,19 +80,20 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
     loader.set_epoch(0)
     batches = list(loader.batches)
     loader.set_epoch(0)  # as the loop does; each pass over the pairs is an epoch of its own
-    resumed = list(whole._skip_batches(loader, 5).batches)
+    resumed = list(skip_batches(loader.batches, 5))
     assert len(resumed) == len(batches) - 5
     for one, other in zip(batches[5:], resumed, strict=True):
-        for rows, again in zip(passes_of(one), passes_of(other), strict=True):
-            assert all(np.array_equal(rows[key], again[key]) for key in rows)
+        for rows, again in zip(one["packed"].micro_batches, other["packed"].micro_batches, strict=True):
+            tensors = again.named_tensors()
+            assert all(np.array_equal(tensor, tensors[name]) for name, tensor in rows.named_tensors().items())
 
 
-@tiny.needs_hh
-@pytest.mark.skipif("CPU_NUM_DEVICES" in os.environ, reason="shown on one device, in less time")
-def test_an_epoch_of_real_pairs(config: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", real_pairs.SOURCES)
+def test_an_epoch_of_real_lengths(source: str, config: Callable[..., Any], tmp_path: Path) -> None:
     """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""
-    pairs = tiny.hh_pairs(0, 10**6)
-    model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=8, layers=1)
+    pairs = real_pairs.pairs_from(source)
+    hidden = 8 * (1 + real_pairs.SOURCES.index(source))  # programs that no other source has compiled
+    model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=hidden, layers=1)
     counter = CountAtSteps()
     args = config(packing=True, num_train_epochs=1, logging_steps=1000, max_length=256)
     args.per_device_train_batch_size *= 4
@@ -102,10 +104,10 @@ def test_an_epoch_of_real_pairs(config: Callable[..., Any], tmp_path: Path) -> N
     assert last == len(trainer.train_dataset) // 32 > 40
     loader = trainer.get_train_dataloader()
     loader.set_epoch(0)
-    used = {
-        (rows["input_ids"].shape, rows is batch["passes"][-1]) for batch in loader.batches for rows in passes_of(batch)
-    }
-    assert trainer.planned_shapes is not None and trainer.planned_shapes <= 4
-    assert steps.compiles == len(used) <= trainer.planned_shapes
+    batches = [batch["packed"].micro_batches for batch in loader.batches]
+    used = {(rows.input_ids_RL.shape, rows is batch[-1]) for batch in batches for rows in batch}
+    planned = trainer.batch_plan.shapes
+    assert planned is not None and planned <= 4
+    assert steps.compiles == len(used) <= planned
     assert steps.device_to_host == 0
     assert steps.executions >= last

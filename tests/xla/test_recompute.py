@@ -6,6 +6,7 @@ import torch_xla
 import torch_xla.debug.metrics as met
 from transformers import PreTrainedModel
 
+from trl_tpu.checkpoint.storage import to_host
 from trl_tpu.modeling.attention.static import use_static_attention
 from trl_tpu.runtime import current
 
@@ -13,26 +14,25 @@ from trl_tpu.runtime import current
 def model_on_xla(checkpointing: bool) -> PreTrainedModel:
     model = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
     use_static_attention(model)
+    runtime = current()
     model.to("xla").train()
     if checkpointing:
         model.activation_checkpointing_enable()
-        current().recompute_layers(model, "full")
+        runtime.recompute_layers(model, "full")
     return model
 
 
 def gradients_and_program(checkpointing: bool, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], str]:
     """Every parameter's gradient, and the program of one forward and backward as XLA gets it."""
-    runtime = current()
-    runtime.start()
     model = model_on_xla(checkpointing)
     ids = torch.randint(2, 200, (8, 32), generator=torch.Generator().manual_seed(0)).to("xla")
     torch_xla.sync(wait=True)
-    with runtime.autocast(dtype, ids.device):
+    with torch.autocast("xla", dtype=dtype, enabled=dtype is not None):
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().square().sum()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     program = torch_xla._XLAC._get_xla_tensors_hlo(list(gradients.values()))
-    return runtime.to_host(gradients), program
+    return to_host(gradients, current()), program
 
 
 def test_same_gradients_from_recomputed_layers() -> None:
@@ -57,8 +57,6 @@ def test_recomputation_repeats_the_forwards_precision() -> None:
 
 def test_parameters_are_not_outputs_of_the_program() -> None:
     """torch_xla's own checkpoint puts its barrier on the parameters in place, and every program returns them all."""
-    runtime = current()
-    runtime.start()
     model = model_on_xla(checkpointing=True)
     ids = torch.randint(2, 200, (8, 32)).to("xla")
     torch_xla.sync(wait=True)

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from trl_tpu import RewardTrainer
+from trl_tpu.checkpoint.storage import to_host
 
 _SCORE = """
 import json, sys, torch
@@ -63,6 +64,7 @@ def test_saved_model_gives_the_same_rewards(config: Callable[..., Any], model_fo
     assert not torch.equal(started["score.weight"], trained["score.weight"])
 
 
+@pytest.mark.eight
 def test_lora_trains_saves_and_leaves_the_base_frozen(
     config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
@@ -71,9 +73,9 @@ def test_lora_trains_saves_and_leaves_the_base_frozen(
         model_folder, args, train_dataset=tiny.made_up_pairs(40), peft_config=LoraConfig(task_type="SEQ_CLS", r=8)
     )
     runtime = trainer.runtime
-    before = runtime.to_host(dict(trainer.model.named_parameters()))
+    before = to_host(dict(trainer.model.named_parameters()), runtime)
     trainer.train()
-    after = runtime.to_host(dict(trainer.model.named_parameters()))
+    after = to_host(dict(trainer.model.named_parameters()), runtime)
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(before[name], after[name]) is not parameter.requires_grad, name
     held_out = tiny.made_up_pairs(4, seed=1)
@@ -89,24 +91,24 @@ def test_lora_trains_saves_and_leaves_the_base_frozen(
 def test_resumed_run_equals_the_uninterrupted_one(
     config: Callable[..., Any], model_folder: str, tmp_path: Path, accumulation: int
 ) -> None:
-    """Losses, metrics and the token count; the log at step 5 spans the save at step 3."""
+    """Losses, metrics and the token count; the log at step 10 spans the save at step 9, within a later epoch."""
     settings = {
-        "max_steps": 6,
-        "logging_steps": 5,
+        "max_steps": 11,
+        "logging_steps": 10,
         "save_strategy": "steps",
-        "save_steps": 3,
+        "save_steps": 9,
         "logging_strategy": "steps",
         "gradient_accumulation_steps": accumulation,
         "warmup_steps": 2,
     }
-    pairs = tiny.made_up_pairs(60)
+    pairs = tiny.made_up_pairs(56)
     whole = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
     whole.train()
     resumed = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     for key in ("num_tokens", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "grad_norm"):
         assert resumed.state.log_history[0][key] == pytest.approx(whole.state.log_history[0][key], rel=1e-6), key
-    weights = [trainer.runtime.to_host(dict(trainer.model.named_parameters())) for trainer in (whole, resumed)]
+    weights = [to_host(dict(trainer.model.named_parameters()), trainer.runtime) for trainer in (whole, resumed)]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
 

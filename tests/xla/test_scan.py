@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch_xla.debug.metrics as met
-from layouts import family
+from families import family
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardTrainer

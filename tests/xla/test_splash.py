@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, whose kernels then run on a CPU."""
-    runtime.current().start()
+    runtime.current()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     from trl_tpu.runtime.kernels import splash
@@ -47,14 +47,14 @@ def two_copies(rows: int, length: int) -> ExpandedRows:
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "window", "softcap", "is_fused"),
+    ("length", "size", "window", "softcap"),
     [
-        (512, 128, None, None, True),
-        (200, 64, 7, None, True),
-        (130, 16, 40, 2.0, True),
-        (640, 16, None, None, True),
-        (640, 16, 200, None, True),
-        (640, 80, 200, 2.0, False),
+        (512, 128, None, None),
+        (200, 64, 7, None),
+        (130, 16, 40, 2.0),
+        (640, 16, None, None),
+        (640, 16, 200, None),
+        (640, 80, 200, 2.0),
     ],
 )
 def test_splash_attention_equals_plain_attention(
@@ -62,16 +62,13 @@ def test_splash_attention_equals_plain_attention(
     size: int,
     window: int | None,
     softcap: float | None,
-    is_fused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs and gradients, with copies, segments, grouped heads, and lengths and heads that are padded.
 
-    The backward is our kernel, or jax's two. 640 columns are five blocks, of which those are left out that no segment
-    joins, or whose queries are not needed.
+    640 columns are five blocks, of which those are left out that no segment joins, or whose queries are not needed.
     """
     splash = interpreted(monkeypatch)
-    monkeypatch.setattr(splash, "has_fused_backward", lambda *_: is_fused)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, length, size) for heads in (4, 2, 2))
     weight, rows = torch.randn(2, length, 4, size), two_copies(2, length)
@@ -87,11 +84,9 @@ def test_splash_attention_equals_plain_attention(
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
 
-@pytest.mark.parametrize("is_fused", [True, False])
-def test_rows_in_groups_equal_rows_at_once(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_groups_equal_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a TPU cannot hold the lists of blocks of all rows: four of them, three and one."""
     splash = interpreted(monkeypatch)
-    monkeypatch.setattr(splash, "has_fused_backward", lambda *_: is_fused)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 256, 16).to("xla").requires_grad_() for heads in (4, 2, 2))
     rows = ExpandedRows(*(place.to("xla") for place in two_copies(2, 256)))
@@ -127,7 +122,7 @@ def test_tokens_are_kept_for_the_backward_and_not_their_copies(monkeypatch: pyte
 
 def test_blocks_are_run_where_a_needed_query_sees_a_key_and_nowhere_else() -> None:
     """Dialogues one after the other, then padding, of which none is needed."""
-    runtime.current().start()
+    runtime.current()
     import jax.numpy as jnp
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask

@@ -1,80 +1,82 @@
 """On eight devices every layout trains like one device, in one program a batch shape, holding no more than planned.
 
-Five families on five meshes in four variants are 100 runs of some 10 s. These cover every mesh with three families,
-every family on three meshes, and both with padded and packed rows, with and without accumulation; one run says its
-`data` axis as slices, and three attend in rows of whole dialogues, two of them with fewer key heads than query heads.
-`python tests/layouts.py OUT MODEL:MESH:VARIANT ...` runs any other.
+Five families on five meshes in four variants are 100 runs of some 10 s. These cover every family, mesh and variant;
+those marked `long` cover more of their combinations, and `python tests/support/layouts.py OUT MODEL:MESH:VARIANT ...`
+runs any other.
 
 The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 20
 steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.1.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
-from places import ROOT, SUPPORT
 
 RUNS = [
     "llama:fsdp=8:padded",
-    "llama:data=2,fsdp=4:packed",
     "llama:data=2,fsdp=4:packed+dots",
-    "llama:fsdp=8:packed+accumulated+scanned",
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
+    "llama_grouped:tensor=8:expanded",
+    "llama_lora:fsdp=8:packed",
+    "qwen3:slices=2,fsdp=4:accumulated",
+    "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
+    "gemma3_text:fsdp=4,tensor=2:padded",
+    "qwen3_moe:tensor=8:packed+accumulated",
+    "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
+]
+LONG_RUNS = [
+    "llama:data=2,fsdp=4:packed",
+    "llama:fsdp=8:packed+accumulated+scanned",
     "llama:fsdp=4,tensor=2:expanded",
     "llama_grouped:data=2,fsdp=2,tensor=2:expanded",
-    "llama_grouped:tensor=8:expanded",
-    "qwen3:slices=2,fsdp=4:accumulated",
     "qwen3:fsdp=4,tensor=2:packed",
     "qwen3:tensor=8:padded",
     "gemma3_text:fsdp=8:packed+accumulated",
-    "gemma3_text:fsdp=4,tensor=2:padded",
     "gemma3_text:data=2,fsdp=2,tensor=2:accumulated",
     "qwen3_moe:data=2,fsdp=4:padded",
     "qwen3_moe:data=2,fsdp=2,tensor=2:packed",
-    "qwen3_moe:tensor=8:packed+accumulated",
-    "llama_lora:fsdp=8:packed",
     "llama_lora:fsdp=4,tensor=2:accumulated",
     "llama_lora:tensor=8:padded",
     "llama_lora:fsdp=8:packed+accumulated+scanned",
-    "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
     "llama:fsdp=8:packed+in steps",
-    "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
-    "qwen3:data=2,fsdp=4:packed+in parts",
-    "llama:fsdp=8:packed+scanned+in steps+in parts",
 ]
 
 Results = dict[str, dict[str, Any]]
 
 
+def with_runs(name: str = "") -> pytest.MarkDecorator:
+    """A test of every run whose variant has this in its name."""
+    marked = [*RUNS, *(pytest.param(run, marks=pytest.mark.long) for run in LONG_RUNS)]
+    return pytest.mark.parametrize("run", [run for run in marked if name in str(run)])
+
+
+every_run = with_runs()
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """What happened on eight devices and on one, side by side in two processes."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    """What happened on eight devices and on one in the runs that were chosen, side by side in two processes."""
     folder = tmp_path_factory.mktemp("layouts")
-    one_device = sorted({f"{run.partition(':')[0]}:fsdp=-1:padded" for run in RUNS})
-    settings: dict[str, tuple[dict[str, str], list[str]]] = {
-        "eight": ({"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, RUNS),
-        "one": ({"USE_TORCH_XLA": "0"}, one_device),
-    }
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, str(SUPPORT / "layouts.py"), str(folder / f"{name}.json"), *runs],
-            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / f"{name}.log").open("w"),
-        )
-        for name, (environment, runs) in settings.items()
-    }
-    for name, process in processes.items():
-        assert process.wait() == 0, (folder / f"{name}.log").read_text()[-4000:]
-    eight, one = (json.loads((folder / f"{name}.json").read_text()) for name in processes)
-    return eight, one
+    tests = (item for item in request.session.items if item.path == request.path)
+    chosen = list(dict.fromkeys(test.callspec.params["run"] for test in tests))  # type: ignore[attr-defined]
+    one_device = sorted({f"{run.partition(':')[0]}:fsdp=-1:padded" for run in chosen})
+    with ThreadPoolExecutor() as pool:
+        eight = pool.submit(train, folder / "eight.json", chosen, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+        one = pool.submit(train, folder / "one.json", one_device, USE_TORCH_XLA="0")
+    return eight.result(), one.result()
+
+
+def train(out: Path, runs: list[str], **variables: str) -> Results:
+    process = apart.run("layouts.py", str(out), *runs, timeout=3000, **variables)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads(out.read_text())
 
 
 @pytest.fixture
@@ -82,9 +84,6 @@ def result(results: tuple[Results, Results], run: str) -> dict[str, Any]:
     found = results[0][run]
     assert "error" not in found, found["error"]
     return found
-
-
-every_run = pytest.mark.parametrize("run", RUNS)
 
 
 @every_run
@@ -177,7 +176,7 @@ def test_no_activation_is_gathered_over_fsdp_and_no_logits_anywhere(result: dict
     assert len(found["embeddings made whole"]) <= 1
 
 
-@pytest.mark.parametrize("run", [run for run in RUNS if "in steps" in run])
+@with_runs("in steps")
 def test_over_many_devices_gradients_are_scattered_first_and_then_added_up_in_parts(
     result: dict[str, Any], run: str
 ) -> None:
@@ -186,22 +185,6 @@ def test_over_many_devices_gradients_are_scattered_first_and_then_added_up_in_pa
     sizes = {devices: sorted(_matrices(each for each in added if each["devices"] == devices)) for devices in (2, 4)}
     assert sizes[4] and sizes[2] == [size // 4 for size in sizes[4]]
     assert all(each["devices"] in sizes for each in added)
-
-
-@pytest.mark.parametrize("run", [run for run in RUNS if "in parts" in run])
-def test_the_backward_gathers_a_part_of_a_feed_forward_block_at_a_time(result: dict[str, Any], run: str) -> None:
-    """Whole are the three weights of the forward, and the last one; of the two others come three parts.
-
-    Each for both of its products: this compiler does not gather once for two, as that of TPUs does.
-    """
-    layers = 1 if "scanned" in run else 2
-    sizes = Counter(
-        prod(shape)
-        for each in result["collectives"]
-        if each["kind"] == "all-gather" and "fsdp" in each["axes"]
-        for shape in each["shapes"]
-    )
-    assert (sizes[168 * 56], sizes[168 * 56 // 3]) == (4 * layers, 2 * 2 * 3 * layers)
 
 
 def _matrices(added: Iterable[dict[str, Any]]) -> list[int]:

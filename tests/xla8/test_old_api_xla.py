@@ -5,15 +5,12 @@ another order over three steps.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
-import tiny  # noqa: E402
-from places import ROOT, SUPPORT
+import tiny
 
 PLAIN_TORCH = {"USE_TORCH_XLA": "0"}
 EIGHT_DEVICES = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
@@ -21,12 +18,7 @@ EIGHT_DEVICES = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": 
 
 def run_old_script(folder: Path, environment: dict[str, str], pairs_per_device: int) -> dict[str, Any]:
     out = folder / "out.json"
-    process = subprocess.run(
-        [sys.executable, str(SUPPORT / "old_script.py"), str(folder / "model"), str(pairs_per_device), str(out)],
-        env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    process = apart.run("old_script.py", str(folder / "model"), str(pairs_per_device), str(out), **environment)
     assert process.returncode == 0, process.stderr[-4000:]
     result = json.loads(out.read_text())
     out.unlink()

@@ -5,15 +5,12 @@ float32: sums in another order, which Adagrad's first steps (a gradient by its o
 """
 
 import json
-import os
-import subprocess
-import sys
 from math import prod
 from typing import Any
 
+import apart
 import pytest
 import torch
-from places import ROOT, SUPPORT
 
 from trl_tpu.runtime import current
 from trl_tpu.training.optimizer import prepare_optimizer
@@ -32,18 +29,12 @@ MESH = {"fsdp": 4, "tensor": 2}
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What happened on eight devices, and the losses on one."""
     folder = tmp_path_factory.mktemp("optimizers")
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     settings: dict[str, dict[str, str]] = {
-        "eight": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8", "XLA_FLAGS": quick},
+        "eight": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"},
         "one": {"USE_TORCH_XLA": "0"},
     }
     for name, environment in settings.items():
-        process = subprocess.run(
-            [sys.executable, str(SUPPORT / "optimizers.py"), str(folder / f"{name}.json"), *KNOWN, *OWN_WAY],
-            env=os.environ | environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        process = apart.run("optimizers.py", str(folder / f"{name}.json"), *KNOWN, *OWN_WAY, **environment)
         assert process.returncode == 0, process.stderr[-4000:]
     eight, one = (json.loads((folder / f"{name}.json").read_text()) for name in settings)
     return {name: found | {"one": one[name]} for name, found in eight.items()}

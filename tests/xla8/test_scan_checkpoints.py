@@ -13,8 +13,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
+from trl_tpu.checkpoint.storage import tensors_in, to_host
 from trl_tpu.runtime import current
-from trl_tpu.runtime.storage import tensors_in
 
 SETTINGS: dict[str, Any] = {
     "mesh": "data=2,fsdp=2,tensor=2",
@@ -45,7 +45,7 @@ class Watched(RewardTrainer):
 
 
 def weights_of(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
-    return trainer.runtime.to_host({name: weight.detach() for name, weight in trainer.model.named_parameters()})
+    return to_host({name: weight.detach() for name, weight in trainer.model.named_parameters()}, trainer.runtime)
 
 
 def state_of(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def state_of(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
     optimizer = trainer.optimizer.optimizer
     named = trainer.model.named_parameters()
     state = {f"{name}.{kind}": value for name, each in named for kind, value in optimizer.state[each].items()}
-    return weights_of(trainer) | trainer.runtime.to_host(state)
+    return weights_of(trainer) | to_host(state, trainer.runtime)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 
 from trl_tpu import RewardTrainer
-from trl_tpu.training.optimizer import passes_of
+from trl_tpu.data.loader import skip_batches
 
 
 def bytes_on_a_device(tensor: torch.Tensor) -> int:
@@ -47,13 +47,15 @@ def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model
     """Also after skipping batches, as a resumed run does."""
     trainer = RewardTrainer(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
-    for batches in (loader, trainer._skip_batches(loader, 2)):
+    skipped = trainer.runtime.loader(skip_batches(loader.batches, 2), trainer.args.mesh_shape.batch_axes)
+    for batches in (loader, skipped):
         for batch in batches:
-            for rows in passes_of(batch):
+            some = [rows.named_tensors() for rows in batch["packed"].micro_batches] if packing else [batch]
+            for rows in some:
                 for key, value in rows.items():
                     whole = value.numel() * value.element_size()
-                    assert bytes_on_a_device(value) == (whole if key == "batch_pairs" else whole // 8), key
-    assert len(trainer._skip_batches(loader, 2)) == len(loader) - 2
+                    assert bytes_on_a_device(value) == (whole if key == "batch_pairs_1" else whole // 8), key
+    assert len(skipped) == len(loader) - 2
 
 
 def test_the_batch_counts_pairs_on_every_device(config: Callable[..., Any], model_folder: str) -> None:

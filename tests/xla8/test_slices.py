@@ -22,7 +22,6 @@ Report = Callable[[list[int]], None]
 @pytest.fixture
 def runtime() -> Any:
     made = XlaRuntime()
-    made.start()
     before = xs.get_global_mesh()
     yield made
     xs.set_global_mesh(before)
@@ -55,7 +54,7 @@ def test_slices_of_runs_of_devices_are_ordered_as_in_one_slice(
 ) -> None:
     """What is tested on virtual devices (`slices=2` there) is the order that torch_xla's mesh of slices makes."""
     devices_in([0] * 4 + [1] * 4)
-    assert runtime.slice_count() == 2
+    assert runtime.topology().slices == 2
     runtime.set_mesh(sizes, 2)
     assert isinstance(runtime._mesh, xs.HybridMesh)
     assert runtime._mesh.shape() == sizes

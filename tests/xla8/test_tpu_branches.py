@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xla_flags
 from places import ROOT, SUPPORT
 
+KINDS = ["full", "lora", "padded", "float32", "adafactor"]
 
-def run(folder: Path, kind: str) -> dict[str, Any]:
+
+def run(folder: Path, *kinds: str) -> dict[str, Any]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FLAGS": xla_flags.QUICK}
     process = subprocess.run(
-        [sys.executable, str(SUPPORT / "tpu_branches.py"), str(folder), kind],
-        env=plain | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
+        [sys.executable, str(SUPPORT / "tpu_branches.py"), str(folder), *kinds],
+        env=plain | devices | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=400,
@@ -24,16 +28,21 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
     return json.loads(process.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("trained"), *KINDS)
+
+
 def test_accelerate_itself_would_store_all_in_bfloat16(tmp_path: Path) -> None:
     """The emulation reaches the branch that it is about."""
-    stock = run(tmp_path, "stock")
+    stock = run(tmp_path, "stock")["stock"]
     assert stock["environment"]["XLA_USE_BF16"] == "1"
     assert "accelerate.state" in stock["asked for a TPU"]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora", "padded", "float32", "padded_float32", "adafactor"])
-def test_state_stays_float32(tmp_path: Path, kind: str) -> None:
-    found = run(tmp_path, kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_stays_float32(trained: dict[str, Any], kind: str) -> None:
+    found = trained[kind]
     assert "accelerate.state" in found["asked for a TPU"]
     assert found["environment"] in (
         {"XLA_USE_BF16": None, "XLA_DOWNCAST_BF16": None},

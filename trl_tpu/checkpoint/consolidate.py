@@ -1,27 +1,38 @@
-"""Export of a checkpoint without its devices: one tensor at a time, in plain torch."""
+"""Write the model in a checkpoint to a folder that ``from_pretrained`` reads, in plain torch.
+
+transformers and peft read, convert, merge and write. The host holds the model once: in the dtype that is written, or
+in float32 where adapters are merged.
+"""
 
 import json
-import logging
+import math
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
-from ..modeling.adapters import saved_adapter_names, with_adapters_of
-from ..modeling.load import load_model
-from .manifest import MANIFEST_FILE, faults
-from .merge_adapters import Merger
-from .model_writer import ModelWriter, shape_of
+from ..errors import UserError
+from ..modeling import broken
+from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
+from ..modeling.load import without_load_report
+from ..runtime.native import NativeRuntime
+from .manifest import MANIFEST_FILE, find_faults
 from .remote import is_url, local_copy
-from .stored_weights import Stored, StoredFiles, stored_weights
-from .weight_files import ADAPTER_FILE, MODEL_FILE, WeightFiles
+from .state_dict import STATE_FOLDER, read_weights
 
-logger = logging.getLogger(__name__)
-
+MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
+ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 #: files of a checkpoint that go with the model: config, tokenizer, chat template, the model's own code
 _COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
@@ -53,201 +64,176 @@ def export_checkpoint(
         trust_remote_code: Whether the model may bring its own code.
 
     Raises:
-        ValueError: The checkpoint is damaged, has no weights in safetensors, or lacks some; `out` exists; `merge` or
+        UserError: The checkpoint is damaged, has no weights in safetensors, or lacks some; `out` exists; `merge` or
             `base` do not fit what the checkpoint is.
     """
     out = _new_folder(out)
-    aside = out.with_name(f".{out.name}.unfinished")
+    staging = out.with_name(f".{out.name}.unfinished")
     with local_copy(checkpoint) as folder:
-        adapters = (folder / ADAPTER_CONFIG).is_file()
-        _check(folder, merge, base, adapters)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        has_adapters = (folder / ADAPTER_CONFIG).is_file()
+        _check(folder, merge, base, has_adapters)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
         try:
-            if not adapters:
-                _write_model(folder, aside, dtype, max_shard_size, trust_remote_code)
+            _copy_companions(folder, staging)
+            if not has_adapters:
+                _whole_model(folder, dtype, trust_remote_code).save_pretrained(staging, max_shard_size=max_shard_size)
             elif merge:
-                _write_merged(folder, aside, base, dtype, max_shard_size, trust_remote_code)
+                merged = _merged_model(folder, _base_name(folder, base), dtype, trust_remote_code)
+                merged.save_pretrained(staging, max_shard_size=max_shard_size)
             else:
-                _write_adapters(folder, aside, base, dtype, trust_remote_code)
-            _copy_companions(folder, aside)
-            os.replace(aside, out)  # also over an empty folder
+                _write_adapters(folder, staging, base, dtype, trust_remote_code)
+            os.replace(staging, out)  # also over an empty folder
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _new_folder(out: str | Path) -> Path:
     if is_url(str(out)):
-        raise ValueError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
+        raise UserError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
+        raise UserError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
     return out
 
 
-def _check(checkpoint: Path, merge: bool, base: str | None, adapters: bool) -> None:
+def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
     if not checkpoint.is_dir():
-        raise ValueError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
-    if merge and not adapters:
-        raise ValueError(f"There is nothing to merge: {checkpoint} has no {ADAPTER_CONFIG}. Leave `--merge` out.")
-    if base is not None and not adapters:
-        raise ValueError(f"{checkpoint} is a whole model, so `--base` has no use. Leave it out.")
-    if (checkpoint / MANIFEST_FILE).exists() and (wrong := faults(checkpoint)):
-        raise ValueError(f"The checkpoint {checkpoint} is damaged: {'; '.join(wrong)}. Export another one.")
+        raise UserError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
+    if merge and not has_adapters:
+        raise UserError(f"There is nothing to merge: {checkpoint} has no {ADAPTER_CONFIG}. Leave `--merge` out.")
+    if base is not None and not has_adapters:
+        raise UserError(f"{checkpoint} is a whole model, so `--base` has no use. Leave it out.")
+    if not has_adapters and not (checkpoint / "config.json").is_file():
+        raise UserError(f"{checkpoint} has no config.json, by which the model is built. Copy it there.")
+    if (checkpoint / MANIFEST_FILE).exists() and (wrong := find_faults(checkpoint)):
+        raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(wrong)}. Export another one.")
 
 
-def _write_model(
-    checkpoint: Path, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str, trust_remote_code: bool
-) -> None:
-    if not (checkpoint / "config.json").is_file():
-        raise ValueError(f"{checkpoint} has no config.json, by which the model is built. Copy it there.")
-    stored = stored_weights(checkpoint)
-    if isinstance(stored, StoredFiles):
-        _copy_weights(stored, {name: name for name in stored.tensors}, folder, dtype, max_shard_size)
-    else:
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        model = _without_memory(config, trust_remote_code)
-        _check_shapes(model, stored.tensors, checkpoint)
-        with ModelWriter(model, stored.tensors, folder, max_shard_size, dtype) as writer:
-            for name in stored.tensors:
-                writer.put(name, stored.read(name))
-    written = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    if dtype is not None:
-        written.pop("torch_dtype", None)  # its name in transformers 4
-        written["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+def _copy_companions(checkpoint: Path, folder: Path) -> None:
+    for path in checkpoint.iterdir():
+        if path.suffix in _COMPANIONS and path.name not in _OF_TRAINING and ".index." not in path.name:
+            shutil.copyfile(path, folder / path.name)
+    templates = checkpoint / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, folder / templates.name)
+
+
+def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the trained model, in the dtype that is asked for."""
+    if any((checkpoint / file).is_file() for file in MODEL_FILES):
+        stored_dtype = _stored_dtype(checkpoint)
+        model, missing = _load(str(checkpoint), dtype=dtype or stored_dtype, trust_remote_code=trust_remote_code)
+        if missing:
+            raise UserError(f"{checkpoint} lacks weights: {', '.join(missing[:5])}. Copy it anew.")
+        return model
+    stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+    model = _without_memory(str(checkpoint), dtype or stored_dtype, trust_remote_code).to_empty(device="cpu")
+    model.tie_weights()
+    read_weights(model, checkpoint, NativeRuntime())
+    return model
 
 
 def _write_adapters(
     checkpoint: Path, folder: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> None:
-    stored = stored_weights(checkpoint, ADAPTER_FILE)
-    if isinstance(stored, StoredFiles):
-        names = {name: name for name in stored.tensors}
+    """Write the trained adapters as peft does."""
+    if (checkpoint / ADAPTER_FILE).is_file():
+        weights = load_file(checkpoint / ADAPTER_FILE)
     else:
-        config = _config(checkpoint, _base_name(checkpoint, base), trust_remote_code)
-        adapted: Any = with_adapters_of(_without_memory(config, trust_remote_code), str(checkpoint))
-        names = saved_adapter_names(adapted, stored.tensors)
-    _copy_weights(stored, names, folder, dtype, max_shard_size="1000TB", file=ADAPTER_FILE)  # peft reads one file
-    written = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    written["inference_mode"] = True
-    if base is not None:
-        written["base_model_name_or_path"] = base
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+        name = _base_name(checkpoint, base)
+        model = _without_memory(name, stored_dtype, trust_remote_code)
+        with _explaining_misfit(checkpoint, name):
+            adapted = empty_adapters(model, str(checkpoint), stored_dtype)
+            read_weights(adapted, checkpoint, NativeRuntime())
+        weights = adapter_weights(adapted)
+    weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
+    save_file(weights, folder / ADAPTER_FILE, {"format": "pt"})
+    config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config |= {"inference_mode": True} | ({} if base is None else {"base_model_name_or_path": base})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _write_merged(
-    checkpoint: Path,
-    folder: Path,
-    base: str | None,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    trust_remote_code: bool,
-) -> None:
-    name = _base_name(checkpoint, base)
-    config = _config(checkpoint, name, trust_remote_code)
-    config.dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    plain = _without_memory(config, trust_remote_code)
-    adapted: Any = with_adapters_of(_without_memory(config, trust_remote_code), str(checkpoint))
-    _read_adapters(adapted, checkpoint)
-    with ModelWriter(plain, _shapes(plain), folder, max_shard_size, config.dtype) as writer:
-        merger = Merger(adapted, plain, writer.put)
-
-        def take(_: Any, weight: str, tensor: torch.Tensor) -> torch.Tensor:
-            merger.take(weight, tensor)
-            return tensor.new_zeros(()).expand(tensor.shape)  # has the shape, and no memory
-
-        read = load_model(name, model_init_kwargs={"dtype": "auto"}, trust_remote_code=trust_remote_code, place=take)
-        for weight, buffer in read.named_buffers():
-            merger.take(weight, buffer)
-        if missing := merger.missing():
-            raise ValueError(
-                f"{', '.join(missing[:5])}: neither the adapters nor the base model {name} have a value, so it would "
+def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the base model with the trained adapters merged in float32, then rounded once."""
+    with tempfile.TemporaryDirectory() as adapters:
+        _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
+        model, missing = _load(base, dtype=torch.float32, num_labels=1, trust_remote_code=trust_remote_code)
+        trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
+        if random := [name for name in missing if name not in trained]:
+            raise UserError(
+                f"{', '.join(random[:5])}: neither the adapters nor the base model {base} have a value, so it would "
                 "be random. A reward head is saved with the adapters when it is trained whole: "
                 "`modules_to_save` or `task_type='SEQ_CLS'` in the peft config."
             )
-    config.architectures = [type(plain).__name__]
-    config.save_pretrained(folder)
+        with _explaining_misfit(checkpoint, base):
+            merged: Any = merge_adapters(model, adapters)
+    if (checkpoint / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
+            merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    stored_dtype = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
+    return merged.to(dtype or stored_dtype or torch.float32)
 
 
-def _read_adapters(adapted: Any, checkpoint: Path) -> None:
-    stored = stored_weights(checkpoint, ADAPTER_FILE)
-    of_model = saved_adapter_names(adapted, adapted.state_dict())
-    if isinstance(stored, StoredFiles):
-        values = {name: stored.read(saved) for name, saved in of_model.items() if saved in stored.tensors}
-    else:
-        values = {name: stored.read(name) for name in stored.tensors}
-    if missing := sorted(of_model.keys() - values.keys()):
-        raise ValueError(f"The adapters in {checkpoint} are not complete: {', '.join(missing[:5])} is missing.")
-    own = adapted.state_dict()
-    for name, value in values.items():
-        if name not in own or own[name].shape != value.shape:
-            expected = list(own[name].shape) if name in own else "no such weight"
-            raise ValueError(
-                f"The adapters in {checkpoint} were trained on another base model: their {name} is "
-                f"{list(value.shape)}, and on this base it would be {expected}. Give the right one: `--base`."
-            )
-    adapted.load_state_dict(values, strict=False, assign=True)
+def _load(name: str, **kwargs: Any) -> tuple[PreTrainedModel, list[str]]:
+    """Return a model on the host, and which of its weights its files lack."""
+    with broken.explaining(name), without_load_report():
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+    if info["mismatched_keys"]:
+        raise broken.mismatch(name, info["mismatched_keys"])
+    return model, sorted(info["missing_keys"])
 
 
-def _copy_weights(
-    stored: Stored,
-    names: Mapping[str, str],
-    folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    file: str = MODEL_FILE,
-) -> None:
-    shapes = {written: shape_of(stored.tensors[name], dtype) for name, written in names.items()}
-    with WeightFiles(folder, shapes, max_shard_size, file) as files:
-        for name, written in names.items():
-            files.write(written, stored.read(name).to(shapes[written].dtype))
+def _without_memory(name: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the model that a config describes, on the meta device."""
+    trust = {"trust_remote_code": trust_remote_code}
+    with broken.explaining(name), torch.device("meta"):
+        config = AutoConfig.from_pretrained(name, num_labels=1, **trust)
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype, **trust)
 
 
-def _without_memory(config: Any, trust_remote_code: bool) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
+def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
+    """Return the widest dtype of the weights in a folder's safetensors files whose names begin with ``prefix``.
 
-
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: shape_of(tensor) for name, tensor in model.state_dict().items()}
-
-
-def _check_shapes(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> None:
-    own = _shapes(model)
-    for name, tensor in tensors.items():
-        if name not in own or own[name].shape != tensor.shape:
-            expected = f"{list(own[name].shape)}" if name in own else "no such weight"
-            raise ValueError(
-                f"{checkpoint}/config.json is of another model than the state beside it: {name} is "
-                f"{list(tensor.shape)}, and {type(model).__name__} has {expected}."
-            )
+    Raises:
+        UserError: There are none, a file is torn, or shards of a weight are missing.
+    """
+    try:
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"A file in {folder} is torn: {error}. Copy it anew, or export another checkpoint.") from error
+    dtypes = []
+    for name, saved in found.items():
+        if isinstance(saved, TensorStorageMetadata) and name.startswith(prefix):
+            if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
+                raise UserError(f"{folder} lacks shards of the weight {name}. A file is missing: copy it anew.")
+            dtypes += [saved.properties.dtype] if saved.properties.dtype.is_floating_point else []
+    if not dtypes:
+        raise UserError(
+            f"{folder} has no weights in safetensors, and pickled ones are not read, since they could run code. Give "
+            "the folder of a checkpoint (`output_dir/checkpoint-N`) or of a saved model."
+        )
+    return reduce(torch.promote_types, dtypes)
 
 
 def _base_name(checkpoint: Path, base: str | None) -> str:
     name = base or json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not name:
-        raise ValueError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Give its folder or Hub id: `--base`.")
+        raise UserError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Give its folder or Hub id: `--base`.")
     return name
 
 
-def _config(checkpoint: Path, base: str, trust_remote_code: bool) -> Any:
-    """The config of the model with the adapters; peft does not save one, but with its tokenizer it can be made."""
-    if (checkpoint / "config.json").is_file():
-        return AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-    config = AutoConfig.from_pretrained(base, num_labels=1, trust_remote_code=trust_remote_code)
-    if (checkpoint / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
-            config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    return config
-
-
-def _copy_companions(checkpoint: Path, folder: Path) -> None:
-    for path in checkpoint.iterdir():
-        companion = path.suffix in _COMPANIONS and path.name not in _OF_TRAINING
-        if companion and not path.name.endswith(".safetensors.index.json") and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)
-    templates = checkpoint / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, folder / templates.name)
+@contextmanager
+def _explaining_misfit(checkpoint: Path, base: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, RuntimeError, UserWarning, ValueError) as error:
+        reason = str(error).rstrip(".")
+        raise UserError(
+            f"The adapters in {checkpoint} do not fit the base model {base}: {reason}. Give the one that they were "
+            "trained on: `--base`."
+        ) from error

@@ -1,6 +1,7 @@
-"""A checkpoint is complete or invisible: written aside, sealed with a manifest, flushed to disk, renamed.
+"""What makes a folder a checkpoint: a manifest, written last, of every file with its size and SHA-256.
 
-The manifest names every file with its size and SHA-256, so that a torn or altered checkpoint is found before loading.
+A checkpoint is written in the staging folder, sealed, flushed to disk and renamed: it is complete or invisible.
+Checksums of large files are made while they are written; all files are checked before a checkpoint is loaded.
 """
 
 import hashlib
@@ -16,79 +17,127 @@ from typing import Any, TypeVar
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
+from ..errors import UserError
 from .state_dict import PROGRESS_FILE, STATE_FOLDER
 
 MANIFEST_FILE = "manifest.json"
-# beside the checkpoints, since a rename within one file system is atomic; and uploads leave out what begins so
-ASIDE_FOLDER = "_unfinished"
+# beside the checkpoints, since a rename within one file system is atomic; uploads leave out what begins so
+STAGING_FOLDER = "_unfinished"
 _FORMAT = 2
-Named = TypeVar("Named", str, Path)
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+Named = TypeVar("Named", str, Path)
+Files = dict[str, dict[str, Any]]
+"""Size and SHA-256 of each file, by its path below the folder."""
 
 logger = logging.getLogger(__name__)
 
 
-def digests(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Sizes and checksums of files below ``folder``, which are on disk afterwards."""
-    files = {}
-    for name in sorted(names):
-        _flush(folder / name)
-        files[name] = {"size": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
-    return files
+def step_of(name: str) -> int | None:
+    """Return the step of the checkpoint folder ``name``; None for any other name."""
+    match = _CHECKPOINT.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+# ---- writing
 
 
 def files_in(folder: Path) -> list[str]:
-    """The names of all files below ``folder``."""
+    """Return the names of all files below ``folder``."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def publish(aside: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Seal the folder ``aside`` with a manifest of ``files`` and rename it to ``final``; an older one is replaced.
+def describe_files(folder: Path, names: Iterable[str], known: Mapping[str, str]) -> Files:
+    """Flush files below ``folder`` to disk and return their sizes and checksums.
+
+    Args:
+        known: The SHA-256 of files that were computed while they were written; others are read.
+    """
+    files = {}
+    for name in sorted(names):
+        path = folder / name
+        flush(path)
+        files[name] = {"size": path.stat().st_size, "sha256": known.get(name) or _sha256(path)}
+    return files
+
+
+def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the manifest of ``files``, which says that they are all."""
+    manifest = folder / MANIFEST_FILE
+    manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
+    flush(manifest)
+    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        flush(path)
+
+
+def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Seal the folder ``staging`` with a manifest of ``files`` and rename it to ``final``; an older one is replaced.
 
     A kill at any moment leaves ``final`` absent or complete. Where it existed, it may be left absent for the instant
-    between two renames; its older version then still lies in the aside folder.
+    between two renames; its older version then still lies in the staging folder.
     """
-    seal(aside, files)
-    replaced = aside.with_name(f"{aside.name}.replaced")
+    seal(staging, files)
+    replaced = staging.with_name(f"{staging.name}.replaced")
     if final.exists():
         final.rename(replaced)
-    aside.rename(final)
-    _flush(final.parent)
+    staging.rename(final)
+    flush(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def surplus_checkpoints(saved: Path, limit: int | None, best: str | None) -> list[Path]:
-    """The checkpoints to delete so that ``limit`` are left, the oldest first: not the one just ``saved`` nor the best.
+def flush(path: Path) -> None:
+    """Have the operating system write a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
-    By steps, which no clock disturbs; by age where a run began anew beside larger steps of an earlier one.
+
+# ---- rotation
+
+
+def surplus_checkpoints(saved: Path, limit: int | None, best: Path | None) -> list[Path]:
+    """Return the checkpoints to delete so that ``limit`` are left, the oldest first, never ``saved`` or ``best``.
+
+    Ordered by steps, which no clock disturbs; by age where a run began anew beside larger steps of an earlier one.
     """
     is_last = checkpoints_in(saved.parent)[0] == saved
     found = [Path(path) for path in sort_checkpoints(str(saved.parent), use_mtime=not is_last)]
-    return surplus(found, limit, {saved} if best is None else {saved, Path(best)})
+    return surplus(found, limit, {saved} if best is None else {saved, best})
 
 
 def surplus(found: Sequence[Named], limit: int | None, needed: Set[Named]) -> list[Named]:
-    """Those of ``found`` to delete, the first ones first, so that ``limit`` are left; what is ``needed`` stays."""
+    """Return the first of ``found``, without any that is ``needed``, to delete so that ``limit`` are left."""
     if limit is None or limit <= 0:
         return []
     deletable = [each for each in found if each not in needed]
     return deletable[: max(len(found) - max(limit, len(needed)), 0)]
 
 
-def retire(folder: Path, aside: Path) -> None:
+def retire(folder: Path, staging: Path) -> None:
     """Delete a checkpoint, invisible first: a kill leaves no folder with some of its files, and with a new date."""
-    retired = aside / f"{folder.name}.retired"
+    retired = staging / f"{folder.name}.retired"
     folder.rename(retired)
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is wrong with a checkpoint by its own manifest; empty for a good one.
+# ---- finding
+
+
+def checkpoints_in(output_dir: str | Path) -> list[Path]:
+    """Return the folders of checkpoints, the last step first, whole or not."""
+    folders = {path: step_of(path.name) for path in Path(output_dir).glob("checkpoint-*") if path.is_dir()}
+    return sorted((path for path in folders if folders[path] is not None), key=lambda path: -(folders[path] or 0))
+
+
+def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Return what is wrong with a checkpoint by its own manifest; empty for a good one.
 
     Files beside those of the manifest are no fault.
 
     Args:
-        share: Which part of the files to look at, and in how many they are divided.
+        share: Which part of the files to look at, and into how many parts they are divided.
     """
     folder = Path(folder)
     try:
@@ -102,25 +151,18 @@ def faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
         return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
     part, parts = share
     shared = list(expected.items())[part::parts]
-    found = (_file_fault(folder / name, name, size, digest) for name, (size, digest) in shared)
+    found = (_file_fault(folder / name, name, size, sha256) for name, (size, sha256) in shared)
     return [fault for fault in found if fault]
 
 
-def checkpoints_in(output_dir: str | Path) -> list[Path]:
-    """The folders of checkpoints, of the last step first, whole or not."""
-    output_dir = Path(output_dir)
-    folders = [path for path in output_dir.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
-
-
-def newest_good(checkpoints: Iterable[Path], examine: Callable[[Path], list[str]] = faults) -> str:
-    """The first of ``checkpoints`` that is whole; those before it are named in warnings.
+def newest_good(checkpoints: Iterable[Path], examine: Callable[[Path], list[str]] = find_faults) -> str:
+    """Return the first of ``checkpoints`` that is whole; those before it are named in warnings.
 
     Args:
         examine: Says what is wrong with a checkpoint.
 
     Raises:
-        ValueError: There is none; it names what was found.
+        UserError: There is none; it names what was found.
     """
     rejected = []
     for folder in checkpoints:
@@ -129,66 +171,49 @@ def newest_good(checkpoints: Iterable[Path], examine: Callable[[Path], list[str]
         rejected.append(f"{folder}: {'; '.join(wrong)}")
         logger.warning("Skipping the checkpoint %s", rejected[-1])
     listing = "".join(f"\n  {line}" for line in rejected) or " no folder checkpoint-N at all"
-    raise ValueError(
+    raise UserError(
         f"resume_from_checkpoint=True, but output_dir has no good checkpoint. Found:{listing}\n"
         "Give the folder of a checkpoint, or leave resume_from_checkpoint out to start anew."
     )
 
 
-def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = faults) -> None:
+def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = find_faults) -> None:
     """Refuse a damaged checkpoint that was asked for by name; one of another trainer has no manifest and may pass.
 
     Raises:
-        ValueError: There is none, or its files are not those of its manifest; one of ours has to have one.
+        UserError: There is none, or its files are not those of its manifest; one of ours has to have one.
     """
     if not Path(folder).is_dir():
-        raise ValueError(
+        raise UserError(
             f"resume_from_checkpoint={str(folder)!r} is no folder. Give the folder of a checkpoint, or True for the "
             "newest good one of output_dir."
         )
     ours = any(Path(folder, name).exists() for name in (MANIFEST_FILE, PROGRESS_FILE, STATE_FOLDER))
     if not ours and not Path(folder, TRAINER_STATE_NAME).is_file():
-        raise ValueError(
+        raise UserError(
             f"resume_from_checkpoint={str(folder)!r} has no {TRAINER_STATE_NAME}, so it is no checkpoint to go on "
             "from. To start from its weights, give it as the model."
         )
     if not ours:
         logger.warning("The checkpoint %s has no %s, so its files cannot be checked.", folder, MANIFEST_FILE)
     elif wrong := examine(Path(folder)):
-        raise ValueError(
+        raise UserError(
             f"The checkpoint {folder} is damaged: {'; '.join(wrong)}. "
             "Give another folder, or resume_from_checkpoint=True for the newest good one."
         )
 
 
-def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the manifest of ``files``, which says that they are all."""
-    manifest = folder / MANIFEST_FILE
-    manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
-    _flush(manifest)
-    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-        _flush(path)
-
-
-def _file_fault(path: Path, name: str, size: int, digest: str) -> str | None:
+def _file_fault(path: Path, name: str, size: int, sha256: str) -> str | None:
     try:
         if (actual := path.stat().st_size) != size:
             return f"{name} has {actual} bytes instead of {size}"
-        return None if _digest(path) == digest else f"{name} was altered (its SHA-256 is another)"
+        return None if _sha256(path) == sha256 else f"{name} was altered (its SHA-256 is another)"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read ({error})"
 
 
-def _digest(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

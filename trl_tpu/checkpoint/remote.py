@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fsspec
 
+from ..errors import UserError
 from .manifest import MANIFEST_FILE, surplus
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -33,7 +34,7 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
     """A folder of this machine as it is; of one at a URL a copy below TMPDIR, removed on leaving.
 
     Raises:
-        ValueError: There is nothing at the URL.
+        UserError: There is nothing at the URL.
     """
     if not is_url(str(folder)):
         yield Path(folder)
@@ -46,7 +47,7 @@ class RemoteRun:
     """The files of a run at a URL.
 
     Raises:
-        ValueError: fsspec knows no such protocol, or needs a package for it.
+        UserError: fsspec knows no such protocol, or needs a package for it.
     """
 
     def __init__(self, url: str) -> None:
@@ -54,7 +55,7 @@ class RemoteRun:
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"{url} cannot be opened: {error}.") from error
+            raise UserError(f"{url} cannot be opened: {error}.") from error
 
     def checkpoints(self) -> list[str]:
         """The names of complete checkpoints, of the last step first."""
@@ -74,12 +75,12 @@ class RemoteRun:
         """Download what is below ``name``, or all if that is empty, to below ``folder``.
 
         Raises:
-            ValueError: There is nothing.
+            UserError: There is nothing.
         """
         (target := folder / name).mkdir(parents=True, exist_ok=True)
         beginning = "/".join(filter(None, (self._root, name))) + "/"
         if not (paths := self._files.find(beginning)):
-            raise ValueError(f"There is nothing at {'/'.join(filter(None, (self.url, name)))}.")
+            raise UserError(f"There is nothing at {'/'.join(filter(None, (self.url, name)))}.")
         for path in paths:
             own = target / path.removeprefix(beginning)
             own.parent.mkdir(parents=True, exist_ok=True)

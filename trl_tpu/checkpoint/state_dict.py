@@ -1,7 +1,12 @@
-"""What a checkpoint holds beside transformers' own files: tensors by name in `state/`, numbers in `progress.json`."""
+"""What a checkpoint holds beside transformers' own files: tensors by name, and numbers in `progress.json`.
+
+The optimizer's tensors are in `state/`. The weights are there too, except where one process writes `model.safetensors`
+with every weight under its own name: then they are in that file only, for a resumed run and for ``from_pretrained``.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -9,50 +14,110 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from ..errors import UserError
 from ..modeling.adapters import adapter_names, is_peft_model
 from ..modeling.stacked import by_layer
+from ..parallel.shard import zeros_laid_out_like
 from ..runtime import Runtime
-from ..runtime.storage import tensors_in
+from .storage import read_state, tensors_in, to_host
 
 STATE_FOLDER = "state"
 PROGRESS_FILE = "progress.json"
-SCHEDULER_FILE = "scheduler.pt"  # transformers' name
+_WEIGHT = "model."
+_OPTIMIZER = "optimizer."
 
 
-def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by name, tied ones under their first; of a model with adapters only the adapters'."""
-    tensors = model.state_dict(keep_vars=True)
+def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's tensors by name, tied ones under each of theirs; of a model with adapters the adapters'."""
+    weights = model.state_dict(keep_vars=True)
     if is_peft_model(model):
-        kept = adapter_names(model, tensors)
-        tensors = {name: tensor for name, tensor in tensors.items() if name in kept}
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {f"model.{name}": tensors[name] for name in tensors if first[id(tensors[name])] == name}
+        kept = adapter_names(model, weights)
+        weights = {name: tensor for name, tensor in weights.items() if name in kept}
+    return weights
 
 
-def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The optimizer's tensors, ``optimizer.{parameter}.{kind}``."""
-    return {name: value for name, value in _optimizer_state(optimizer, model) if isinstance(value, torch.Tensor)}
+def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
+    """Return `trained_weights` whole on the host, tied ones tied; nothing where not ``keeps``.
+
+    All processes take part. Several gather one weight at a time, so that only those that keep all hold all.
+    """
+    weights = trained_weights(model)
+    if runtime.topology().process_count == 1:
+        return by_layer(model, to_host(weights, runtime), getitem) if keeps else {}
+    host: dict[int, torch.Tensor] = {}
+    for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
+        copy = to_host({"": tensor}, runtime)[""]
+        if keeps:
+            host[id(tensor)] = copy
+    named = {name: host[id(tensor)] for name, tensor in weights.items() if id(tensor) in host}
+    return by_layer(model, named, getitem)
+
+
+def are_in_model_files(model: nn.Module) -> bool:
+    """Return whether ``save_pretrained`` writes every weight under its own name, so that they can be read back there.
+
+    It does not for adapters, whose names it shortens, nor where transformers merges or splits weights as it loads
+    them (the experts of a mixture).
+    """
+    if (
+        not isinstance(model, PreTrainedModel)
+        or is_peft_model(model)
+        or getattr(model, "_keys_to_ignore_on_save", None)
+    ):
+        return False
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    return revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys()
+
+
+def state_tensors(model: nn.Module, optimizer: Optimizer, *, with_weights: bool) -> dict[str, torch.Tensor]:
+    """Return what goes into `state/`: ``optimizer.{parameter}.{kind}`` and, where asked for, ``model.{name}``."""
+    tensors = {name: value for name, value in _optimizer_state(optimizer, model) if isinstance(value, torch.Tensor)}
+    if with_weights:
+        tensors |= state_weights(model)
+    return tensors
+
+
+def state_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return `trained_weights` as they are named in `state/`, each once."""
+    return {f"{_WEIGHT}{name}": tensor for name, tensor in _once(trained_weights(model)).items()}
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Which optimizer it is, its settings, and what else of its state is no tensor."""
+    """Return which optimizer it is, its settings, and what else of its state is no tensor."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
     state = by_layer(model, numbers, lambda number, _: number)
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
+# ---- reading
+
+
+def has_weights(checkpoint: str | Path) -> bool:
+    """Return whether `read_weights` is the way to read a checkpoint: one of ours."""
+    return Path(checkpoint, PROGRESS_FILE).is_file() or Path(checkpoint, STATE_FOLDER).is_dir()
+
+
 def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> None:
     """Load the weights of a checkpoint into the model, which keeps its layout.
 
     Raises:
-        ValueError: It is of another model; names the tensors that differ.
+        UserError: It is of another model; names the tensors that differ.
     """
-    tensors = trained_tensors(model)
-    _check_same_model(tensors, _saved(checkpoint, "model."), checkpoint)
+    folder, prefix = Path(checkpoint, STATE_FOLDER), _WEIGHT
+    saved = _saved(folder, prefix)
+    if not saved:
+        folder, prefix = Path(checkpoint), ""
+        saved = _saved(folder, prefix)
+    own = _once(trained_weights(model), prefer={name.removeprefix(prefix) for name in saved})
+    tensors = {f"{prefix}{name}": tensor.detach() for name, tensor in own.items()}
+    _check_same_model(tensors, saved, checkpoint)
     with torch.no_grad():
-        runtime.read({name: tensor.detach() for name, tensor in tensors.items()}, Path(checkpoint, STATE_FOLDER))
+        read_state(tensors, folder, runtime)
 
 
 def read_optimizer(
@@ -61,48 +126,44 @@ def read_optimizer(
     """Load the optimizer's state; where there is none yet, it is made and laid out like its parameters.
 
     Raises:
-        ValueError: It is the state of another optimizer.
+        UserError: It is the state of another optimizer.
     """
     if (name := type(optimizer).__name__) != numbers["class"]:
-        raise ValueError(
+        raise UserError(
             f"The checkpoint {checkpoint} is of another optimizer, {numbers['class']}, and this is {name}. Choose the "
             "`optim` that it was trained with, or start from its weights: give its folder as the model."
         )
-    saved = _saved(checkpoint, "optimizer.")
+    folder = Path(checkpoint, STATE_FOLDER)
+    saved = _saved(folder, _OPTIMIZER)
     parameters = dict(_trained_parameters(optimizer, model))
     for name, tensor in saved.items():
-        parameter_name, _, kind = name.removeprefix("optimizer.").rpartition(".")
-        if parameter_name not in parameters:
-            raise ValueError(
-                f"The checkpoint {checkpoint} has optimizer state of {parameter_name}, which is not trained now. "
+        parameter, kind = _parameter_and_kind(name)
+        if parameter not in parameters:
+            raise UserError(
+                f"The checkpoint {checkpoint} has optimizer state of {parameter}, which is not trained now. "
                 "Train the same parameters, or start from its weights: give its folder as the model."
             )
-        _make_state(optimizer, parameters[parameter_name], kind, tensor, runtime)
-    tensors = optimizer_tensors(optimizer, model)
+        _make_state(optimizer, parameters[parameter], kind, tensor, runtime)
+    tensors = state_tensors(model, optimizer, with_weights=False)
     if missing := sorted(tensors.keys() - saved.keys()):
-        raise ValueError(
+        raise UserError(
             f"The checkpoint {checkpoint} has no {_some(missing)}. Choose the optimizer's options with which it was "
             "trained, or start from its weights: give its folder as the model."
         )
-    with torch.no_grad():
-        runtime.read(tensors, Path(checkpoint, STATE_FOLDER))
+    if tensors:
+        with torch.no_grad():
+            read_state(tensors, folder, runtime)
     for name, value in numbers["state"].items():
-        parameter_name, _, kind = name.removeprefix("optimizer.").rpartition(".")
-        optimizer.state[parameters[parameter_name]][kind] = value
-    for group, group_saved in zip(optimizer.param_groups, numbers["groups"], strict=True):
-        # "capturable" is the device's option, not the run's; JSON made lists of tuples such as Adam's betas
-        group.update(
-            {
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in group_saved.items()
-                if key != "capturable"
-            }
-        )
+        parameter, kind = _parameter_and_kind(name)
+        optimizer.state[parameters[parameter]][kind] = value
+    for group, saved_group in zip(optimizer.param_groups, numbers["groups"], strict=True):
+        # JSON made lists of tuples such as Adam's betas
+        _update_group(group, {k: tuple(v) if isinstance(v, list) else v for k, v in saved_group.items()})
 
 
 def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
     """Load what transformers' Trainer wrote into existing state, which keeps its layout; nothing if there is none."""
-    path = Path(checkpoint, "optimizer.pt")
+    path = Path(checkpoint, OPTIMIZER_NAME)
     if not path.is_file():
         return
     saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -115,15 +176,15 @@ def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str |
                     own[kind].copy_(value)
                 else:
                     own[kind] = value
-    for group, group_saved in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        group.update({key: value for key, value in group_saved.items() if key not in ("params", "capturable")})
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        _update_group(group, saved_group)
     read_scheduler(scheduler, checkpoint)
     runtime.step_boundary()
 
 
 def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
     """Load the learning rate schedule's place."""
-    scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_FILE), map_location="cpu", weights_only=True))
+    scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True))
 
 
 def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
@@ -132,10 +193,10 @@ def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
 
 
 def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
-    """What `write_progress` wrote; None in a checkpoint of another trainer.
+    """Return what `write_progress` wrote; None for a checkpoint of another trainer.
 
     Raises:
-        ValueError: It is no JSON.
+        UserError: It is no JSON.
     """
     path = Path(checkpoint, PROGRESS_FILE)
     if not path.is_file():
@@ -146,20 +207,41 @@ def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
         raise _unreadable(checkpoint, PROGRESS_FILE, error) from error
 
 
-def _saved(checkpoint: str | Path, beginning: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint whose names begin so, without their values."""
+# ---- names
+
+
+def _once(
+    tensors: Mapping[str, torch.Tensor], prefer: set[str] | frozenset[str] = frozenset()
+) -> dict[str, torch.Tensor]:
+    """Return each tensor once: under its first name, or where tied under one that is in ``prefer``."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in names or (name in prefer and names[id(tensor)] not in prefer):
+            names[id(tensor)] = name
+    return {name: tensors[name] for name in names.values()}
+
+
+def _saved(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Return the tensors in safetensors files of ``folder`` whose names begin so, without their values."""
+    if not folder.is_dir():
+        return {}
     try:
-        saved = tensors_in(Path(checkpoint, STATE_FOLDER))
+        saved = tensors_in(folder)
     except (OSError, SafetensorError, KeyError) as error:
-        raise _unreadable(checkpoint, STATE_FOLDER, error) from error
-    return {name: tensor for name, tensor in saved.items() if name.startswith(beginning)}
+        raise _unreadable(folder.parent, folder.name, error) from error
+    return {name: tensor for name, tensor in saved.items() if name.startswith(prefix)}
 
 
-def _unreadable(checkpoint: str | Path, part: str, error: Exception) -> ValueError:
-    return ValueError(
+def _unreadable(checkpoint: str | Path, part: str, error: Exception) -> UserError:
+    return UserError(
         f"In the checkpoint {checkpoint}, {part} cannot be read ({type(error).__name__}: {error}). Give another "
         "checkpoint, or resume_from_checkpoint=True for the newest good one."
     )
+
+
+def _parameter_and_kind(name: str) -> tuple[str, str]:
+    parameter, _, kind = name.removeprefix(_OPTIMIZER).rpartition(".")
+    return parameter, kind
 
 
 def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -172,17 +254,28 @@ def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
 def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in _trained_parameters(optimizer, model):
         for kind, value in optimizer.state.get(parameter, {}).items():
-            yield f"optimizer.{name}.{kind}", value
+            yield f"{_OPTIMIZER}{name}.{kind}", value
+
+
+def _update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    # "capturable" is the device's option, not the run's
+    group.update({key: value for key, value in saved.items() if key not in ("params", "capturable")})
 
 
 def _make_state(
     optimizer: Optimizer, parameter: nn.Parameter, kind: str, like: torch.Tensor, runtime: Runtime
 ) -> None:
-    """Something to read a tensor into, where the optimizer would only make it in its first step."""
+    """Make something to read a tensor into, where the optimizer would only make it in its first step."""
     if kind in optimizer.state[parameter]:
         return
+    shape = tuple(parameter.shape)
+    if tuple(like.shape) not in (shape, shape[:-1], (*shape[:-2], *shape[-1:]), ()):
+        raise UserError(
+            f"The optimizer state {kind} of a parameter of shape {list(shape)} is of shape {list(like.shape)}: the "
+            "checkpoint is of another model. Resume with the model, and the adapters, that it was trained with."
+        )
     if like.shape == parameter.shape:
-        made = (parameter.detach() * 0).to(like.dtype)  # has its layout too
+        made = zeros_laid_out_like(parameter).to(like.dtype)
     else:
         made = torch.zeros_like(like, device="cpu")
         if runtime.compiles or any(optimizer.defaults.get(option) for option in ("fused", "capturable")):
@@ -203,7 +296,7 @@ def _check_same_model(
     if unknown := sorted(saved.keys() - own.keys()):
         faults.append(f"it also has {_some(unknown)}")
     if faults:
-        raise ValueError(
+        raise UserError(
             f"The checkpoint {checkpoint} is of another model: {'; '.join(faults)}. Resume with the model, and the "
             "adapters, that it was trained with."
         )

@@ -1,1 +1,1 @@
-"""From preference rows to batches: formats, checks, tokenising, packing, collators. No torch_xla, no trainer."""
+"""From preference rows to batches: formats, checks, tokenizing, packing, collators. No torch_xla, no trainer."""

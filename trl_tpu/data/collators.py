@@ -1,19 +1,19 @@
-"""Batches on the host: TRL's two collators, and the step from their batches to pair rows of planned shapes."""
+"""Makes batches on the host: TRL's two collators, and those that pad or pack pairs to planned shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import pad as pad_tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
-from ..packing.expand import Expansion, expand_rows
-from ..packing.pack import PackedPass, pack, pack_tight
+from ..errors import UserError
+from ..packing.pack import pack, pack_tight
 from ..packing.schedule import RowPlan
+from .packed_batch import PackedBatch
 
 LEGACY_KEYS = (
     "input_ids_chosen",
@@ -25,7 +25,7 @@ LEGACY_KEYS = (
 
 @dataclass
 class DataCollatorForPreference(DataCollatorMixin):
-    """Token pairs -> one right-padded batch of 2P rows: the P chosen dialogues, then the P rejected ones.
+    """Makes one right-padded batch of 2P rows of token pairs: the P chosen dialogues, then the P rejected ones.
 
     Each example has `chosen_ids` and `rejected_ids`, lists of token ids, and may have a float `margin` (read when the
     first example has it). The batch has `input_ids` and `attention_mask`, [2P, longest], and `margin`, [P].
@@ -55,7 +55,7 @@ class DataCollatorForPreference(DataCollatorMixin):
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """TRL's collator up to 0.23: the two halves of the pairs, each padded on the tokenizer's side.
+    """Pads the two halves of the pairs, each on the tokenizer's side: TRL's collator up to 0.23.
 
     Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
     and may have a `margin`, a float or a list of one. The batch has the same keys, [P, longest of that half],
@@ -69,7 +69,7 @@ class RewardDataCollatorWithPadding:
         return_tensors: Only ``"pt"``.
 
     Raises:
-        ValueError: If an example lacks one of the four columns.
+        UserError: If an example lacks one of the four columns.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ class RewardDataCollatorWithPadding:
         for feature in features:
             missing = [key for key in LEGACY_KEYS if key not in feature]
             if missing:
-                raise ValueError(
+                raise UserError(
                     f"The features should include {', '.join(LEGACY_KEYS)}, but {', '.join(missing)} is missing; "
                     f"found {', '.join(feature)}."
                 )
@@ -108,7 +108,7 @@ class RewardDataCollatorWithPadding:
 
 
 def join_halves(batch: Mapping[str, Any], pad_token_id: int, padding_side: str) -> dict[str, Any]:
-    """A `RewardDataCollatorWithPadding` batch as a `DataCollatorForPreference` one: one length, chosen rows first.
+    """Make a `RewardDataCollatorWithPadding` batch a `DataCollatorForPreference` one: one length, chosen rows first.
 
     Left-padded halves are lengthened on the left, so every row keeps its own text at the same end.
     """
@@ -128,8 +128,8 @@ def lengthen(rows_RL: torch.Tensor, length: int, fill: int, padding_side: str) -
     return pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
 
 
-def bucket_lengths(longest: int, most: int = 4, multiple: int = 64) -> tuple[int, ...]:
-    """A few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
+def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
+    """Return a few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
 
     >>> bucket_lengths(1000)
     (128, 256, 512, 1024)
@@ -140,13 +140,13 @@ def bucket_lengths(longest: int, most: int = 4, multiple: int = 64) -> tuple[int
     def round_up(length: int) -> int:
         return length + -length % multiple
 
-    lengths = {round_up(-(-longest // 2**halvings)) for halvings in range(most)}
+    lengths = {round_up(-(-longest // 2**halvings)) for halvings in range(max_lengths)}
     return tuple(sorted(lengths))
 
 
 @dataclass(frozen=True)
 class PadToLengths:
-    """Lengthen a collated batch, in either of TRL's layouts, to the shortest of a few planned lengths that fits.
+    """Lengthens a collated batch, in either of TRL's layouts, to the shortest of a few planned lengths that fits.
 
     Both halves of a batch with separate halves get the same length. A batch longer than all keeps its own length.
 
@@ -176,7 +176,7 @@ class PadToLengths:
 
 @dataclass(frozen=True)
 class PairRows:
-    """Turn a collated batch into pair rows of a fixed number of pairs.
+    """Turns a collated batch into pair rows of a fixed number of pairs.
 
     `input_ids` and `attention_mask` become [P, 2, L], a pair's two dialogues together, so that sharding the first
     dimension never parts them. `pair_mask` [P] is true for real pairs: a short last batch is filled with copies of its
@@ -213,19 +213,14 @@ class PairRows:
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Pack a batch's pairs into rows of planned shapes, every shared prefix once (see `trl_tpu.packing.pack`).
-
-    The batch has `passes`, of which each has `input_ids`, `position_ids` and `subtree_end` [R, L], `last_row` and
-    `last_column` [P, 2], `pair_mask`, `tokens` and, where the data has it, `margin` [P], and `batch_pairs` [1]; and a
-    `pair_mask` of all real pairs [P]. With `expands`, each pass also has `expand`, `segment` and `home` [R, 2, L] and
-    `back` [R, L] (see `trl_tpu.packing.expand`).
+class PlannedRows:
+    """Packs a batch's pairs into rows of planned shapes, every shared prefix once: ``{"packed": PackedBatch}``.
 
     Args:
         plan: From `plan_rows`.
         pairs: P, pairs in every batch.
         pad_token_id: Fills what rows have left.
-        expands: Whether attention reads rows of whole dialogues.
+        expands: Whether attention reads rows of whole dialogues (see `trl_tpu.packing.expand`).
     """
 
     plan: RowPlan
@@ -233,37 +228,28 @@ class PackedRows:
     pad_token_id: int
     expands: bool = False
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        passes = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
+        rows = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
         pair_mask_P = torch.arange(self.pairs) < len(examples)
-        return {"passes": [self._pass(packed) for packed in passes], "pair_mask": pair_mask_P}
-
-    def _pass(self, packed: PackedPass) -> dict[str, torch.Tensor]:
-        if not self.expands:
-            return _tensors(packed)
-        places = expand_rows(packed.subtree_end_RL, packed.last_row_P2, packed.last_column_P2, packed.pair_mask_P)
-        return _tensors(packed) | _tensors(places)
+        return {"packed": PackedBatch(tuple(each.map_tensors(torch.from_numpy) for each in rows), pair_mask_P)}
 
 
 @dataclass(frozen=True)
 class TightRow:
-    """Pack a batch's pairs into one row without padding, for devices that take any shape.
-
-    The batch has the keys of one of `PackedRows`' passes, with R = 1, and `trees`, where each tree lies, and `scored`,
-    the columns of dialogues' last tokens, ascending.
+    """Packs a batch's pairs into one row without padding, for devices that take any shape: one micro-batch.
 
     Args:
         pad_token_id: Texts end before it.
-        attention_length: As in `pack_tight`.
+        attention_crossover_length: As in `pack_tight`.
     """
 
     pad_token_id: int
-    attention_length: float
+    attention_crossover_length: float
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        packed = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_length)
-        scored = tuple(np.unique(packed.last_column_P2).tolist())
-        return _tensors(packed) | {"trees": packed.trees, "scored": scored}
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
+        row = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_crossover_length)
+        tensors = row.map_tensors(torch.from_numpy)
+        return {"packed": PackedBatch((tensors,), tensors.pair_mask_P)}
 
 
 def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
@@ -272,9 +258,3 @@ def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
 
 def _margins(examples: Sequence[Mapping[str, Any]]) -> list[float] | None:
     return [example["margin"] for example in examples] if "margin" in examples[0] else None
-
-
-def _tensors(packed: PackedPass | Expansion) -> dict[str, torch.Tensor]:
-    """Arrays under their names without shapes."""
-    arrays = {name.rpartition("_")[0]: value for name, value in vars(packed).items() if name != "trees"}
-    return {name: torch.from_numpy(value) for name, value in arrays.items() if value is not None}

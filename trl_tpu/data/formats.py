@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedTokenizerBase
 
+from trl_tpu.errors import UserError, UserTypeError
+
 AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
 ListOrMapping = TypeVar("ListOrMapping", list, Mapping)
 
@@ -29,7 +31,7 @@ _TEMPLATE_FORMS: tuple[set[str], ...] = (
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Whether the example's dialogues are lists of messages with a ``role``, judged by its first dialogue column."""
+    """Tell whether the dialogues are lists of messages with a ``role``, judged by the first dialogue column."""
     key = next((key for key in _DIALOGUE_KEYS if key in example), None)
     if key is None or not isinstance(example[key], list) or not example[key]:
         return False
@@ -37,7 +39,7 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
 
 
 def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
-    """Whether the example holds ``conversations`` spelt ``from``/``value`` (see `maybe_convert_to_chatml`)."""
+    """Tell whether the example holds ``conversations`` spelled ``from``/``value`` (see `maybe_convert_to_chatml`)."""
     messages = example.get("conversations")
     first = messages[0] if isinstance(messages, list) and messages else None
     return isinstance(first, dict) and {"from", "value"} <= set(first)
@@ -77,7 +79,7 @@ def apply_chat_template(
     whole dialogue's rendering adds to the prompt's.
 
     Args:
-        example: columns of one of the forms language modelling, prompt only, prompt and completion (with or without
+        example: columns of one of the forms language modeling, prompt only, prompt and completion (with or without
             ``label``), preference (prompt explicit or implicit); optionally ``chat_template_kwargs``, a dictionary for
             the template.
         processing_class: the tokenizer whose chat template renders.
@@ -86,7 +88,7 @@ def apply_chat_template(
 
     Raises:
         KeyError: the columns are of none of these forms.
-        ValueError: the prompt ends with a turn that is neither user's, tool's nor assistant's.
+        UserError: the prompt ends with a turn that is neither user's, tool's nor assistant's.
     """
     keys = {key for key in (*_DIALOGUE_KEYS, "label") if key in example}
     if keys not in _TEMPLATE_FORMS:
@@ -113,7 +115,7 @@ def apply_chat_template(
 def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> dict[str, str]:
     last_role = example["prompt"][-1]["role"]
     if last_role not in ("user", "tool", "assistant"):
-        raise ValueError(f"Invalid role in the last message: {last_role}")
+        raise UserError(f"Invalid role in the last message: {last_role}")
     continues = last_role == "assistant"
     prompt = render(example["prompt"], continue_final_message=continues, add_generation_prompt=not continues)
     dialogues = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}
@@ -124,7 +126,7 @@ def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> 
 
 
 def _common_length(first: Sequence, second: Sequence) -> int:
-    """How many elements the two begin with in common."""
+    """Count the elements that the two begin with in common."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
@@ -135,7 +137,7 @@ def maybe_apply_chat_template(
     tools: list[dict | Callable] | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """`apply_chat_template` for a conversational example; any other is returned as it is."""
+    """Apply the chat template to a conversational example; any other is returned as it is."""
     if is_conversational(example):
         return apply_chat_template(example, processing_class, tools, **template_kwargs)
     return example
@@ -148,12 +150,12 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
     messages (compared by message). Each answer keeps at least one element, also where one dialogue begins the other.
 
     Raises:
-        ValueError: a dialogue is empty.
+        UserError: a dialogue is empty.
     """
     chosen, rejected = example["chosen"], example["rejected"]
     shortest = min(len(chosen), len(rejected))
     if shortest == 0:
-        raise ValueError(
+        raise UserError(
             "A prompt cannot be extracted from an empty dialogue: `chosen` and `rejected` must both hold at least one "
             f"character or message, got lengths {len(chosen)} and {len(rejected)}. Remove such rows."
         )
@@ -165,7 +167,7 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """`extract_prompt` for a preference example without a prompt of its own; any other is returned as it is.
+    """Extract the prompt of a preference example without one of its own; any other is returned as it is.
 
     A ``prompt`` in another form than ``chosen`` (text beside messages) is a copy for display in datasets where the
     prompt is implicit, so it does not count.
@@ -201,7 +203,7 @@ def unpair_preference_dataset(dataset: AnyDataset, **map_kwargs: Any) -> AnyData
 def maybe_unpair_preference_dataset(
     dataset: AnyDataset, num_proc: int | None = None, desc: str | None = None
 ) -> AnyDataset:
-    """`unpair_preference_dataset` where the dataset holds pairs; any other is returned as it is."""
+    """Unpair a dataset that holds pairs; any other is returned as it is."""
     split: Any = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     if "chosen" in split.column_names and "rejected" in split.column_names:
         return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
@@ -214,11 +216,11 @@ def remove_none_values(example: ListOrMapping) -> ListOrMapping:
     For ``dataset.with_transform(remove_none_values)``, whose batches are mappings of lists.
 
     Raises:
-        TypeError: the input is neither a list nor a mapping.
+        UserTypeError: the input is neither a list nor a mapping.
     """
 
     if not isinstance(example, list | Mapping):
-        raise TypeError(f"Input must be a list or a dictionary, got {type(example).__name__}.")
+        raise UserTypeError(f"Input must be a list or a dictionary, got {type(example).__name__}.")
     return _without_none(example)
 
 

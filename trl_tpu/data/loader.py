@@ -3,17 +3,20 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import datasets
 import numpy as np
 import torch
+import transformers.trainer
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from .collators import PairRows
 from .measure import longer_dialogues
@@ -56,8 +59,56 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
         return SkipDataLoader(
             loader.dataset, skip_batches=count, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings
         )
-    sampler = SkipBatchSampler(loader.batch_sampler, skip_batches=count)
+    batches: Any = loader.batch_sampler
+    sampler = SkipBatchSampler(batches, skip_batches=count)
+    sampler.sampler = batches.sampler  # which orders by the epoch that it is told
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+
+
+@contextmanager
+def skipping_with(skip: Callable[[Any, int], Any]) -> Iterator[None]:
+    """Let the training loop skip a resumed epoch's batches by ``skip``.
+
+    transformers calls a function of accelerate's there, by its module's name, which rebuilds the loader without its
+    sharding.
+    """
+    original = transformers.trainer.skip_first_batches
+    transformers.trainer.skip_first_batches = skip
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = original
+
+
+@contextmanager
+def collating_with(trainer: Trainer, collate: Callable[[list[Any]], Any]) -> Iterator[None]:
+    """Let ``trainer`` make a loader with ``collate``; transformers takes only the trainer's own collator."""
+    own = trainer.data_collator
+    trainer.data_collator = collate
+    try:
+        yield
+    finally:
+        trainer.data_collator = own
+
+
+def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:
+    """Return the rows of the dataset whose pairs ``step`` took, the first being 1, in the sampler's order.
+
+    None where they cannot be known: for a stream, or a sampler that gives another order when it is asked again.
+
+    Args:
+        accumulated: Batches of a step.
+    """
+    if isinstance(getattr(loader, "dataset", None), IterableDataset) or getattr(loader, "batch_sampler", None) is None:
+        return None
+    epoch, update = divmod(step - 1, -(-len(loader) // accumulated))
+    orders = []
+    for _ in range(2):
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        batches = islice(loader.batch_sampler, update * accumulated, (update + 1) * accumulated)
+        orders.append([row for batch in batches for row in batch])
+    return orders[0] if orders[0] == orders[1] else None
 
 
 def outlive_sigterm(init: Callable[[int], None] | None, worker: int) -> None:

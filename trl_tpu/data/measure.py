@@ -1,4 +1,4 @@
-"""What packing must know of a whole dataset before it starts, read from its arrow columns."""
+"""Measures what packing must know of a whole dataset before it starts, from its arrow columns."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from datasets import Dataset
 
 
 def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray:
-    """How many tokens each pair takes in a row [N]: both dialogues, with their common prefix counted once.
+    """Return how many tokens each pair takes in a row [N]: both dialogues, with their common prefix counted once.
 
     Args:
         chosen: Lists of token ids.
@@ -33,15 +33,15 @@ def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray
 
 
 def longer_dialogues(dataset: Dataset) -> np.ndarray:
-    """How many tokens the longer dialogue of each pair has [N], in the columns of either API."""
+    """Return how many tokens the longer dialogue of each pair has [N], in the columns of either API."""
     columns = [c for c in dataset.column_names if c in ("chosen_ids", "rejected_ids") or c.startswith("input_ids_")]
     chunks = dataset.with_format("arrow", columns=columns).iter(batch_size=10_000)
     longer = [np.max([np.diff(_flat(chunk[column])[1]) for column in columns], axis=0) for chunk in chunks]
     return np.concatenate(longer) if longer else np.zeros(0, dtype=np.int64)
 
 
-def common_beginning(columns: Iterable[pa.ChunkedArray]) -> int:
-    """How many first tokens all dialogues of ``columns`` share, such as a system prompt."""
+def shared_prefix_length(columns: Iterable[pa.ChunkedArray]) -> int:
+    """Return how many first tokens all dialogues of ``columns`` share, such as a system prompt."""
     first: np.ndarray | None = None
     for column in columns:
         values_T, ends_N = _flat(column)
@@ -54,7 +54,7 @@ def common_beginning(columns: Iterable[pa.ChunkedArray]) -> int:
 
 
 def _flat(lists: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """All lists' values one after another, and where each list ends in them, from 0."""
+    """Return all lists' values one after another, and where each list ends in them, from 0."""
     array = lists.combine_chunks() if hasattr(lists, "combine_chunks") else lists
     lengths = np.diff(array.offsets.to_numpy(zero_copy_only=False))
     return array.flatten().to_numpy(zero_copy_only=False), np.concatenate([[0], np.cumsum(lengths)])

@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,40 +12,24 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_tpu.data import checks
-from trl_tpu.data.collators import LEGACY_KEYS
+from trl_tpu.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 _OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
-_STREAM_BATCH = 16  # rows tokenised at once from a stream: few, so that the first batch does not wait
-
-
-@dataclass(frozen=True)
-class DataReport:
-    """What preparing a dataset found."""
-
-    pairs: int
-    """Pairs that remain."""
-    dropped_too_long: int
-    """Pairs left out because a dialogue is longer than ``max_length`` tokens."""
-    identical: int
-    """Remaining pairs whose two dialogues are the same tokens: they teach nothing."""
-
-
-def has_legacy_columns(column_names: list[str]) -> bool:
-    """Whether the dataset is tokenised in the columns of TRL up to 0.23."""
-    return set(LEGACY_KEYS) <= set(column_names)
+_STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch does not wait
 
 
 def prepare_preference_dataset(
     dataset: Dataset | IterableDataset,
     processing_class: PreTrainedTokenizerBase,
     *,
+    num_embeddings: int,
     max_length: int | None,
     num_proc: int | None,
     name: str,
-) -> tuple[Dataset | IterableDataset, DataReport | None]:
-    """Check the rows, tokenise them, and leave out the pairs that are too long.
+) -> Dataset | IterableDataset:
+    """Check the rows, tokenize them, and leave out the pairs that are too long.
 
     Text gets the tokenizer's end-of-sequence token where it does not end with it; messages are rendered by the chat
     template, with the row's ``tools`` (a list, or JSON text) and ``chat_template_kwargs``, and get nothing more. An
@@ -56,19 +39,20 @@ def prepare_preference_dataset(
     In a distributed run the caller lets the main process go first, so that the others read its cache.
 
     Args:
-        dataset: rows of any form that `checks` accepts. A stream is checked and tokenised row by row as it is read.
+        dataset: rows of any form that `checks` accepts. A stream is checked and tokenized row by row as it is read.
         processing_class: the tokenizer, its special tokens and chat template as training shall use them.
+        num_embeddings: rows of the model's embedding table, which token ids must not pass.
         max_length: the most tokens a dialogue may have; None keeps all. Nothing is ever truncated.
         num_proc: worker processes for a dataset (not for a stream).
         name: what errors and logs call the dataset, "train" say.
 
     Returns:
-        The dataset with the columns ``chosen_ids`` and ``rejected_ids``, and what was found (None for a stream).
+        The dataset with the columns ``chosen_ids`` and ``rejected_ids``.
 
     Raises:
-        TypeError: no dataset, or a value of the wrong type.
-        ValueError: missing columns, no rows, null or empty values, margins that are not finite, or no pair within
-            ``max_length``.
+        UserTypeError: no dataset, or a value of the wrong type.
+        UserError: missing columns, no rows, null or empty values, margins that are not finite, token ids that the
+            model lacks, or no pair within ``max_length``. Errors number the rows as they came.
     """
     columns = checks.column_names(dataset, name)
     if set(_OLD_TOKEN_COLUMNS) <= set(columns) and not set(checks.TOKEN_COLUMNS) <= set(columns):
@@ -82,19 +66,19 @@ def prepare_preference_dataset(
             dataset = dataset.rename_column(old, new)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
     checks.check_columns(columns, name)
-    tokenised = set(checks.TOKEN_COLUMNS) <= set(columns)
-    if not tokenised and processing_class.eos_token is None:
+    is_tokenized = set(checks.TOKEN_COLUMNS) <= set(columns)
+    if not is_tokenized and processing_class.eos_token is None:
         logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
 
     settings = {"processing_class": processing_class, "name": name}
     if isinstance(dataset, IterableDataset):
-        read = _check_tokens if tokenised else _check_and_tokenize
-        dataset = dataset.map(read, with_indices=True, batched=True, batch_size=_STREAM_BATCH, fn_kwargs=settings)
-        if max_length is not None:
-            dataset = dataset.filter(_fits, fn_kwargs={"max_length": max_length})
-        return dataset, None
+        settings |= {"is_tokenized": is_tokenized, "num_embeddings": num_embeddings}
+        dataset = dataset.map(
+            _prepare_rows, with_indices=True, batched=True, batch_size=_STREAM_BATCH, fn_kwargs=settings
+        )
+        return dataset if max_length is None else dataset.filter(_fits, fn_kwargs={"max_length": max_length})
     checks.check_margins(dataset, name)
-    if not tokenised:
+    if not is_tokenized:
         dataset = dataset.map(
             _tokenize_rows,
             with_indices=True,
@@ -103,7 +87,7 @@ def prepare_preference_dataset(
             num_proc=num_proc,
             desc=f"Tokenizing {name} dataset",
         )
-    return keep_fitting(dataset, checks.TOKEN_COLUMNS, max_length=max_length, name=name)
+    return keep_fitting(dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name)
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -116,7 +100,7 @@ def _tokenize_rows(
 ) -> dict[str, list[list[int]]]:
     rows = _rows(batch)
     for index, row in zip(indices, rows, strict=True):
-        checks.check_raw_row(row, index, name)
+        checks.check_raw_row(row, checks.row_of(index, name))
     output = {}
     for answer, key in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True):
         if all(isinstance(row[answer], str) for row in rows):
@@ -125,7 +109,7 @@ def _tokenize_rows(
             output[key] = [
                 _tokenize_texts([row], answer, processing_class)[0]
                 if isinstance(row[answer], str)
-                else _tokenize_messages(row, answer, processing_class, f"Row {index} of the {name} dataset")
+                else _tokenize_messages(row, answer, processing_class, checks.row_of(index, name))
                 for index, row in zip(indices, rows, strict=True)
             ]
     return output
@@ -145,7 +129,7 @@ def _tokenize_messages(
     tools = checks.read_tools(row.get("tools"), where)
     template_kwargs = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
     if processing_class.chat_template is None and "chat_template" not in template_kwargs:
-        raise ValueError(
+        raise UserError(
             f"{where} is a conversation, but the tokenizer has no chat template to render it. Set "
             "`chat_template_path` in the config to a `.jinja` file or to a tokenizer that has one, or pass the "
             "dialogues as text."
@@ -157,29 +141,30 @@ def _tokenize_messages(
         )
     except TemplateError as error:
         roles = [message["role"] for message in messages]
-        raise ValueError(
+        raise UserError(
             f"{where}: the chat template cannot render `{answer}`, whose roles are {roles}: {error}. Correct the row, "
             "or give another template by `chat_template_path`."
         ) from error
     return rendered["input_ids"]
 
 
-def _check_and_tokenize(
-    batch: Mapping[str, Any], indices: list[int], processing_class: PreTrainedTokenizerBase, name: str
+def _prepare_rows(
+    batch: Mapping[str, Any],
+    indices: list[int],
+    processing_class: PreTrainedTokenizerBase,
+    name: str,
+    is_tokenized: bool,
+    num_embeddings: int,
 ) -> dict[str, list[list[int]]]:
-    token_ids = _tokenize_rows(batch, indices, processing_class, name)
-    _check_tokens({**batch, **token_ids}, indices, processing_class, name)
-    return token_ids
-
-
-def _check_tokens(
-    batch: Mapping[str, Any], indices: list[int], processing_class: PreTrainedTokenizerBase, name: str
-) -> dict[str, list]:
-    for index, row in zip(indices, _rows(batch), strict=True):
-        checks.check_token_row(row, index, name)
+    """Check and tokenize some rows of a stream."""
+    token_ids = {} if is_tokenized else _tokenize_rows(batch, indices, processing_class, name)
+    for index, row in zip(indices, _rows({**batch, **token_ids}), strict=True):
+        where = checks.row_of(index, name)
+        for key in checks.TOKEN_COLUMNS:
+            checks.check_ids(row[key], key, where, num_embeddings)
         if "margin" in row:
-            checks.check_margin(row["margin"], index, name)
-    return {}
+            checks.check_margin(row["margin"], where)
+    return token_ids
 
 
 def _fits(row: Mapping[str, Any], max_length: int) -> bool:
@@ -187,25 +172,26 @@ def _fits(row: Mapping[str, Any], max_length: int) -> bool:
 
 
 def keep_fitting(
-    dataset: Dataset, columns: tuple[str, str], *, max_length: int | None, name: str
-) -> tuple[Dataset, DataReport]:
-    """Leave out the pairs that are too long, say how many, and count those that teach nothing.
+    dataset: Dataset, columns: tuple[str, str], *, num_embeddings: int, max_length: int | None, name: str
+) -> Dataset:
+    """Check the token ids, and leave out the pairs that are too long; count them, and pairs of equals, in the log.
 
     Args:
-        dataset: tokenised pairs.
+        dataset: tokenized pairs.
         columns: the names of the chosen and of the rejected token ids.
+        num_embeddings: rows of the model's embedding table.
         max_length: the most tokens a dialogue may have; None keeps all.
         name: what the log calls the dataset.
 
     Raises:
-        TypeError: a column does not hold lists of integers.
-        ValueError: a dialogue without tokens, or no pair that fits.
+        UserTypeError: a column does not hold lists of integers.
+        UserError: a dialogue without tokens, an id that the model lacks, or no pair that fits.
     """
-    longest, identical = _measure(dataset, columns, name)
+    longest, identical = _measure(dataset, columns, num_embeddings, name)
     fits = np.ones(len(longest), bool) if max_length is None else longest <= max_length
     dropped = int((~fits).sum())
     if dropped == len(fits):
-        raise ValueError(
+        raise UserError(
             f"The {name} dataset is empty after filtering: all {dropped} pairs were dropped, since a pair is kept "
             f"only when both dialogues have at most max_length={max_length} tokens, and the shortest pair has "
             f"{longest.min()}. Raise `max_length`, or set it to None to keep all pairs."
@@ -217,21 +203,21 @@ def keep_fitting(
             "`max_length` to keep them."
         )
         dataset = dataset.select(np.flatnonzero(fits))
-    report = DataReport(pairs=len(fits) - dropped, dropped_too_long=dropped, identical=int(identical[fits].sum()))
-    if report.identical:
+    if same := int(identical[fits].sum()):
         logger.warning(
-            f"{name} dataset: in {report.identical} of {report.pairs} pairs, chosen and rejected are the same tokens. "
-            "They are kept, but teach nothing."
+            f"{name} dataset: in {same} of {len(fits) - dropped} pairs, chosen and rejected are the same tokens. They "
+            "are kept, but teach nothing."
         )
-    return dataset, report
+    return dataset
 
 
-def _measure(dataset: Dataset, columns: tuple[str, str], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of each pair's longer dialogue [N], and whether its two dialogues are equal [N]; checks the ids."""
+def _measure(
+    dataset: Dataset, columns: tuple[str, str], num_embeddings: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count the tokens of each pair's longer dialogue [N], and say whether its two are equal [N]; checks the ids."""
     longest, identical = [], []
-    first = 0
-    for table in dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000):
-        lengths = [checks.token_lengths(table[key], key, first, name) for key in columns]
+    for first, table in checks.arrow_tables(dataset, columns):
+        lengths = [checks.id_lengths(table[key], key, first, name, num_embeddings) for key in columns]
         longest.append(np.maximum(*lengths))
         equal = lengths[0] == lengths[1]
         if equal.any():  # compare the tokens of the pairs of equal length, all at once
@@ -242,5 +228,4 @@ def _measure(dataset: Dataset, columns: tuple[str, str], name: str) -> tuple[np.
             )
             equal[equal] = np.logical_and.reduceat(chosen == rejected, starts)
         identical.append(equal)
-        first += len(equal)
     return np.concatenate(longest), np.concatenate(identical)

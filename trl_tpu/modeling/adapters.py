@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import logging
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from trl_tpu import runtime
+from trl_tpu.errors import UserError, UserTypeError
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -22,15 +24,15 @@ logger = logging.getLogger(__name__)
 
 
 def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
-    """The LoRA configuration that the flags ask for, or None without ``use_peft``.
+    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``.
 
     Raises:
-        ValueError: ``use_peft`` without peft installed.
+        UserError: ``use_peft`` without peft installed.
     """
     if not model_args.use_peft:
         return None
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("`use_peft` needs the peft library: run `pip install peft`, or leave `use_peft` out.")
+        raise UserError("`use_peft` needs the peft library: run `pip install peft`, or leave `use_peft` out.")
     from peft import LoraConfig
 
     return LoraConfig(
@@ -48,16 +50,16 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
 
 
 def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
-    """The bitsandbytes configuration that the flags ask for, or None without ``load_in_4bit`` and ``load_in_8bit``.
+    """Make the bitsandbytes configuration that the flags ask for; None without ``load_in_4bit`` and ``load_in_8bit``.
 
     Raises:
-        ValueError: One of the two on PyTorch/XLA: the kernels of bitsandbytes need CUDA.
+        UserError: One of the two on PyTorch/XLA: the kernels of bitsandbytes need CUDA.
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     flag = "load_in_4bit" if model_args.load_in_4bit else "load_in_8bit"
     if runtime.current().compiles:
-        raise ValueError(
+        raise UserError(
             f"`{flag}` needs bitsandbytes, whose kernels need CUDA, and this process trains on PyTorch/XLA "
             f"({runtime.choice().reason}). Leave `{flag}` out and store the frozen base model in bfloat16 with "
             "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
@@ -74,20 +76,20 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
 
 
 def reads_base_weights(peft_config: "PeftConfig") -> bool:
-    """Whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
+    """Tell whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
     plain_starts = (True, False, "gaussian")
     starts_plain = getattr(peft_config, "init_lora_weights", True) in plain_starts
     return not starts_plain or getattr(peft_config, "use_dora", False)
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
+    """Tell whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def without_adapters(model: nn.Module) -> Any:
-    """The transformers model itself, which adapters may be wrapped around."""
+    """Return the transformers model itself, which adapters may be wrapped around."""
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
@@ -111,20 +113,20 @@ def add_adapters(
 
     Raises:
         ImportError: peft is not installed.
-        TypeError: `peft_config` is not a configuration of peft.
-        ValueError: The model has adapters already, or cannot have these.
+        UserTypeError: `peft_config` is not a configuration of peft.
+        UserError: The model has adapters already, or cannot have these.
     """
     if importlib.util.find_spec("peft") is None:
         raise ImportError("You passed `peft_config`, but the peft library is not installed: run `pip install peft`.")
     from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):
-        raise TypeError(
+        raise UserTypeError(
             "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
             f"{type(peft_config).__name__}."
         )
     if is_peft_model(model):
-        raise ValueError(
+        raise UserError(
             "You passed a `PeftModel` instance together with a `peft_config`. Either leave `peft_config` out to train "
             "the adapters it has, or merge them first (`model.merge_and_unload()`) and pass the merged model."
         )
@@ -137,7 +139,7 @@ def add_adapters(
         kind = getattr(peft_config.task_type, "value", peft_config.task_type)
         task = "" if kind == "SEQ_CLS" else f" Its task_type is {kind!r}; that of a reward model is 'SEQ_CLS'."
         reason = str(error).rstrip(".")
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} cannot have the adapters of `peft_config`: {reason}.{task} Correct the "
             "configuration (on a command line, the flags `--lora_...`)."
         ) from error
@@ -146,7 +148,7 @@ def add_adapters(
 
 
 def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> None:
-    """What training asks of a model with adapters, whether we added them or the user did.
+    """Do what training asks of a model with adapters, whether we added them or the user did.
 
     Recomputing activations cuts the graph at a frozen embedding, so its output must require gradients. On a quantized
     base the adapters are bfloat16, as QLoRA has it (https://arxiv.org/abs/2305.14314, section 3), but for DoRA's
@@ -161,7 +163,7 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
 
 
 def load_adapted_model(folder: str, **kwargs: Any) -> "PeftModel":
-    """The sequence classifier with the adapters saved in `folder`, which names its base model.
+    """Load the sequence classifier with the adapters saved in `folder`, which names its base model.
 
     Args:
         folder: Folder or Hub id of saved adapters.
@@ -222,26 +224,59 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
             )
 
 
+def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
+    """Write what adapters in a checkpoint are, and the tokenizer; but for the adapters themselves."""
+    for config in model.peft_config.values():
+        config.save_pretrained(folder)
+    if processing_class is not None:
+        processing_class.save_pretrained(folder)
+
+
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
-    """The names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
-    return set(saved_adapter_names(model, state))
-
-
-def saved_adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Of each name in a state dict of `model` that its ``save_pretrained`` keeps, the name in the file."""
+    """Return the names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in state.items()}
     kept: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=dict(state))
-    return {names[id(tensor)]: saved for saved, tensor in kept.items() if id(tensor) in names}
+    return {names[id(tensor)] for tensor in kept.values() if id(tensor) in names}
 
 
-def with_adapters_of(model: PreTrainedModel, folder: str) -> "PeftModel":
-    """A model on the meta device, with the adapters that the ``adapter_config.json`` in `folder` describes."""
+def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what ``save_pretrained`` of a model with adapters writes, under the names in the file."""
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(model)
+
+
+def empty_adapters(model: PreTrainedModel, folder: str, dtype: torch.dtype) -> "PeftModel":
+    """Return the adapters that ``adapter_config.json`` in `folder` describes, in memory but without values.
+
+    Args:
+        model: Their base model, on the meta device, where it stays.
+        folder: A checkpoint.
+        dtype: Of the adapters.
+    """
     from peft import PeftConfig, get_peft_model
 
     peft_config = PeftConfig.from_pretrained(folder)
-    peft_config.inference_mode = True
     peft_config.base_model_name_or_path = model.name_or_path
     adapted: Any = get_peft_model(model, peft_config, low_cpu_mem_usage=True)
+    state = adapted.state_dict(keep_vars=True)
+    empty = {name: torch.empty_like(state[name], dtype=dtype, device="cpu") for name in adapter_names(adapted, state)}
+    adapted.load_state_dict(empty, strict=False, assign=True)
     return adapted
+
+
+def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """Return a model with the adapters saved in `folder` merged into its weights.
+
+    Raises:
+        RuntimeError: The adapters have other shapes.
+        UserWarning: They lack weights.
+    """
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        adapted: Any = PeftModel.from_pretrained(model, folder)
+    return adapted.merge_and_unload()

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..errors import UserError, UserFileError
 from .load import load_tokenizer
 
 
@@ -19,8 +20,8 @@ def set_chat_template(
         tokens that were added.
 
     Raises:
-        FileNotFoundError: a template file that does not exist.
-        ValueError: one that is not UTF-8, or a tokenizer that cannot be loaded.
+        UserFileError: a template file that does not exist.
+        UserError: one that is not UTF-8, or a tokenizer that cannot be loaded.
     """
     if path is None:
         return model, processing_class, []
@@ -28,7 +29,7 @@ def set_chat_template(
     if not path.endswith((".jinja", ".j2")) or os.path.isdir(path):
         return clone_chat_template(model, processing_class, path)
     if not os.path.isfile(path):
-        raise FileNotFoundError(
+        raise UserFileError(
             f"`chat_template_path` names the template file {path!r}, which does not exist. Give an existing `.jinja` "
             "or `.j2` file, or a tokenizer's hub id or folder."
         )
@@ -36,7 +37,7 @@ def set_chat_template(
         with open(path, encoding="utf-8") as file:
             processing_class.chat_template = file.read()
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"`chat_template_path` names {path}, which is not UTF-8 (byte {error.start}, {error.reason}). Save it as "
             "UTF-8."
         ) from error

@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..errors import UserError
 
-class ScanImpossible(ValueError):
+
+class ScanImpossible(UserError):
     """A model's layers cannot be a loop; the message says why."""
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from trl_tpu import runtime
+from trl_tpu.errors import UserError
 
 from . import broken
 from .streaming import Place, placing
@@ -52,13 +53,13 @@ def load_model(
         place: where each weight goes as soon as it is read, instead of staying on the CPU.
 
     Raises:
-        ValueError: ``quantization_config`` in both places, an unknown dtype, bitsandbytes quantization on XLA, or a
+        UserError: ``quantization_config`` in both places, an unknown dtype, bitsandbytes quantization on XLA, or a
             name or folder that holds no whole reward model (the broken file is named).
     """
     kwargs = dict(model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in kwargs:
-            raise ValueError(
+            raise UserError(
                 "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. Set it in "
                 "one place only, preferably as a trainer argument."
             )
@@ -74,7 +75,7 @@ def load_model(
     if runtime.current().compiles:
         _fit_xla(kwargs)
     may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-    with broken.explaining(name), _without_load_report(), nullcontext() if place is None else placing(place):
+    with broken.explaining(name), without_load_report(), nullcontext() if place is None else placing(place):
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
@@ -92,7 +93,7 @@ def _dtype(dtype: Any) -> Any:
         return dtype
     if dtype in ("bfloat16", "float16", "float32"):
         return getattr(torch, dtype)
-    raise ValueError(
+    raise UserError(
         "Invalid `dtype` passed to the config. Expected a `torch.dtype`, 'auto', None, 'bfloat16', 'float16' or "
         f"'float32', but got {dtype!r}."
     )
@@ -102,7 +103,7 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
     quantization = kwargs.get("quantization_config")
     flags = quantization if isinstance(quantization, dict) else kwargs
     if isinstance(quantization, BitsAndBytesConfig) or flags.get("load_in_4bit") or flags.get("load_in_8bit"):
-        raise ValueError(
+        raise UserError(
             "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it "
             "(`load_in_4bit` and `load_in_8bit` off, no `BitsAndBytesConfig`), or train on CUDA with USE_TORCH_XLA=0."
         )
@@ -115,11 +116,12 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _without_load_report() -> Iterator[None]:
+def without_load_report() -> Iterator[None]:
     """Keep transformers' table of missing, mismatched and unexpected weights from the log, unless it tells an error.
 
     For a reward model it always lists the new reward head and the old language model head; what else it would say,
-    `load_model` says.
+    `load_model` says. This hangs on the name of transformers' logger and on the words of its table: where they change,
+    the table is shown again.
     """
 
     def explains_error(record: logging.LogRecord) -> bool:
@@ -155,10 +157,10 @@ def _some(names: list[str]) -> str:
 
 
 def check_num_labels(model: Any) -> None:
-    """Raise ValueError unless the model's config says that it has one output."""
+    """Raise UserError unless the model's config says that it has one output."""
     num_labels = getattr(getattr(model, "config", None), "num_labels", None)
     if num_labels != 1:
-        raise ValueError(
+        raise UserError(
             f"The model has `num_labels={num_labels}`, but reward models require `num_labels=1` to output a single "
             "scalar reward per sequence. Load it with "
             "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass the trainer the model's "
@@ -173,17 +175,17 @@ def load_processing_class(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer given, or the one beside the model's checkpoint.
+    """Return the tokenizer given, or load the one beside the model's checkpoint.
 
     Raises:
-        ValueError: none given, and the model was not loaded from a checkpoint, or from one without a tokenizer that
+        UserError: none given, and the model was not loaded from a checkpoint, or from one without a tokenizer that
             can be loaded.
     """
     if processing_class is not None:
         return processing_class
     name = getattr(model.config, "_name_or_path", "")
     if not name:
-        raise ValueError(
+        raise UserError(
             "The model was not loaded from a checkpoint, so its tokenizer is unknown. Pass the tokenizer as "
             "`processing_class`."
         )
@@ -191,10 +193,10 @@ def load_processing_class(
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """`AutoTokenizer.from_pretrained`, with an error that says what is wrong with the folder.
+    """Load a tokenizer by `AutoTokenizer.from_pretrained`, with an error that says what is wrong with the folder.
 
     Raises:
-        ValueError: there is no tokenizer of that name, or it cannot be loaded.
+        UserError: there is no tokenizer of that name, or it cannot be loaded.
     """
     with broken.explaining(name, "a tokenizer"):
         return AutoTokenizer.from_pretrained(name, **kwargs)
@@ -209,7 +211,7 @@ def set_eos_token(
         The tokenizer, a copy where it had to change.
 
     Raises:
-        ValueError: the token is not in the vocabulary.
+        UserError: the token is not in the vocabulary.
     """
     if eos_token is None:
         return processing_class
@@ -232,7 +234,7 @@ def set_pad_token(
         The tokenizer, a copy where it had to change.
 
     Raises:
-        ValueError: the token is not in the vocabulary, there is none, or the model has no embedding for it.
+        UserError: the token is not in the vocabulary, there is none, or the model has no embedding for it.
     """
     token = pad_token or processing_class.pad_token or processing_class.eos_token
     _check_in_vocabulary(processing_class, "pad_token", token)
@@ -241,7 +243,7 @@ def set_pad_token(
         processing_class.pad_token = token
     embeddings: Any = model.get_input_embeddings()
     if processing_class.pad_token_id >= embeddings.weight.shape[0]:
-        raise ValueError(
+        raise UserError(
             f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the model's embedding table has "
             f"{embeddings.weight.shape[0]} rows. After adding tokens call "
             "`model.resize_token_embeddings(len(tokenizer))`."
@@ -258,12 +260,12 @@ def set_pad_token(
 
 def _check_in_vocabulary(processing_class: PreTrainedTokenizerBase, kind: str, token: Any) -> None:
     if token is None:
-        raise ValueError(
+        raise UserError(
             f"The tokenizer ({type(processing_class).__name__}) has neither a pad nor an eos token, so there is "
             "nothing to pad with. Set `tokenizer.pad_token` to a token of its vocabulary."
         )
     if token not in processing_class.get_vocab():
-        raise ValueError(
+        raise UserError(
             f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
             f"({type(processing_class).__name__}). Choose a token of the vocabulary, or first add this one with "
             f"`tokenizer.add_special_tokens({{'{kind}': {token!r}}})` and resize the model's embeddings with "

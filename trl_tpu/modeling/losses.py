@@ -1,4 +1,4 @@
-"""The pairwise loss of reward modeling, in plain torch."""
+"""Computes the pairwise loss of reward modeling, in plain torch."""
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 def pairwise_losses(
     rewards_P2: torch.Tensor, margin_P: torch.Tensor | None = None, center_rewards_coefficient: float | None = None
 ) -> torch.Tensor:
-    """The loss of each pair, [P]: the negative log-likelihood that chosen beats rejected under Bradley-Terry.
+    """Compute the loss of each pair, [P]: the negative log-likelihood that chosen beats rejected under Bradley-Terry.
 
     ``-logsigmoid(chosen - rejected - margin) + c * (chosen + rejected)^2``
 
@@ -27,7 +27,7 @@ def pairwise_losses(
 
 
 def masked_mean(values_P: torch.Tensor, mask_P: torch.Tensor | None) -> torch.Tensor:
-    """The mean over the pairs that ``mask_P`` keeps; over all of them where it is None."""
+    """Return the mean over the pairs that ``mask_P`` keeps; over all of them where it is None."""
     if mask_P is None:
         return values_P.mean()
     return torch.where(mask_P, values_P, 0.0).sum() / mask_P.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""From a batch to the rewards of its pairs: one forward of the model over all dialogues."""
+"""Reads a batch in any layout, and computes the rewards of its pairs in one forward over all dialogues."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.collators import join_halves
+from ..data.collators import LEGACY_KEYS, join_halves
+from ..packing.rows import PackedRows
+from .attention.masked import packed_rewards
 from .losses import masked_mean
 
 
@@ -36,17 +38,17 @@ class PairBatch:
         return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask"), interleaved)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """The rewards [P, 2] by the model's own pooling, and its outputs."""
+        """Compute the rewards [P, 2] by the model's own pooling; also return its outputs."""
         outputs = model(input_ids=self.input_ids_RL, attention_mask=self.attention_mask_RL, **extras)
         return self.by_pair(outputs.logits), outputs
 
     def by_pair(self, logits_R1: torch.Tensor) -> torch.Tensor:
-        """The model's logits as float32 rewards, [P, 2]: chosen, rejected."""
+        """Return the model's logits as float32 rewards, [P, 2]: chosen, rejected."""
         rewards_R = logits_R1.squeeze(-1).float()
         return rewards_R.view(-1, 2) if self.interleaved else rewards_R.view(2, -1).T
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
-        """The batch's loss."""
+        """Return the batch's loss."""
         return masked_mean(losses_P, self.mask_P)
 
     @property
@@ -58,23 +60,47 @@ class PairBatch:
         return (tokens_R.view(-1, 2) * self.mask_P[:, None]).sum(dtype=torch.int32)
 
 
-def find_score_head(model: nn.Module) -> nn.Module | None:
-    """The linear layer that turns a hidden state into a reward: `score` in every transformers decoder."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "score" and hasattr(module, "forward"):
-            return module
-    return None
+@dataclass(frozen=True)
+class PackedPairs:
+    """The pairs of a batch that are in one micro-batch of packed rows."""
+
+    rows: PackedRows[torch.Tensor]
+
+    def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
+        """Compute the rewards [P, 2]; their two halves stand for the model's outputs."""
+        rewards_P2 = packed_rewards(model, self.rows, **extras)
+        return rewards_P2, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
+
+    def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
+        """Return this micro-batch's part of the batch's mean loss: the parts add up to it."""
+        return (torch.where(self.mask_P, losses_P, 0.0).sum() / self.rows.batch_pairs_1).squeeze()
+
+    @property
+    def mask_P(self) -> torch.Tensor:
+        return self.rows.pair_mask_P
+
+    @property
+    def margin_P(self) -> torch.Tensor | None:
+        return self.rows.margin_P
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """How many tokens the dialogues of these pairs have, as if nothing were shared: an int32 scalar."""
+        return self.rows.tokens_P.sum(dtype=torch.int32)
 
 
-def keep_score_head_in_float32(model: nn.Module) -> None:
-    """Run the score head outside autocast: bfloat16 would round every reward to 8 bits before the loss sees it."""
-    head = find_score_head(model)
-    if head is None or any(parameter.dtype != torch.float32 for parameter in head.parameters()):
-        return
-    forward = head.forward
+OWN_KEYS = frozenset({"packed", "input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS})
+"""The keys of a batch that `read_batch` reads; any other is the model's."""
 
-    def forward_float32(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return forward(hidden.float(), *args, **kwargs)
 
-    head.forward = forward_float32  # type: ignore[method-assign]
+def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) -> PairBatch | PackedPairs:
+    """Read the pairs of a micro-batch in any layout.
+
+    Args:
+        inputs: Packed rows, pair rows, or a batch of `DataCollatorForPreference` or `RewardDataCollatorWithPadding`.
+        pad_token_id: What padded rows are padded with.
+        padding_side: On which side they are.
+    """
+    if "packed" in inputs:
+        return PackedPairs(inputs["packed"])
+    return PairBatch.read(inputs, pad_token_id, padding_side)

@@ -24,9 +24,13 @@ Place = Callable[[Any, str, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def placing(place: Place) -> Iterator[None]:
-    """While open, ``from_pretrained`` hands every weight that it has read to ``place`` and keeps what that returns.
+    """Let ``from_pretrained``, meanwhile, hand every weight that it has read to ``place`` and keep what that returns.
 
-    What the checkpoint lacks (a new reward head) is initialised on the host as ever and stays there.
+    What the checkpoint lacks (a new reward head) is initialized on the host as ever and stays there.
+
+    This hangs on three of transformers' private ways: it opens files by `modeling_utils.safe_open`, it reads ahead
+    unless ``HF_DEACTIVATE_ASYNC_LOAD`` is set, and it marks what it has read by ``_is_hf_initialized``. Where one
+    changes, weights stay on the host, or hosts need more memory: the tests of streaming see either.
     """
     parents: dict[nn.Module, tuple[nn.Module, str]] = {}
 
@@ -35,7 +39,7 @@ def placing(place: Place) -> Iterator[None]:
             parents[submodule] = (module, name)
 
     def take(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # transformers marks what it has read, so that it does not initialise it
+        # transformers marks what it has read, so that it does not initialize it
         if parameter is None or parameter.device.type != "cpu" or not getattr(parameter, "_is_hf_initialized", False):
             return None
         path = [name]
@@ -67,7 +71,7 @@ def placing(place: Place) -> Iterator[None]:
 
 
 class _Unmapped:
-    """An open file of which each tensor is read when it is asked for; transformers does that on Windows alone.
+    """An open file whose tensors are read when they are asked for; transformers does that on Windows alone.
 
     Elsewhere it maps all files until the end, and what was read of them stays in the process's resident memory.
     """

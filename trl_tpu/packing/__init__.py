@@ -1,1 +1,1 @@
-"""Token pairs as rows in which every shared prefix is computed once. numpy only."""
+"""Token pairs in rows that hold every shared prefix once. numpy only."""

@@ -1,4 +1,4 @@
-"""Token pairs of one batch as packed rows: every shared prefix once. numpy only.
+"""Packs the token pairs of one batch into rows that hold every shared prefix once. numpy only.
 
 `pack` writes rows of a few planned shapes, for a device that compiles each; `pack_tight` writes one row without
 padding, for a device that takes any shape.
@@ -10,10 +10,10 @@ token's index in its own dialogue. One integer a token says who sees whom: ``sub
 tokens that continue k's text end, and the token in column q sees the one in k exactly when
 ``k <= q < subtree_end[k]``. That also isolates pairs that only share a row.
 
-Rows and devices: of the R rows of a pass on S shards, row r belongs to shard ``r // (R / S)``. A pair lies whole
-in one row, and any row may hold any pair: `last_row_P2` and `last_column_P2` address the whole batch, in the batch's
-own order of pairs. All rows of a pass have the same length and a device computes all of it, so devices have equal work
-whatever their rows hold.
+Rows and devices: of the R rows of a micro-batch on S shards, row r belongs to shard ``r // (R / S)``. A pair lies
+whole in one row, and any row may hold any pair: `last_row_P2` and `last_column_P2` address all of them, in the batch's
+own order of pairs. All rows of a micro-batch have the same length and a device computes all of it, so devices have
+equal work whatever their rows hold.
 With several hosts each host packs the whole batch, which is deterministic, and keeps its own slice of rows and pairs.
 
 Letters: B batches, P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
@@ -24,42 +24,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .schedule import RowPlan, Way
+from ..errors import UserError
+from .expand import expand_rows
+from .rows import PackedRows
+from .schedule import RowPlan, Schedule
 from .shapes import RowShape, snake
 from .trie import Tree, common_prefixes, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
-
-
-@dataclass(frozen=True)
-class PackedPass:
-    """Packed rows of some or all pairs of a batch. Passes of the same row shape have arrays of the same shapes.
-
-    Padding columns hold the pad token at position 0 and see only themselves. Pairs of the batch that are not in these
-    rows, and those that a short batch lacks, have a false `pair_mask_P`, last tokens (0, 0), no tokens and margin 0.
-    """
-
-    input_ids_RL: np.ndarray
-    """Token ids, int32."""
-    position_ids_RL: np.ndarray
-    """The index of each token in its dialogue, int32."""
-    subtree_end_RL: np.ndarray
-    """Token q sees token k exactly when ``k <= q < subtree_end[k]``, int32."""
-    last_row_P2: np.ndarray
-    """The row of the token that scores the chosen and the rejected dialogue, int32."""
-    last_column_P2: np.ndarray
-    """Its column, int32."""
-    pair_mask_P: np.ndarray
-    """True for the pairs in these rows."""
-    tokens_P: np.ndarray
-    """How many tokens the pair's two dialogues have, as if nothing were shared, int32."""
-    margin_P: np.ndarray | None
-    """The target margin, float32; None where the data has none."""
-    batch_pairs_1: np.ndarray
-    """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
-    trees: tuple[Tree, ...]
-    """The tries of the rows."""
 
 
 def pack(
@@ -69,9 +42,9 @@ def pack(
     pairs: int,
     pad_token_id: int,
     margins: Sequence[float] | None = None,
-    room_for_dialogues: bool = False,
-) -> list[PackedPass]:
-    """Pack one batch by the cheapest way of ``plan`` that holds it.
+    expands: bool = False,
+) -> list[PackedRows[np.ndarray]]:
+    """Pack one batch by the cheapest schedule of ``plan`` that holds it.
 
     A dialogue is scored at its last token that is not the pad token, as transformers does; later tokens, which exist
     only where texts contain the pad token, cannot influence that score and are left out.
@@ -83,26 +56,27 @@ def pack(
         pairs: P. A batch may have fewer, but not more.
         pad_token_id: Fills what rows have left.
         margins: The target margin of each pair.
-        room_for_dialogues: Put pairs together only so far that the chosen dialogues of a row, one after the other,
-            are no longer than the row, and the rejected ones too (see `trl_tpu.packing.expand`).
+        expands: Whether attention reads rows of whole dialogues: then the rows have their `expansion`, and pairs share
+            a row only if their chosen dialogues, one after the other, fit into its length, and the rejected ones too.
 
     Returns:
-        The passes in order, the final one last.
+        The micro-batches in order; the last one updates.
 
     Raises:
-        ValueError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
+        UserError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
-    sizes_P, shared_PP = tree_sizes(batch.common_DD)
-    lengths_P2 = batch.lengths_D.reshape(-1, 2) if room_for_dialogues else None
-    way, rows_P = _choose(sizes_P, shared_PP, lengths_P2, _trie_size(batch), plan)
-    passes, first = [], 0
-    for shape in way:
+    sizes_P, shared_PP = tree_sizes(batch.prefix_DD)
+    lengths_P2 = batch.lengths_D.reshape(-1, 2) if expands else None
+    schedule, rows_P = _choose(sizes_P, shared_PP, lengths_P2, _trie_size(batch), plan)
+    micro_batches, first = [], 0
+    for shape in schedule:
         rows_here_P = rows_P - first
         rows_here_P[rows_here_P >= shape.rows] = -1
-        passes.append(batch.in_rows(np.maximum(rows_here_P, -1), shape))
+        rows = batch.in_rows(np.maximum(rows_here_P, -1), shape)
+        micro_batches.append(replace(rows, expansion=expand_rows(rows)) if expands else rows)
         first += shape.rows
-    return passes
+    return micro_batches
 
 
 def pack_tight(
@@ -110,8 +84,8 @@ def pack_tight(
     rejected: Sequence[Sequence[int]],
     pad_token_id: int,
     margins: Sequence[float] | None = None,
-    attention_length: float = 4096,
-) -> PackedPass:
+    attention_crossover_length: float = 4096,
+) -> PackedRows[np.ndarray]:
     """Pack one batch into a single row without padding, tree after tree.
 
     Attention can then be computed tree by tree. Dialogues are in one tree where sharing saves more than attention over
@@ -119,10 +93,10 @@ def pack_tight(
 
     Args:
         chosen, rejected, pad_token_id, margins: As in `pack`.
-        attention_length: The length at which attention costs as much as everything else.
+        attention_crossover_length: The length at which attention costs as much as everything else.
     """
     batch = _Batch.read(chosen, rejected, len(chosen), pad_token_id, margins)
-    return batch.in_one_row(_grow_trees(batch, attention_length))
+    return batch.in_one_row(_grow_trees(batch, attention_crossover_length))
 
 
 @dataclass(frozen=True)
@@ -131,7 +105,7 @@ class _Batch:
 
     dialogues: list[np.ndarray]
     order: np.ndarray
-    common_DD: np.ndarray
+    prefix_DD: np.ndarray
     tokens_P: np.ndarray
     margin_P: np.ndarray | None
     pairs: int
@@ -157,29 +131,31 @@ class _Batch:
     def lengths_D(self) -> np.ndarray:
         return np.array([len(ids) for ids in self.dialogues])
 
-    def in_rows(self, rows_P: np.ndarray, shape: RowShape) -> PackedPass:
-        """A pass of the pairs that `rows_P` puts into a row of ``shape``; those in row -1 are elsewhere."""
-        return self._written(np.repeat(rows_P, 2), np.arange(shape.rows), shape)
+    def in_rows(self, rows_P: np.ndarray, shape: RowShape) -> PackedRows[np.ndarray]:
+        """Write the pairs that `rows_P` puts into a row of ``shape``; those in row -1 are elsewhere."""
+        rows, _ = self._written(np.repeat(rows_P, 2), np.arange(shape.rows), shape)
+        return rows
 
-    def in_one_row(self, trees_D: np.ndarray) -> PackedPass:
-        """All pairs in one row that is just long enough, tree after tree."""
+    def in_one_row(self, trees_D: np.ndarray) -> PackedRows[np.ndarray]:
+        """Write all pairs into one row that is just long enough, tree after tree."""
         longest = RowShape(1, int(self.lengths_D.sum()))
-        rows = self._written(trees_D, np.zeros(len(trees_D), int), longest)
-        used = rows.trees[-1].stop
-        columns = {name: getattr(rows, name)[:, :used] for name in vars(rows) if name.endswith("_RL")}
-        return replace(rows, **columns)
+        rows, trees = self._written(trees_D, np.zeros(len(trees_D), int), longest)
+        columns = {name: getattr(rows, name)[:, : trees[-1].stop] for name in vars(rows) if name.endswith("_RL")}
+        return replace(rows, **columns, trees=trees)
 
-    def _written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> PackedPass:
+    def _written(
+        self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape
+    ) -> tuple[PackedRows[np.ndarray], tuple[Tree, ...]]:
         here_P = trees_D[::2] >= 0
-        layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.common_DD, shape, self.pad_token_id)
+        layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id)
 
         def fill(values: np.ndarray, dtype: type = np.int32) -> np.ndarray:
-            """Zeros for the pairs that are elsewhere, and up to P."""
+            """Put zeros for the pairs that are elsewhere, and up to P."""
             filled = np.zeros((self.pairs, *values.shape[1:]), dtype)
             filled[: len(values)][here_P] = values[here_P]
             return filled
 
-        return PackedPass(
+        rows = PackedRows(
             layout.input_ids_RL,
             layout.position_ids_RL,
             layout.subtree_end_RL,
@@ -189,22 +165,22 @@ class _Batch:
             tokens_P=fill(self.tokens_P),
             margin_P=None if self.margin_P is None else fill(self.margin_P, np.float32),
             batch_pairs_1=np.array([len(here_P)], np.int32),
-            trees=layout.trees,
         )
+        return rows, layout.trees
 
 
 def _check_counts(chosen: int, rejected: int, pairs: int) -> None:
     if chosen != rejected:
-        raise ValueError(f"A pair has a chosen and a rejected dialogue, got {chosen} chosen and {rejected} rejected.")
+        raise UserError(f"A pair has a chosen and a rejected dialogue, got {chosen} chosen and {rejected} rejected.")
     if not 1 <= chosen <= pairs:
-        raise ValueError(f"Shapes were planned for batches of 1 to {pairs} pairs, got {chosen}. Plan them anew.")
+        raise UserError(f"Shapes were planned for batches of 1 to {pairs} pairs, got {chosen}. Plan them anew.")
 
 
 def _up_to_scored(ids: np.ndarray, pad_token_id: int, index: int) -> np.ndarray:
-    """A dialogue up to the token that is scored: the last that is not the pad token, or the first if all are."""
+    """Cut a dialogue after the token that is scored: the last that is not the pad token, or the first if all are."""
     if not len(ids):
         half = ("chosen", "rejected")[index % 2]
-        raise ValueError(f"The {half} dialogue of pair {index // 2} of the batch has no tokens that could be scored.")
+        raise UserError(f"The {half} dialogue of pair {index // 2} of the batch has no tokens that could be scored.")
     if ids[-1] != pad_token_id:
         return ids
     others = np.flatnonzero(ids != pad_token_id)
@@ -212,35 +188,35 @@ def _up_to_scored(ids: np.ndarray, pad_token_id: int, index: int) -> np.ndarray:
 
 
 def _trie_size(batch: _Batch) -> int:
-    """How many tokens the whole batch has in one trie: the fewest that any way must hold."""
-    neighbours = batch.common_DD[batch.order[:-1], batch.order[1:]]
+    """Return how many tokens the whole batch has in one trie: the fewest that any schedule must hold."""
+    neighbours = batch.prefix_DD[batch.order[:-1], batch.order[1:]]
     return int(batch.lengths_D.sum() - neighbours.sum())
 
 
 def _choose(
     sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, trie: int, plan: RowPlan
-) -> tuple[Way, np.ndarray]:
-    """The cheapest way that holds the batch, and each pair's row among the rows of all its passes [P]."""
+) -> tuple[Schedule, np.ndarray]:
+    """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
     if sizes_P.max() > plan.longest:
         pair = int(sizes_P.argmax())
-        raise ValueError(
+        raise UserError(
             f"Pair {pair} of the batch takes {sizes_P[pair]} tokens (both dialogues, their common prefix once), but "
             f"the longest planned row has {plan.longest}. Pairs are never cut: plan the shapes with this pair's size "
             "among them, or leave out long dialogues with `max_length`."
         )
-    for way in plan.ways():
-        lengths_R = np.array([shape.length for shape in way for _ in range(shape.rows)])
+    for schedule in plan.schedules():
+        lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
         if lengths_R.sum() < trie or lengths_R.max() < sizes_P.max():
             continue
         rows_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
         if rows_P is not None:
-            return way, rows_P
+            return schedule, rows_P
     # Best fit may fail by bad luck where a plain deal, by which the last shape was made, cannot.
-    last = plan.final[-1]
+    last = plan.update[-1]
     rows_P = np.empty(len(sizes_P), np.int64)
     rows_P[np.argsort(-sizes_P, kind="stable")] = snake(len(sizes_P), last.rows)
     if np.bincount(rows_P, sizes_P).max() > last.length:
-        raise ValueError(
+        raise UserError(
             f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
             f"{plan}. Plan the shapes with the sizes of these pairs among them."
         )
@@ -250,7 +226,7 @@ def _choose(
 def _place(
     sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
 ) -> np.ndarray | None:
-    """Best fit, the largest pair first: each pair's row [P], or None where they do not fit.
+    """Place pairs by best fit, the largest first: return each pair's row [P], or None where they do not fit.
 
     What a pair adds to a row is its size less what it shares with the pair in that row that it shares most with; the
     trie may save more, never less. With ``lengths_P2`` its two dialogues need room too, where nothing is shared.
@@ -277,18 +253,18 @@ def _place(
     return rows_P
 
 
-def _grow_trees(batch: _Batch, attention_length: float) -> np.ndarray:
-    """Each dialogue's tree [D]: neighbours in lexicographic order share one while that costs less than two."""
+def _grow_trees(batch: _Batch, attention_crossover_length: float) -> np.ndarray:
+    """Return each dialogue's tree [D]: neighbors in lexicographic order share one while that costs less than two."""
 
     def work(size: int) -> float:
-        return size * (1 + size / attention_length)
+        return size * (1 + size / attention_crossover_length)
 
     lengths_D = batch.lengths_D
     trees_D = np.zeros(len(lengths_D), np.int64)
     size, tree, before = int(lengths_D[batch.order[0]]), 0, batch.order[0]
     for dialogue in batch.order[1:]:
         own = int(lengths_D[dialogue])
-        together = size + own - int(batch.common_DD[before, dialogue])
+        together = size + own - int(batch.prefix_DD[before, dialogue])
         if work(together) < work(size) + work(own):
             size = together
         else:

@@ -7,10 +7,13 @@ and the shapes with the least expected work are taken. The last shape holds any 
 Letters: B batches, P pairs, R rows, L length of a row, C candidate shapes.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from ..errors import UserError
 
 _CANDIDATE_LENGTHS = 64
 _SWEEPS = 8
@@ -23,13 +26,13 @@ class RowShape:
     rows: int
     length: int
 
-    def work(self, attention_length: float) -> float:
-        """What computing all columns costs, in tokens: the linear layers, and attention, quadratic in a row.
+    def work(self, attention_crossover_length: float) -> float:
+        """Return what computing all columns costs, in tokens: the linear layers, and attention, quadratic in a row.
 
         Args:
-            attention_length: The row length at which attention costs as much as everything else.
+            attention_crossover_length: The row length at which attention costs as much as everything else.
         """
-        return self.rows * self.length * (1 + self.length / attention_length)
+        return self.rows * self.length * (1 + self.length / attention_crossover_length)
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.length}"
@@ -40,50 +43,55 @@ def plan_shapes(
     pairs: int,
     shards: int = 1,
     *,
-    most: int = 4,
-    common: int = 0,
-    attention_length: float = 4096,
+    max_shapes: int = 4,
+    shared_prefix: int = 0,
+    attention_crossover_length: float = 4096,
     multiple: int = 32,
     seed: int = 0,
 ) -> tuple[RowShape, ...]:
-    """At most ``most`` shapes, in ascending order of their work, one of which every batch fits.
+    """Choose at most ``max_shapes`` shapes, in ascending order of their work, one of which every batch fits.
 
     Args:
-        sizes: The size of each pair of the data, [N]: its tokens with the common prefix once (see `pair_size`). For a
-            stream: of a sample, and of the longest pair that may come, ``pairs`` times.
+        sizes: The size of each pair of the data, [N]: its tokens with the common prefix once (see
+            `trl_tpu.data.measure.pair_sizes`). For a stream: of a sample, and of the longest pair that may come,
+            ``pairs`` times.
         pairs: P, pairs in a batch.
         shards: Over how many devices the rows are split: the number of rows is a multiple of it.
-        most: How many shapes at most.
-        common: How many first tokens all dialogues of the data share, such as a system prompt.
-        attention_length: The row length at which attention costs as much as everything else. For a plain transformer
-            it is about six times the hidden size.
+        max_shapes: How many shapes at most.
+        shared_prefix: How many first tokens all dialogues of the data share, such as a system prompt.
+        attention_crossover_length: The row length at which attention costs as much as everything else. For a plain
+            transformer it is about six times the hidden size.
         multiple: Lengths are multiples of this.
         seed: Of the batches that are drawn.
 
     Raises:
-        ValueError: If a number is not positive, or there are no sizes.
+        UserError: If a number is not positive, or there are no sizes.
     """
-    if not len(sizes) or min(pairs, shards, most, multiple) < 1 or attention_length <= 0:
-        raise ValueError(
+    if not len(sizes) or min(pairs, shards, max_shapes, multiple) < 1 or attention_crossover_length <= 0:
+        raise UserError(
             "Planning shapes needs sizes, and positive numbers of pairs, shards, shapes and columns; got "
-            f"{len(sizes)} sizes, pairs={pairs}, shards={shards}, most={most}, multiple={multiple}, "
-            f"attention_length={attention_length}."
+            f"{len(sizes)} sizes, pairs={pairs}, shards={shards}, max_shapes={max_shapes}, multiple={multiple}, "
+            f"attention_crossover_length={attention_crossover_length}."
         )
-    # what a pair adds to a row that begins with the common tokens; pairs of size 0 fill up data of less than a batch
-    added = np.concatenate([np.maximum(np.asarray(sizes) - common, 0), np.zeros(max(0, pairs - len(sizes)), int)])
+
+    def work(shape: RowShape) -> float:
+        return shape.work(attention_crossover_length)
+
+    # what a pair adds to a row that begins with the shared prefix; pairs of size 0 fill up data of less than a batch
+    added = np.maximum(np.asarray(sizes) - shared_prefix, 0)
+    added = np.concatenate([added, np.zeros(max(0, pairs - len(sizes)), int)])
     worst_P = np.sort(added)[::-1][:pairs]
-    largest = largest_shape(worst_P, shards, common, attention_length, multiple)
+    largest = min(_holding_all(worst_P, shards, shared_prefix, multiple), key=work)
     batches_BP = draw_batches(added, pairs, seed)
-    candidates, fits_CB = _candidates(batches_BP, worst_P, shards, common, multiple)
-    works_C = np.array([shape.work(attention_length) for shape in candidates])
+    candidates, fits_CB = _candidates(batches_BP, worst_P, shards, shared_prefix, multiple)
+    works_C = np.array([work(shape) for shape in candidates])
     works_CB = np.where(fits_CB, works_C[:, None], np.inf)
-    chosen = least_work(works_CB, largest.work(attention_length), most - 1)
-    shapes = {candidates[index] for index in chosen if works_C[index] < largest.work(attention_length)} | {largest}
-    return tuple(sorted(shapes, key=lambda shape: shape.work(attention_length)))
+    chosen = least_work(works_CB, work(largest), max_shapes - 1)
+    return tuple(sorted({candidates[at] for at in chosen if works_C[at] < work(largest)} | {largest}, key=work))
 
 
 def snake(pairs: int, rows: int) -> np.ndarray:
-    """Deal pairs out to rows, back and forth: the row of the i-th largest pair, [P].
+    """Deal pairs out to rows, back and forth: return the row of the i-th largest pair, [P].
 
     If every pair of a batch is at most as large as the pair of the same rank in another batch, so is every row. So
     rows that are long enough for the largest pairs of the data are long enough for any batch.
@@ -93,22 +101,20 @@ def snake(pairs: int, rows: int) -> np.ndarray:
 
 
 def round_up(values: Any, multiple: int) -> Any:
-    """To the next multiple."""
+    """Return the next multiple."""
     return -(-values // multiple) * multiple
 
 
-def largest_shape(worst_P: np.ndarray, shards: int, common: int, attention_length: float, multiple: int) -> RowShape:
-    """The cheapest shape that holds the largest pairs of the data, dealt out: then it holds every batch."""
-    shapes = []
+def _holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int) -> Iterator[RowShape]:
+    """Yield shapes that hold the largest pairs of the data, dealt out: then they hold every batch."""
     for rows in range(shards, len(worst_P) + shards, shards):
-        longest = int(np.bincount(snake(len(worst_P), rows), worst_P).max()) + common
-        shapes.append(RowShape(rows, round_up(max(longest, 1), multiple)))
-    return min(shapes, key=lambda shape: shape.work(attention_length))
+        longest = int(np.bincount(snake(len(worst_P), rows), worst_P).max()) + shared_prefix
+        yield RowShape(rows, round_up(max(longest, 1), multiple))
 
 
-def draw_batches(sizes: np.ndarray, pairs: int, seed: int, most: int = 512) -> np.ndarray:
-    """Batches of sizes [B, P] as training would draw them: consecutive parts of random orders."""
-    count = min(most, max(64, 2**15 // pairs))
+def draw_batches(sizes: np.ndarray, pairs: int, seed: int, max_batches: int = 512) -> np.ndarray:
+    """Draw batches of sizes [B, P] as training would: consecutive parts of random orders."""
+    count = min(max_batches, max(64, 2**15 // pairs))
     generator = np.random.default_rng(seed)
     whole = len(sizes) // pairs
     epochs = [generator.permutation(sizes)[: whole * pairs].reshape(whole, pairs) for _ in range(-(-count // whole))]
@@ -116,15 +122,15 @@ def draw_batches(sizes: np.ndarray, pairs: int, seed: int, most: int = 512) -> n
 
 
 def _candidates(
-    batches_BP: np.ndarray, worst_P: np.ndarray, shards: int, common: int, multiple: int
+    batches_BP: np.ndarray, worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int
 ) -> tuple[list[RowShape], np.ndarray]:
-    """Shapes worth trying, and which of the batches fit each, [C, B]."""
+    """Return shapes worth trying, and which of the batches fit each, [C, B]."""
     longest = max(worst_P[0], batches_BP.sum(axis=1).max() / shards, 1)
     shortest = np.clip(np.median(batches_BP), 1, longest)
-    lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + common
+    lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + shared_prefix
     candidates, fits = [], []
     for length in np.unique(round_up(np.ceil(lengths).astype(int), multiple)):
-        rows_B = round_up(rows_needed(batches_BP, int(length) - common), shards)
+        rows_B = round_up(rows_needed(batches_BP, int(length) - shared_prefix), shards)
         for rows in np.unique(rows_B[rows_B > 0]):
             candidates.append(RowShape(int(rows), int(length)))
             fits.append((rows_B > 0) & (rows_B <= rows))
@@ -132,7 +138,7 @@ def _candidates(
 
 
 def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
-    """How many rows best fit, the largest pair first, needs for each batch [B]; 0 where a pair is too long."""
+    """Return how many rows best fit, the largest pair first, needs for each batch [B]; 0 where a pair is too long."""
     sizes_BP = -np.sort(-batches_BP, axis=1)
     each = np.arange(len(sizes_BP))
     # any two rows together are more than full, or one pair would have gone to the other row
@@ -146,7 +152,7 @@ def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
 
 
 def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[int]:
-    """Up to ``count`` candidates that have, with the largest shape, the least total work: greedy, then swaps."""
+    """Return up to ``count`` candidates that with the largest shape have the least total work: greedy, then swaps."""
     chosen: list[int] = []
 
     def add_best() -> None:

@@ -1,4 +1,4 @@
-"""Tries of dialogues: what any two share, and rows in which each beginning is written once. numpy only.
+"""Prefix trees (tries) of dialogues: what any two share, and rows that hold each prefix once. numpy only.
 
 Letters: P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
 """
@@ -12,6 +12,7 @@ from .shapes import RowShape
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """Return how many first tokens two dialogues share."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     first = int(differs.argmax()) if length else 0
@@ -19,32 +20,30 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def common_prefixes(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The dialogues' lexicographic order [D], and the length of the common prefix of any two [D, D].
+    """Return the dialogues' lexicographic order [D], and the length of the common prefix of any two [D, D].
 
-    The common prefix of two is the shortest common prefix of neighbours between them in lexicographic order.
+    The common prefix of two is the shortest common prefix of neighbors between them in lexicographic order.
     """
     as_bytes = [ids.astype(">u4").tobytes() for ids in dialogues]  # compared byte by byte, these sort as the ids do
     order = np.array(sorted(range(len(dialogues)), key=as_bytes.__getitem__))
-    neighbours = [
-        common_prefix(dialogues[one], dialogues[other]) for one, other in zip(order, order[1:], strict=False)
-    ]
+    neighbors = [common_prefix(dialogues[one], dialogues[other]) for one, other in zip(order, order[1:], strict=False)]
     by_rank_DD = np.diag([len(dialogues[index]) for index in order])
     for rank in range(len(order) - 1):
-        by_rank_DD[rank, rank + 1 :] = np.minimum.accumulate(neighbours[rank:])
+        by_rank_DD[rank, rank + 1 :] = np.minimum.accumulate(neighbors[rank:])
     by_rank_DD = np.maximum(by_rank_DD, by_rank_DD.T)
-    common_DD = np.empty_like(by_rank_DD)
-    common_DD[np.ix_(order, order)] = by_rank_DD
-    return order, common_DD
+    prefix_DD = np.empty_like(by_rank_DD)
+    prefix_DD[np.ix_(order, order)] = by_rank_DD
+    return order, prefix_DD
 
 
-def tree_sizes(common_DD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The size of each pair's trie [P], and how many tokens any two pairs' tries have in common [P, P]."""
-    count = len(common_DD) // 2
-    common_P2P2 = common_DD.reshape(count, 2, count, 2)
+def tree_sizes(prefix_DD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the size of each pair's trie [P], and how many tokens the tries of any two pairs share [P, P]."""
+    count = len(prefix_DD) // 2
+    prefix_P2P2 = prefix_DD.reshape(count, 2, count, 2)
     each = np.arange(count)
-    prefix_P = common_P2P2[each, 0, each, 1]
-    sizes_P = common_P2P2[each, 0, each, 0] + common_P2P2[each, 1, each, 1] - prefix_P
-    chosen_PP, rejected_PP = common_P2P2.max(axis=3).swapaxes(0, 1)
+    prefix_P = prefix_P2P2[each, 0, each, 1]
+    sizes_P = prefix_P2P2[each, 0, each, 0] + prefix_P2P2[each, 1, each, 1] - prefix_P
+    chosen_PP, rejected_PP = prefix_P2P2.max(axis=3).swapaxes(0, 1)
     in_both_PP = np.minimum(np.minimum(chosen_PP, rejected_PP), prefix_P[:, None])
     return sizes_P, chosen_PP + rejected_PP - in_both_PP
 
@@ -60,7 +59,7 @@ class Tail:
     """The columns before them in their dialogue, as ranges counted from the tree's first."""
 
     def after(self, depth: int) -> tuple[tuple[int, int], ...]:
-        """The path of a token that branches off at ``depth`` of the dialogue that ends with these tokens."""
+        """Return the path of a token that branches off at ``depth`` of the dialogue that ends with these tokens."""
         kept = []
         for start, stop in (*self.path, (self.start, self.stop)):
             stop = min(stop, start + depth)
@@ -82,7 +81,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows with tries written depth first."""
+    """Rows in which tries are written depth first."""
 
     input_ids_RL: np.ndarray
     position_ids_RL: np.ndarray
@@ -96,7 +95,7 @@ def lay_out(
     trees_D: np.ndarray,
     row_of_tree: np.ndarray,
     order: np.ndarray,
-    common_DD: np.ndarray,
+    prefix_DD: np.ndarray,
     shape: RowShape,
     pad_token_id: int,
 ) -> Layout:
@@ -118,7 +117,7 @@ def lay_out(
         if tree < 0:
             continue
         row = row_of_tree[tree]
-        depth = common_DD[before, index] if before >= 0 and trees_D[before] == tree else 0
+        depth = prefix_DD[before, index] if before >= 0 and trees_D[before] == tree else 0
         start, stop = stops_R[row], stops_R[row] + len(ids) - depth
         stops_R[row] = stop
         input_ids_RL[row, start:stop] = ids[depth:]

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import log2, prod
 
+from ..errors import UserError
+
 #: Every axis, slowest first. A batch goes over `data` and `fsdp` together; weights are split over `fsdp` and `tensor`.
 AXES = ("data", "fsdp", "tensor")
 
@@ -63,7 +65,7 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
         slices: How many slices they are in, where the spec does not say.
 
     Raises:
-        ValueError: For an unknown or repeated axis, a size that is not a positive integer or -1, or sizes that do
+        UserError: For an unknown or repeated axis, a size that is not a positive integer or -1, or sizes that do
             not multiply to ``devices``; the message shows the equation and the nearest meshes that work.
     """
     asked = _read(spec)
@@ -71,7 +73,7 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
     sizes = {"data": slices, "fsdp": 1, "tensor": 1} | asked
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ValueError(f"mesh {spec!r}: only one axis can be -1, not {' and '.join(open_axes)}.")
+        raise UserError(f"mesh {spec!r}: only one axis can be -1, not {' and '.join(open_axes)}.")
     fixed = prod(size for size in sizes.values() if size != -1)
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
     if open_axes and devices % fixed:
@@ -82,11 +84,11 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
         shape = MeshShape(**{axis: devices // fixed if size == -1 else size for axis, size in sizes.items()})
         if shape.data % slices == 0:
             return MeshShape(**shape.sizes, slices=slices)
-        raise ValueError(
+        raise UserError(
             f"mesh {spec!r}: `data` goes over the slices, but data={shape.data} / slices={slices} is no whole number."
             f"{_nearest(devices, slices, sizes)}"
         )
-    raise ValueError(
+    raise UserError(
         f"mesh {spec!r}: the axis sizes must multiply to the number of devices, but {fault}."
         f"{_nearest(devices, slices, sizes)}"
     )
@@ -100,11 +102,11 @@ def check_heads(mesh: MeshShape, heads: Mapping[str, int]) -> None:
         heads: Numbers of heads by their names in the model's config.
 
     Raises:
-        ValueError: With the equation, and the nearest meshes whose `tensor` divides every number.
+        UserError: With the equation, and the nearest meshes whose `tensor` divides every number.
     """
     for name, count in heads.items():
         if count % mesh.tensor:
-            raise ValueError(
+            raise UserError(
                 f"mesh '{mesh}': `tensor` gives each device whole attention heads, but {name}={count} / tensor="
                 f"{mesh.tensor} is no whole number."
                 + _nearest(
@@ -123,19 +125,19 @@ def _read(spec: str) -> dict[str, int]:
     for part in spec.split(","):
         axis, equals, text = (piece.strip() for piece in part.partition("="))
         if not equals:
-            raise ValueError(f"mesh {spec!r}: {part.strip()!r} is not of the form axis=size; write e.g. 'fsdp=-1'.")
+            raise UserError(f"mesh {spec!r}: {part.strip()!r} is not of the form axis=size; write e.g. 'fsdp=-1'.")
         if axis not in names:
             near = difflib.get_close_matches(axis, names, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
+            raise UserError(
                 f"mesh {spec!r}: unknown axis {axis!r}; the axes are {', '.join(AXES)}, and `slices` is how many "
                 f"slices `data` goes over.{hint}"
             )
         if axis in sizes:
-            raise ValueError(f"mesh {spec!r}: axis {axis!r} is given twice.")
+            raise UserError(f"mesh {spec!r}: axis {axis!r} is given twice.")
         fill = "" if axis == "slices" else ", or -1 for what is left"
         if not text.removeprefix("-").isdecimal() or (int(text) < 1 and (int(text) != -1 or axis == "slices")):
-            raise ValueError(f"mesh {spec!r}: the size of {axis!r} must be a positive integer{fill}.")
+            raise UserError(f"mesh {spec!r}: the size of {axis!r} must be a positive integer{fill}.")
         sizes[axis] = int(text)
     return sizes
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from ..errors import UserError, UserFileError
 from .mesh import AXES, MeshShape, names_of
 
 if TYPE_CHECKING:
@@ -40,19 +41,19 @@ class Rules:
         """Read a YAML file.
 
         Raises:
-            ValueError: It is no YAML, no mapping of patterns to lists of axes, or names an axis that does not exist
+            UserError: It is no YAML, no mapping of patterns to lists of axes, or names an axis that does not exist
                 or twice.
-            FileNotFoundError: There is no such file.
+            UserFileError: There is no such file.
         """
         source = f"sharding plan {str(path)!r}"
         if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no {source}: name a YAML file that maps patterns to mesh axes.")
+            raise UserFileError(f"There is no {source}: name a YAML file that maps patterns to mesh axes.")
         try:
             content = yaml.safe_load(Path(path).read_bytes())
         except yaml.YAMLError as error:
-            raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
+            raise UserError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
         if not isinstance(content, dict) or not content:
-            raise ValueError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
+            raise UserError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
         return cls(source, {str(pattern): _axes(source, pattern, value) for pattern, value in content.items()})
 
     def find(self, name: str) -> str | None:
@@ -63,24 +64,24 @@ class Rules:
         """Compare the patterns with all parameters of a model.
 
         Raises:
-            ValueError: A pattern decides nothing, or nothing matches a name.
+            UserError: A pattern decides nothing, or nothing matches a name.
         """
         names = list(names)
         found = {name: self.find(name) for name in names}
         if unmatched := [name for name, pattern in found.items() if pattern is None]:
-            raise ValueError(
+            raise UserError(
                 f"{self.source}: no pattern matches {_some(unmatched)}. Add patterns, or as the last line "
                 f"'\"*\": {AUTO}', which leaves the rest to the model's own plan."
             )
         idle = [pattern for pattern in self.patterns if pattern not in found.values()]
         shadowed = [pattern for pattern in idle if any(fnmatchcase(name, pattern) for name in names)]
         if missing := [pattern for pattern in idle if pattern not in shadowed]:
-            raise ValueError(
+            raise UserError(
                 f"{self.source}: {_some(missing)} match(es) no parameter. The parameters are, for example, "
                 f"{_some(names)}."
             )
         if shadowed:
-            raise ValueError(
+            raise UserError(
                 f"{self.source}: {_some(shadowed)} match(es) only what earlier patterns match, and the first pattern "
                 "decides. Move it up, or take it out."
             )
@@ -92,21 +93,21 @@ class Rules:
             None for a pattern that says ``"auto"``.
 
         Raises:
-            ValueError: The shape has another number of dimensions, or a size that the axes do not divide.
+            UserError: The shape has another number of dimensions, or a size that the axes do not divide.
         """
         axes = self.patterns[pattern]
         if isinstance(axes, str):
             return None
         where = f"{self.source}: {pattern!r}: [{', '.join(_text(each) for each in axes)}]"
         if len(axes) != len(shape):
-            raise ValueError(
+            raise UserError(
                 f"{where} has {len(axes)} dimension(s), but {name} has the shape {list(shape)}: write an axis, a list "
                 "of axes or null for each dimension."
             )
         for size, over in zip(shape, axes, strict=True):
             parts = prod(mesh.sizes[axis] for axis in names_of(over))
             if size % parts:
-                raise ValueError(
+                raise UserError(
                     f"{where} does not fit {name} of shape {list(shape)} on the mesh '{mesh}': {size} / {parts} is no "
                     "whole number."
                 )
@@ -118,17 +119,17 @@ def _axes(source: str, pattern: Any, value: Any) -> "PartitionSpec | str":
     if value == AUTO:
         return AUTO
     if not isinstance(value, list):
-        raise ValueError(f"{source}: {pattern!r} must have a list of mesh axes, one for each dimension, or {AUTO!r}.")
+        raise UserError(f"{source}: {pattern!r} must have a list of mesh axes, one for each dimension, or {AUTO!r}.")
     for each in value:
         if not all(isinstance(name, str) for name in (each if isinstance(each, list) else [each or ""])):
-            raise ValueError(f"{source}: {pattern!r}: {each!r} is no mesh axis, list of axes or null.")
+            raise UserError(f"{source}: {pattern!r}: {each!r} is no mesh axis, list of axes or null.")
     axes: PartitionSpec = tuple(tuple(each) if isinstance(each, list) else each for each in value)
     names = [name for each in axes for name in names_of(each)]
     for name in names:
         if name not in AXES:
-            raise ValueError(f"{source}: {pattern!r}: unknown axis {name!r}; the axes are {', '.join(AXES)}.")
+            raise UserError(f"{source}: {pattern!r}: unknown axis {name!r}; the axes are {', '.join(AXES)}.")
         if names.count(name) > 1:
-            raise ValueError(f"{source}: {pattern!r} uses axis {name!r} twice.")
+            raise UserError(f"{source}: {pattern!r} uses axis {name!r} twice.")
     return axes
 
 

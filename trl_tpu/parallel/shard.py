@@ -8,29 +8,26 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..errors import UserError
 from ..runtime import Runtime
 from .mesh import MeshShape, check_heads, names_of
 from .rules import Rules
 from .shard_report import ShardReport
 from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
 
-_FEED_FORWARD = {"mlp", "feed_forward"}
-"""What transformers' layers name them."""
-_NORMS_BEHIND = ("post_feedforward", "post_mlp", "post_ffn")
-
 
 def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
-    """The plan for ``model``, with or without adapters, from what transformers publishes about it.
+    """Return the plan for ``model``, with or without adapters, from what transformers publishes about it.
 
     Raises:
-        ValueError: The `tensor` axis would cut through an attention head, or nothing is known to go over it.
+        UserError: The `tensor` axis would cut through an attention head, or nothing is known to go over it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     styles, expert_styles = (getattr(base, name, None) or {} for name in ("tp_plan", "ep_plan"))
     if mesh.tensor > 1 and any("attn" in name and style == "colwise" for name, style in styles.items()):
         styles = _with_whole_heads(base, mesh, styles)
     if mesh.tensor > 1 and rules is None and not (styles or expert_styles):
-        raise ValueError(
+        raise UserError(
             f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so nothing is known "
             f"to go over tensor={mesh.tensor}. Leave `tensor` out, or write a `sharding_plan`."
         )
@@ -39,13 +36,13 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
 
 
 def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> Mapping[str, str]:
-    """The styles of a model whose attention heads `tensor` does not cut.
+    """Return the styles of a model, changed so that `tensor` does not cut its attention heads.
 
     Fewer key and value heads than devices, or a number that these do not divide, stay whole over `tensor`: they are
     the small part of grouped-query attention (https://arxiv.org/abs/2305.13245), and every device computes them.
 
     Raises:
-        ValueError: The query heads do not divide, or key and value heads do not in a projection of all three.
+        UserError: The query heads do not divide, or key and value heads do not in a projection of all three.
     """
     config = base.config.get_text_config()
     counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
@@ -64,19 +61,19 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
     Tied parameters stay tied and count once. Each is freed on the host before the next goes, unless others hold it.
 
     Raises:
-        ValueError: From `Plan.place`.
+        UserError: From `Plan.place`.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     placements = {name: plan.place(name, shape) for name, shape in shapes.items()}
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    for name, places in _places(model).items():
-        module, leaf = places[0]
+    for name, owners in _owners(model).items():
+        module, leaf = owners[0]
         parameter = module._parameters[leaf]
         assert parameter is not None
         placed = runtime.place(parameter.detach(), placements[name].axes, device)
         if parameter.device != placed.device:
             parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            for module, leaf in places:
+            for module, leaf in owners:
                 module._parameters[leaf] = parameter
     for module in model.modules():
         for leaf, buffer in module._buffers.items():
@@ -104,7 +101,7 @@ class WeightPlacer:
         self._plan: Plan | None = None
 
     def __call__(self, model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """``weight`` in its shards. The plan is made, and may be refused, at the first one."""
+        """Return ``weight`` in its shards. The plan is made, and may be refused, at the first one."""
         if self._plan is None:
             self._plan = plan_model(model, self._mesh, self._rules)
         if self._keeps_embeddings and model.get_submodule(name.rpartition(".")[0]) is model.get_input_embeddings():
@@ -117,16 +114,16 @@ class WeightPlacer:
         place_model(model, self._plan or plan_model(model, self._mesh, self._rules), self._runtime, self._device)
 
 
-def _places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Every module and attribute that holds a parameter, by the name under which it is listed first."""
+def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Return every module and attribute that holds a parameter, by the name under which it is listed first."""
     names: dict[int, str] = {}
-    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    owners: dict[str, list[tuple[nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 name = names.setdefault(id(parameter), f"{prefix}.{leaf}" if prefix else leaf)
-                places.setdefault(name, []).append((module, leaf))
-    return places
+                owners.setdefault(name, []).append((module, leaf))
+    return owners
 
 
 def keep_activations_split(
@@ -164,39 +161,6 @@ def scatter_gradients(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
         is_table = bare_name(name) in plan.embeddings
         if parameter.requires_grad and not is_table and "fsdp" in placements[name].names:
             parameter.register_hook(partial(runtime.scatter, axes=placements[name].axes))
-
-
-def divide_feed_forward(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
-    """Let feed-forward blocks be computed as `Runtime.divide` says, where layers are computed again for the backward.
-
-    Not those whose features `tensor` divides already, nor those before a norm of their own: its backward takes what
-    the block gave, which would be computed a second time for it.
-    """
-    for name, layer in model.named_modules():
-        children = dict(layer.named_children())
-        is_layer = isinstance(layer, GradientCheckpointingLayer)
-        if plan.mesh.tensor > 1 or not is_layer or any(child.startswith(_NORMS_BEHIND) for child in children):
-            continue
-        for block in _FEED_FORWARD & children.keys():
-            last = _last_product(children[block], f"{name}.{block}", plan)
-            if last is not None:
-                of_block = dict(children[block].named_parameters())
-                axes = {weight: placements[f"{name}.{block}.{weight}"].axes for weight in of_block}
-                runtime.divide(children[block], last, axes)
-
-
-def _last_product(block: nn.Module, name: str, plan: Plan) -> str | None:
-    """The name of the product that features between meet in; None if ``block`` is more than `Runtime.divide` knows."""
-    products = {child: module for child, module in block.named_children() if any(True for _ in module.parameters())}
-    styles = {child: plan.style_of(f"{bare_name(name)}.{child}.weight") for child in products}
-    lasts = [child for child, style in styles.items() if style == "rowwise"]
-    is_random = any(isinstance(module, nn.Dropout) and module.p > 0 for module in block.modules())
-    is_plain = all(type(module) is nn.Linear for module in products.values()) and not block._parameters
-    if len(lasts) != 1 or set(styles.values()) != {"colwise", "rowwise"} or is_random or not is_plain:
-        return None
-    last = products.pop(lasts[0])
-    are_single = all(first.out_features == last.in_features for first in products.values())  # not two in one weight
-    return lasts[0] if are_single and last.bias is None else None
 
 
 class _CastOnce:
@@ -252,3 +216,9 @@ def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> No
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     module.register_forward_hook(hook)
+
+
+def zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return zeros with the shape, type and sharding of ``parameter``."""
+    # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
+    return (parameter.detach() * 0).nan_to_num(0.0)  # some weight may be infinite

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from ..errors import UserError
 from .mesh import MeshShape, names_of
 from .rules import Rules
 
@@ -104,7 +105,7 @@ class Plan:
         """Compare the rules, if there are any, with all parameters of a model, by their names as the model has them.
 
         Raises:
-            ValueError: A pattern names nothing, or they leave a parameter out.
+            UserError: A pattern names nothing, or they leave a parameter out.
         """
         if self.rules is not None:
             self.rules.check(bare_name(name) for name in names)
@@ -113,7 +114,7 @@ class Plan:
         """The placement of a parameter.
 
         Raises:
-            ValueError: A rule does not fit its shape, or the model gives it a style that is not known here.
+            UserError: A rule does not fit its shape, or the model gives it a style that is not known here.
         """
         bare = bare_name(name)
         if self.rules is not None and (pattern := self.rules.find(bare)):
@@ -130,7 +131,7 @@ class Plan:
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         style = styles.get(pattern) or styles.get(pattern.rpartition(".")[0])
         if style is not None and style not in _SPLITS and style not in _WHOLE:
-            raise ValueError(
+            raise UserError(
                 f"The model's tensor-parallel plan gives {name} the style {style!r}, which is not known here. Leave "
                 "`tensor` out of the mesh, or write a sharding plan."
             )

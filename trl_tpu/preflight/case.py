@@ -11,6 +11,7 @@ from ..parallel.mesh import MeshShape
 from ..parallel.rules import Rules
 from ..parallel.shard import plan_model
 from ..parallel.sharding_plan import Placement
+from ..runtime import Remat
 from .chips import Topology
 from .lengths import PairLengths
 from .model_shape import ModelShape, read_model
@@ -57,7 +58,7 @@ class Job:
         """Where each of the model's weights goes on ``mesh``, by name.
 
         Raises:
-            ValueError: If the mesh does not fit the model.
+            UserError: If the mesh does not fit the model.
         """
         if mesh not in self._placements:
             plan = plan_model(self.module, mesh, self.rules)
@@ -79,8 +80,8 @@ class Job:
             return ceil(pairs / (length // int(sizes_N[0])) / parts) * parts, length
         plan = plan_rows(sizes_N, pairs, parts, **self.row_settings)
         if not self.keeps_scores(plan.longest):
-            plan = plan_rows(sizes_N, pairs, parts, **self.row_settings | {"common": 0, "multiple": 256})
-        largest = max(plan.shapes, key=lambda each: each.work(plan.attention_length))
+            plan = plan_rows(sizes_N, pairs, parts, **self.row_settings | {"shared_prefix": 0, "multiple": 256})
+        largest = max(plan.shapes, key=lambda each: each.work(plan.attention_crossover_length))
         return largest.rows, largest.length
 
     def keeps_scores(self, length: int) -> bool:
@@ -100,7 +101,7 @@ class Case:
     job: Job
     topology: Topology
     mesh: MeshShape
-    remat: str
+    remat: Remat
     pairs_per_part: int
 
     @cached_property

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from math import prod
 
+from trl_tpu.errors import UserError
+
 MiB, GiB = 2**20, 2**30
 
 
@@ -80,7 +82,7 @@ def parse_topology(text: str) -> Topology:
     """Read ``"v6e:4x4"``.
 
     Raises:
-        ValueError: For a kind of chip whose figures are not here, or a shape that its slices do not have; the message
+        UserError: For a kind of chip whose figures are not here, or a shape that its slices do not have; the message
             says what works.
     """
     kind, colon, shape = text.strip().partition(":")
@@ -88,11 +90,11 @@ def parse_topology(text: str) -> Topology:
     if chip is None or not colon:
         is_name = re.fullmatch(r"v\d\w*?(itepod)?-\d+", text.strip())
         hint = f" {text!r} is the name of a slice; a topology says its shape." if is_name else ""
-        raise ValueError(
+        raise UserError(
             f"topology {text!r} is not of the form CHIP:SHAPE, as in v6e:4x4, with a chip of {', '.join(CHIPS)}.{hint}"
         )
     if shape not in chip.shapes:
-        raise ValueError(
+        raise UserError(
             f"topology {text!r}: slices of {chip.name} have the shapes {', '.join(chip.shapes)} ({chip.source})."
         )
     return Topology(chip, shape)

@@ -14,6 +14,7 @@ from jax._src.lib.mlir import ir
 from jax.experimental import topologies
 from jaxlib import _jax
 
+from ..errors import UserError
 from .compile import CompiledProgram
 from .hlo import Visit, bytes_moved, read_visits, received
 from .trace import TracedProgram
@@ -23,7 +24,7 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
     """See `compile.compile_for`."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     if traced.chips > len(devices):
-        raise ValueError(f"The program is for {traced.chips} chips, but {topology} has {len(devices)}.")
+        raise UserError(f"The program is for {traced.chips} chips, but {topology} has {len(devices)}.")
     with tempfile.TemporaryDirectory() as dump:
         begin = time.perf_counter()
         executable = devices[0].client.compile(

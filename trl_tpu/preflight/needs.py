@@ -6,6 +6,7 @@ A compiler needs more of each; how much more, only compiling says.
 from dataclasses import dataclass
 
 from ..parallel.mesh import AXES, names_of
+from ..runtime import Remat
 from .case import Case
 from .model_shape import Weight
 
@@ -47,7 +48,7 @@ def needed_flops(case: Case) -> Flops:
     seen = {window: pairs.attended(window) for window in set(model.windows)}
     attention = sum(2.0 * model.heads * sum(model.head_dims) * seen[window] for window in model.windows)
     needed = 2 * sum(forward.values()) + trained + 3 * attention
-    return Flops(needed, layers + attention if case.remat == "full" else 0.0, attention)
+    return Flops(needed, layers + attention if case.remat == Remat.FULL else 0.0, attention)
 
 
 def kernel_flops(case: Case) -> float:
@@ -57,7 +58,7 @@ def kernel_flops(case: Case) -> float:
     """
     if case.masks:
         return 0.0
-    return needed_flops(case).attention * (4.5 if case.remat == "full" else 3.5)
+    return needed_flops(case).attention * (4.5 if case.remat == Remat.FULL else 3.5)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def optimizer_copies(optim: str) -> int:
 def _activations(case: Case) -> int:
     model, columns = case.job.model, case.columns_per_part
     kept = model.residual_bytes * model.hidden * model.layers * columns
-    if case.remat == "full":
+    if case.remat == Remat.FULL:
         return kept
     features = sum(_features_given(case, weight) for weight in model.weights if weight.in_layer)
     scores = case.shape[1] * model.heads // case.mesh.tensor * model.layers if case.masks else 0
@@ -131,7 +132,7 @@ def least_traffic(case: Case) -> dict[str, int]:
             found[axis] += _moved(case, weight, axis)
     if "tensor" in found:
         block = case.columns_per_part * case.job.model.hidden * case.job.compute_bytes
-        found["tensor"] += 2 * block * case.job.model.layers * (5 if case.remat == "full" else 4)
+        found["tensor"] += 2 * block * case.job.model.layers * (5 if case.remat == Remat.FULL else 4)
     return {axis: round(size * (1 - 1 / case.mesh.sizes[axis])) for axis, size in found.items()}
 
 

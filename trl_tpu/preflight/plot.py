@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from .chips import GiB
 from .report import Report
 
@@ -14,14 +15,14 @@ def check_plot(path: str) -> None:
     """See whether a picture can be drawn, before minutes of compiling.
 
     Raises:
-        ValueError: matplotlib is not installed, or ``path`` ends in no format.
+        UserError: matplotlib is not installed, or ``path`` ends in no format.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("`--plot` draws with matplotlib, which is not installed: pip install 'trl-tpu[plan]'.")
+        raise UserError("`--plot` draws with matplotlib, which is not installed: pip install 'trl-tpu[plan]'.")
     if not path.endswith(_FORMATS):
-        raise ValueError(f"`--plot {path}`: the file must end in {', '.join(_FORMATS)}.")
+        raise UserError(f"`--plot {path}`: the file must end in {', '.join(_FORMATS)}.")
     if not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"`--plot {path}`: there is no folder {Path(path).absolute().parent}.")
+        raise UserError(f"`--plot {path}`: there is no folder {Path(path).absolute().parent}.")
 
 
 def plot_report(report: Report, path: str) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ..errors import UserError
 from ..parallel.mesh import MeshShape
+from ..runtime import Remat
 from .apart import Crashed
 from .case import Case, Job
 from .chips import Topology
@@ -22,7 +24,6 @@ from .report import Report, estimated_pairs_per_second
 #: Compiles one case. A program that the compiler refuses for its memory raises an error that says so.
 CompileStep = Callable[[Case], CompiledProgram]
 
-REMATS = ("none", "dots", "full")
 PAIRS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_TENSOR = 8
 _NEARLY = 0.98
@@ -134,7 +135,7 @@ def search(
     """
     chosen: list[tuple[float, Case]] = []
     fitting = too_large = 0
-    for mesh, remat in product(_meshes(job, topology.chips), REMATS):
+    for mesh, remat in product(_meshes(job, topology.chips), Remat):
         cases = [Case(job, topology, mesh, remat, pairs) for pairs in PAIRS]
         may_fit = [case for case in cases if least_memory(case).bound <= topology.chip.memory]
         rated = [(estimated_pairs_per_second(case), case) for case in may_fit]
@@ -165,7 +166,7 @@ def _meshes(job: Job, chips: int) -> Iterator[MeshShape]:
     for tensor, data in product(range(1, _MOST_TENSOR + 1), range(1, chips + 1)):
         if chips % (data * tensor) == 0:
             mesh = MeshShape(data, chips // data // tensor, tensor)
-            with contextlib.suppress(ValueError):  # which says why it does not fit
+            with contextlib.suppress(UserError):  # which says why it does not fit
                 job.placements(mesh)
                 yield mesh
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from .. import runtime
+from ..errors import UserError
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
 from ..parallel.mesh import names_of
@@ -51,7 +52,7 @@ def trace_here(request: StepRequest) -> TracedProgram:
     runtime.replace(tracer.runtime)
     tracer.trainer = trainer_of(request, model_without_weights(request.model, request.dtype))
     tracer.trainer.add_callback(_FirstStep(tracer))
-    mesh = dict(tracer.trainer.mesh.sizes)
+    mesh = dict(tracer.trainer.args.mesh_shape.sizes)
     with contextlib.suppress(_Traced):
         tracer.trainer.train()
     # of a step's programs the one that takes a batch; each is there as often as it was run
@@ -85,9 +86,9 @@ class _Tracer:
     def begin(self) -> None:
         """What is recorded from now on is the step's."""
         trainer, know = self.trainer, self.runtime.know
-        axes_of = trainer._parameter_axes()
+        axes_of = trainer._parameter_specs()
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        buffers = trainer._gradients._buffers if trainer._gradients is not None else {}
+        buffers = trainer._step_state.gradient_buffers
         for name, parameter in trainer.model.named_parameters():
             axes = axes_of[parameter]
             know(parameter, name, "weight", axes)
@@ -155,36 +156,28 @@ def hlo_sharding(mesh: Mapping[str, int], axes: PartitionSpec) -> str:
     return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{last}}}"
 
 
-class _OneShape(RewardTrainer):
-    """The trainer, with the one shape of packed rows that is asked for."""
-
-    shape: RowShape
-
-    def _row_plan(self, dataset: Any, batch_size: int) -> RowPlan:
-        return RowPlan((self.shape,))
-
-
 def trainer_of(request: StepRequest, model: PreTrainedModel) -> RewardTrainer:
     """A trainer of ``model`` whose micro-batches are all as requested."""
     accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
     fixed = _FIXED | {"output_dir": tempfile.mkdtemp(), "gradient_accumulation_steps": accumulation}
     args = RewardConfig(**{**request.arguments, **fixed})
     if args.train_batch_size != request.pairs:
-        raise ValueError(
+        raise UserError(
             f"per_device_train_batch_size={args.per_device_train_batch_size} makes batches of {args.train_batch_size} "
             f"pairs on {request.chips} chips, not of {request.pairs}."
         )
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # nothing is tokenized
-    shape = RowShape(request.rows or request.pairs, request.length)
-    trainer: RewardTrainer = type("RewardTrainer", (_OneShape,), {"shape": shape})(
+    rows = RowPlan((RowShape(request.rows or request.pairs, request.length),))
+    trainer: RewardTrainer = type("RewardTrainer", (RewardTrainer,), {"fixed_rows": rows})(
         model=model,
         args=args,
         train_dataset=_full_pairs(request, 2 * accumulation),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         peft_config=request.peft,
     )
-    if request.rows is not None and trainer.padded_because is not None:
-        raise ValueError(f"Batches are padded, not packed: {trainer.padded_because}. Plan with --packing false.")
+    reason = trainer.batch_plan.padded_because
+    if request.rows is not None and reason is not None:
+        raise UserError(f"Batches are padded, not packed: {reason}. Plan with --packing false.")
     return trainer
 
 

@@ -17,25 +17,18 @@ from . import Value
 _PATIENCE = timedelta(hours=2)
 
 
-def barrier() -> None:
-    """Wait until every host is here."""
-    if xr.process_count() > 1:
-        _join()
-        dist.barrier()
-
-
 def all_gather_object(value: Value, while_saving: bool = False) -> list[Value]:
-    """What each host says, in their order."""
+    """Return what each host gives, in their order."""
     if xr.process_count() == 1:
         return [value]
     _join()
-    said = [value] * xr.process_count()
-    dist.all_gather_object(said, value, group=saving_group() if while_saving else None)
-    return said
+    gathered = [value] * xr.process_count()
+    dist.all_gather_object(gathered, value, group=saving_group() if while_saving else None)
+    return gathered
 
 
 def saving_group() -> dist.ProcessGroup | None:
-    """All hosts again, for the threads that write checkpoints while training goes on in the other group."""
+    """Return the group of all hosts' threads that write checkpoints, while training goes on in the other group."""
     if xr.process_count() == 1:
         return None
     _join()

@@ -1,4 +1,4 @@
-"""How tensors are laid out over the mesh: what torch_xla's own ways to say so leave out."""
+"""Layouts of tensors over the mesh: what torch_xla's own ways to say so leave out."""
 
 from math import prod
 from typing import Any
@@ -26,16 +26,16 @@ class MeshSharding(xs.ShardingSpec):
         self._sharding_type = xs.ShardingType(kind)
 
 
-def parts_of(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
-    """In how many parts the axes of one dimension cut it."""
+def shard_count(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
+    """Return how many shards the axes of one dimension cut it into."""
     sizes = mesh.shape()
     return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))
 
 
 def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-    """A copy of ``tensor``, dimension d of which, and of whose gradient, is over ``axes[d]`` where these divide it."""
+    """Return a copy of ``tensor``, and let its gradient be one, laid out over those of ``axes`` that divide it."""
     fitting = tuple(
-        None if size % parts_of(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
+        None if size % shard_count(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
     )
     if torch_xla._XLAC._get_xla_sharding_spec(tensor):
         tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
@@ -44,7 +44,7 @@ def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.
 
 
 class _LaidOut(torch.autograd.Function):
-    """torch_xla's own (`mark_sharding_with_gradients`) writes the mesh to a string and reads it back at every call."""
+    """A copy with a sharding. torch_xla's own (`mark_sharding_with_gradients`) parses the mesh at every call."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
@@ -63,10 +63,9 @@ def _marked(tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
 
 
 def mesh_of_first_scatter(mesh: xs.Mesh) -> xs.Mesh | None:
-    """The mesh over whose `fsdp` a gradient is scattered first, where ``mesh`` has more chips there than are scattered
-    over at once; None where it has not.
+    """Return the mesh over whose `fsdp` a gradient is scattered first; None if ``mesh`` has few enough chips there.
 
-    Each of its parts belongs to a run of chips of the whole `fsdp`, over which it is added up and cut again.
+    Each of its shards belongs to a run of chips of the whole `fsdp`, over which it is added up and cut again.
     """
     sizes = mesh.shape()
     count = sizes.get("fsdp", 1)
@@ -78,4 +77,4 @@ def mesh_of_first_scatter(mesh: xs.Mesh) -> xs.Mesh | None:
     return xs.Mesh(mesh.device_ids, tuple(sizes.values()), tuple(sizes))
 
 
-__all__ = ["MeshSharding", "laid_out", "mesh_of_first_scatter", "parts_of"]
+__all__ = ["MeshSharding", "laid_out", "mesh_of_first_scatter", "shard_count"]

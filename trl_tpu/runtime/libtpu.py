@@ -1,4 +1,4 @@
-"""What libtpu, the TPU's runtime and compiler, is told when it starts: the variable ``LIBTPU_INIT_ARGS``.
+"""Flags of libtpu, the TPU's runtime and compiler, which it reads when it starts: ``LIBTPU_INIT_ARGS``.
 
 What a user has put there stays, and what torch_xla adds on a TPU is kept.
 """
@@ -58,18 +58,18 @@ def set_flags() -> None:
 
 
 def known(flags: Mapping[str, str], library: Path) -> dict[str, str]:
-    """Those of ``flags`` whose names are in a library: libtpu ends the process over any other."""
+    """Return those of ``flags`` whose names are in a library: libtpu ends the process over any other."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return {name: value for name, value in flags.items() if content.find(name.encode()) >= 0}
 
 
 def torch_xla_flags(version: int) -> dict[str, str]:
-    """What torch_xla 2.9 adds when it is imported on a TPU of generation ``version``."""
+    """Return what torch_xla 2.9 adds when it is imported on a TPU of generation ``version``."""
     return {**_TORCH_XLA, **(_TORCH_XLA_V5 if version == 5 else {})}
 
 
 def with_flags(given: str, flags: Mapping[str, str]) -> str:
-    """``given`` and those of ``flags`` that it does not set."""
+    """Return ``given`` and those of ``flags`` that it does not set."""
     said = {word.lstrip("-").partition("=")[0] for word in given.split()}
     return " ".join([*given.split(), *(f"--{name}={value}" for name, value in flags.items() if name not in said)])
 

@@ -1,10 +1,7 @@
 """Plain torch: a CPU or a CUDA device, with accelerate's own loaders around it."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec, Remat, Value
+from . import PartitionSpec, Planners, Remat, Topology, Value
 from .kernels.plain import MATMULS, attend_in_rows
-from .storage import read_state, write_state
 
 
 class NativeRuntime:
@@ -24,38 +20,20 @@ class NativeRuntime:
     compiles = False
     shares_mesh = False
 
-    def start(self) -> None:
-        """Plain torch needs no preparation."""
+    @property
+    def has_attention_kernel(self) -> bool:
+        return False
 
-    def device_count(self) -> int:
-        return 1
-
-    def process_index(self) -> int:
-        return 0  # several processes of plain torch share no mesh: accelerate leads them
-
-    def process_count(self) -> int:
-        return 1
-
-    def local_positions(self) -> tuple[int, ...]:
-        return (0,)
-
-    def barrier(self) -> None:
-        """One process."""
+    def topology(self) -> Topology:
+        """Return one device and one process: several processes share no mesh, accelerate leads them."""
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+        return Topology(1, slices=1, process_index=0, process_count=1, local_positions=(0,), description=name)
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         return [value]
 
-    def hardware(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-
-    def seed(self, seed: int) -> None:
-        """transformers' ``set_seed`` has seeded every generator of plain torch."""
-
-    def slice_count(self) -> int:
-        return 1
-
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        """One device: every axis has size 1, which the mesh arithmetic has checked."""
+        """Do nothing: every axis has size 1, which the mesh arithmetic has checked."""
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
@@ -67,16 +45,10 @@ class NativeRuntime:
         return gradient
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """They are: operations run in order."""
-
-    def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+        """Do nothing: operations run in order."""
 
     def attention(self, *args: Any) -> torch.Tensor:
         return attend_in_rows(*args)
-
-    def has_attention_kernel(self) -> bool:
-        return False
 
     def shard_map(
         self,
@@ -88,7 +60,7 @@ class NativeRuntime:
         return function(*tensors)
 
     def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        if policy != "dots":
+        if policy != Remat.DOTS:
             return  # torch.utils.checkpoint, which transformers uses, works here as it is
         keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
         for module in model.modules():
@@ -98,9 +70,6 @@ class NativeRuntime:
                     checkpoint, use_reentrant=False, context_fn=keep
                 )
 
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
-        pass  # its weights are whole here
-
     def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 
@@ -108,35 +77,20 @@ class NativeRuntime:
         return batches
 
     def step_boundary(self) -> None:
-        """Plain torch executes as it goes."""
+        """Do nothing: plain torch executes as it goes."""
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
 
-    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.detach().cpu() for tensor in tensors]
-
-    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
-    def join_shards(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return dict(snapshot)
-
-    def index_shards(self, part: Any, index: int) -> Any:
-        return part[index]
-
-    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
-        write_state(snapshot, folder)
-
-    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-        read_state(state, folder)
+    def checkpoint_planners(self) -> Planners:
+        return Planners()
 
     def compile_count(self) -> int:
         return 0

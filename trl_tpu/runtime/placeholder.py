@@ -4,6 +4,7 @@ A tensor that would hold data is torch_xla's placeholder. Where the trainer woul
 is kept as HLO, and what it computed becomes placeholders too; so a whole run can be traced, of any size, on one host.
 """
 
+import dataclasses
 import gc
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec
-from .layout import parts_of
+from . import PartitionSpec, Topology
+from .layout import shard_count
 from .xla import XlaRuntime
 
 _C = torch_xla._XLAC
@@ -67,17 +68,12 @@ class PlaceholderRuntime(XlaRuntime):
         self._chips, self._stop = chips, stop
         self._known: dict[int, Known] = {}
         self._holder: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
-
-    def start(self) -> None:
-        super().start()
+        super().__init__()
         # which torch_xla asks when a mesh is made
-        xr.global_runtime_device_count = self.device_count  # type: ignore[assignment]
+        xr.global_runtime_device_count = lambda: self._chips  # type: ignore[assignment]
 
-    def device_count(self) -> int:
-        return self._chips
-
-    def local_positions(self) -> tuple[int, ...]:
-        return tuple(range(self._chips))
+    def topology(self) -> Topology:
+        return dataclasses.replace(super().topology(), local_positions=tuple(range(self._chips)))
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
@@ -86,6 +82,7 @@ class PlaceholderRuntime(XlaRuntime):
         write_kernels_for_libtpu()
         return splash_attention
 
+    @property
     def has_attention_kernel(self) -> bool:
         return True
 
@@ -119,7 +116,7 @@ class PlaceholderRuntime(XlaRuntime):
         return Batches(batches, partial(self._batch, batch_axes), self.step_boundary)
 
     def _batch(self, batch_axes: tuple[str, ...], name: str, tensor: torch.Tensor) -> torch.Tensor:
-        shards = parts_of(self._mesh, batch_axes)
+        shards = shard_count(self._mesh, batch_axes)
         device = torch_xla.device()
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
             axes: PartitionSpec = (batch_axes, *([None] * (tensor.dim() - 1)))
@@ -212,8 +209,8 @@ class Batches:
     def _placed(self, name: str, value: Any) -> Any:
         if isinstance(value, dict):
             return {key: self._placed(key, part) for key, part in value.items()}
-        if isinstance(value, list):
-            return [self._placed(name, part) for part in value]
+        if hasattr(value, "map_tensors"):  # packed rows
+            return value.map_tensors(partial(self._place, name))
         return self._place(name, value) if isinstance(value, torch.Tensor) else value
 
 

@@ -65,12 +65,12 @@ class Reusing(TorchDispatchMode):
 
 
 def is_recomputing() -> bool:
-    """Whether a layer's forward is run again: its backward then comes at once, and nothing waits for it."""
+    """Return whether a layer's forward is run again: its backward then comes at once, and nothing waits for it."""
     return any(isinstance(mode, Reusing) for mode in _get_current_dispatch_mode_stack())
 
 
 def autocast_now() -> Callable[[], AbstractContextManager[Any]]:
-    """Makes contexts with the autocast that is on now: a backward runs outside the forward's."""
+    """Return what makes contexts with the autocast that is on now: a backward runs outside the forward's."""
     settings: dict[str, Any] = {
         "dtype": torch.get_autocast_dtype("xla"),
         "enabled": torch.is_autocast_enabled("xla"),

@@ -35,7 +35,7 @@ def scan_layers(
     args: Any,
     kwargs: Any,
 ) -> torch.Tensor:
-    """``hidden`` after all layers whose weights ``layer`` has; see `Runtime.scan`.
+    """Return ``hidden`` after all layers whose weights ``layer`` has; see `Runtime.scan`.
 
     Args:
         constrain: `Runtime.constrain`.

@@ -1,23 +1,47 @@
-"""What this host's devices hold of a state, copied to the host and back without compiling and without gathering."""
+"""Shards of a state that this host's devices hold, copied to the host and back without compiling or gathering."""
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch_xla
-import torch_xla.runtime as xr
 from torch.distributed.checkpoint.planner import SavePlan
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
 
-from . import hosts
-from .storage import read_state, write_state
+
+class HostShards(_CpuShards):
+    """The shards of one tensor that this host's devices hold, as host tensors with their places in it."""
+
+    def __getitem__(self, index: int) -> "HostShards":
+        """Return the shards of ``tensor[index]``; the first dimension has to be whole on every device. No copy."""
+        shards = [
+            dataclasses.replace(shard, data=shard.data[index], indices=shard.indices[1:]) for shard in self.shards
+        ]
+        return HostShards(shards, self.global_shape[1:])
+
+    def join(self) -> torch.Tensor:
+        """Return the tensor, of which this host has to have all shards."""
+        joined = torch.empty(self.global_shape, dtype=self.shards[0].data.dtype)
+        for shard in self.shards:
+            joined[tuple(shard.indices)] = shard.data[tuple(slice(0, at.stop - at.start) for at in shard.indices)]
+        return joined
 
 
-class _SavePlanner(SPMDSavePlanner):
-    """torch_xla's, for tensors of which several devices of a host hold the same part.
+def local_shards(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Copy the shards that this host's devices hold to the host, of tied tensors once."""
+    torch_xla.sync(wait=True)  # reading a shard while it is computed fails
+    unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
+    copies = {
+        key: HostShards(copy.shards, copy.global_shape) if isinstance(copy, _CpuShards) else copy
+        for key, copy in _sharded_cpu_state_dict(unique).items()
+    }
+    return {name: copies[str(id(tensor))] for name, tensor in state.items()}
+
+
+class SavePlanner(SPMDSavePlanner):
+    """torch_xla's planner, for tensors of which several devices of a host hold the same shard.
 
     Its own removes what is there twice from every plan but the first that has it. Where that is the same plan, both
     go: with `data=2,fsdp=4` no weight would be in the checkpoint.
@@ -30,45 +54,16 @@ class _SavePlanner(SPMDSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        once = {item.index: item for item in reversed(plan.items)}  # equal if of the same part
+        once = {item.index: item for item in reversed(plan.items)}  # equal if of the same shard
         return dataclasses.replace(plan, items=list(once.values()))
 
 
-def local_shards(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Host copies of the parts that this host has; of tied tensors one."""
-    torch_xla.sync(wait=True)  # reading a shard while it is computed fails
-    unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
-    copies = _sharded_cpu_state_dict(unique)
-    return {name: copies[str(id(tensor))] for name, tensor in state.items()}
+class LoadPlanner(SPMDLoadPlanner):
+    """torch_xla's planner, once the tensors are computed: reading a shard before that fails."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        torch_xla.sync(wait=True)
+        super().set_up_planner(*args, **kwargs)
 
 
-def whole(part: Any) -> torch.Tensor:
-    """A tensor of a snapshot, put together from its shards, of which this host has to have all."""
-    if not isinstance(part, _CpuShards):
-        return part
-    assembled = torch.empty(part.global_shape, dtype=part.shards[0].data.dtype)
-    for shard in part.shards:
-        assembled[tuple(shard.indices)] = shard.data[tuple(slice(0, at.stop - at.start) for at in shard.indices)]
-    return assembled
-
-
-def index_shards(part: Any, index: int) -> Any:
-    """``tensor[index]`` of a tensor of a snapshot, whose first dimension is whole on every device."""
-    if not isinstance(part, _CpuShards):
-        return part[index]
-    rows = [dataclasses.replace(shard, data=shard.data[index], indices=shard.indices[1:]) for shard in part.shards]
-    return _CpuShards(rows, part.global_shape[1:])
-
-
-def write(copies: Mapping[str, Any], folder: Path) -> None:
-    """Write a snapshot; all hosts take part, from whatever thread."""
-    write_state(copies, folder, _SavePlanner(), hosts.saving_group())
-
-
-def read(state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Read into tensors on the devices, each device its own part; all hosts take part."""
-    torch_xla.sync(wait=True)
-    read_state(state, folder, SPMDLoadPlanner(), hosts.saving_group())
-    torch_xla.sync(wait=True)
-    if xr.process_count() > 1:
-        hosts.barrier()
+__all__ = ["HostShards", "LoadPlanner", "SavePlanner", "local_shards"]

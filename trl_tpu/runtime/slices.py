@@ -9,20 +9,22 @@ import numpy as np
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
+from ..errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
 def reported_slices() -> set[Any]:
-    """The slices that the devices say they are in; virtual devices say nothing."""
+    """Return the slices that the devices say they are in; virtual devices say nothing."""
     return {each["slice_index"] for each in xr.global_runtime_device_attributes() if "slice_index" in each}
 
 
 def make_mesh(sizes: Mapping[str, int], slices: int) -> xs.Mesh:
-    """All devices along named axes, the first of which goes over the slices; see `Runtime.set_mesh`."""
+    """Return all devices along named axes, the first of which goes over the slices; see `Runtime.set_mesh`."""
     names, shape = tuple(sizes), tuple(sizes.values())
     reported = reported_slices()
     if reported and len(reported) != slices:
-        raise ValueError(
+        raise UserError(
             f"The mesh is for {slices} slice(s), but the devices are in {len(reported)}: slices={len(reported)}, or "
             "leave `slices` out, which is read from the devices."
         )

@@ -6,8 +6,6 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,26 +18,29 @@ import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec, Remat, Value, hosts, libtpu, shards
-from .feed_forward import FeedForward
-from .kernels.plain import MATMULS, attend_in_rows, contract
-from .layout import MeshSharding, laid_out, mesh_of_first_scatter, parts_of
-from .manual import shard_map
+from . import PartitionSpec, Planners, Remat, Topology, Value, hosts, libtpu, shards
+from .kernels.plain import MATMULS, attend_in_rows, einsum
+from .layout import MeshSharding, laid_out, mesh_of_first_scatter, shard_count
 from .remat import recompute
 from .scan import scan_layers
+from .shard_map import shard_map
 from .slices import make_mesh, reported_slices
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
 
-@contract.register_kernel("xla")
-def _contract(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _kept_operations(policy: Remat) -> frozenset[Any]:
+    return MATMULS if policy == Remat.DOTS else frozenset()
+
+
+@einsum.register_kernel("xla")
+def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # below autograd torch would take its own einsum, of reshapes; torch_xla's one dot is registered with autograd's
     return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
 
 
 class DeviceLoader:
-    """Batches on the device, uploaded by background threads, already split over the mesh.
+    """Batches on the device, copied there by background threads, already split over the mesh.
 
     Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
     """
@@ -82,7 +83,7 @@ class _ShardingLoader(pl.ParallelLoader):
         super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
 
     def _watched(self, batches: DataLoader) -> Iterator[dict[str, Any]]:
-        """The batches; an error in making one reaches the main thread, where torch_xla would just end the epoch."""
+        """Yield the batches; an error in making one reaches the main thread: torch_xla would just end the epoch."""
         try:
             yield from batches
         except Exception as error:
@@ -94,8 +95,8 @@ class _ShardingLoader(pl.ParallelLoader):
     def _send(self, value: Any, device: torch.device) -> Any:
         if isinstance(value, dict):
             return {key: self._send(part, device) for key, part in value.items()}
-        if isinstance(value, list):
-            return [self._send(part, device) for part in value]
+        if hasattr(value, "map_tensors"):  # packed rows
+            return value.map_tensors(lambda tensor: self._upload(tensor, device))
         if not isinstance(value, torch.Tensor):
             return value
         return self._upload(value, device)
@@ -110,7 +111,12 @@ class XlaRuntime:
     _mesh: xs.Mesh  # of `set_mesh`
     _first_scatter: xs.Mesh | None = None
 
-    def start(self) -> None:
+    def __init__(self) -> None:
+        """Turn SPMD on, which torch_xla cannot do later.
+
+        Raises:
+            RuntimeError: A device was used before.
+        """
         if xr.is_spmd():
             return
         if torch_xla._XLAC._xla_get_spmd_config_is_locked():
@@ -122,33 +128,25 @@ class XlaRuntime:
         libtpu.set_flags()
         xr.use_spmd()
 
-    def device_count(self) -> int:
-        return xr.global_runtime_device_count()
+    @property
+    def has_attention_kernel(self) -> bool:
+        return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
-    def process_index(self) -> int:
-        return xr.process_index()
-
-    def process_count(self) -> int:
-        return xr.process_count()
-
-    def local_positions(self) -> tuple[int, ...]:
+    def topology(self) -> Topology:
+        devices = xr.global_runtime_device_count()
         own = {int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()}
-        return tuple(position for position, device in enumerate(self._mesh.device_ids) if int(device) in own)
-
-    def barrier(self) -> None:
-        hosts.barrier()
+        order = self._mesh.device_ids if hasattr(self, "_mesh") else range(devices)
+        return Topology(
+            devices=devices,
+            slices=len(reported_slices()) or 1,
+            process_index=xr.process_index(),
+            process_count=xr.process_count(),
+            local_positions=tuple(position for position, device in enumerate(order) if int(device) in own),
+            description=f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD",
+        )
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         return hosts.all_gather_object(value, while_saving)
-
-    def hardware(self) -> str:
-        return f"{self.device_count()} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
-
-    def seed(self, seed: int) -> None:
-        torch_xla.manual_seed(seed)
-
-    def slice_count(self) -> int:
-        return len(reported_slices()) or 1
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         self._mesh = make_mesh(sizes, slices)
@@ -175,9 +173,6 @@ class XlaRuntime:
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         xm.optimization_barrier_(list(tensors))
 
-    def autocast(self, dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
-        return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-
     @functools.cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:
         """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
@@ -191,9 +186,6 @@ class XlaRuntime:
         kernel = self.attention_kernel if q_RHLD.device.type == "xla" else attend_in_rows
         return kernel(q_RHLD, *others)
 
-    def has_attention_kernel(self) -> bool:
-        return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
-
     def shard_map(
         self,
         function: Callable[..., torch.Tensor],
@@ -206,18 +198,10 @@ class XlaRuntime:
         return shard_map(self._mesh, function, tensors, axes, result_axes)
 
     def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        keep = MATMULS if policy == "dots" else frozenset()
+        keep = _kept_operations(policy)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = functools.partial(recompute, module, keep)  # type: ignore[assignment]
-
-    def divide(self, block: nn.Module, last: str, axes: Mapping[str, PartitionSpec]) -> None:
-        in_order = [axes[name] for name, _ in block.named_parameters()]
-        shards = {parts_of(self._mesh, axes[name][0]) for name in axes if name != f"{last}.weight"}
-        if len(shards) == 1:  # or else shards do not have the same features of all weights
-            block.forward = FeedForward(  # type: ignore[assignment]
-                block, last, in_order, shards.pop(), self.constrain, self.scatter
-            )
 
     def scan(
         self,
@@ -228,22 +212,22 @@ class XlaRuntime:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        keep = MATMULS if policy == "dots" else frozenset()
+        keep = _kept_operations(policy)
         return scan_layers(layer, axes, self.constrain, self.scatter, keep, hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor of a batch over the batch axes; whole on every device where they do not divide it.
+        """Copy a tensor of a batch to the devices, over the batch axes; whole to each where they do not divide it.
 
         torch_xla cuts out what this host's devices hold by their places in the mesh. Its ``minibatch`` would instead
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
         host has 0, 1, 4 and 5.
         """
-        shards = parts_of(self._mesh, batch_axes)
+        count = shard_count(self._mesh, batch_axes)
         sharding = None
-        if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
+        if tensor.dim() > 0 and count > 1 and tensor.shape[0] % count == 0:
             spec = (batch_axes, *([None] * (tensor.dim() - 1)))
             sharding = MeshSharding(self._mesh, spec)
         return xm.send_cpu_data_to_device([tensor], device, sharding)[0]  # type: ignore[index]
@@ -254,33 +238,14 @@ class XlaRuntime:
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return xm.send_cpu_data_to_device([tensor], device)[0]  # type: ignore[index]
 
-    def replicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.constrain(tensor, (None,) * tensor.dim())
-
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
-
-    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if xr.process_count() > 1:  # none of several hosts has all shards
-            gathered = {id(tensor): self.replicate(tensor) for tensor in state.values() if tensor.device.type == "xla"}
-            state = {name: gathered.get(id(tensor), tensor) for name, tensor in state.items()}
-        return self.join_shards(shards.local_shards(state))
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return shards.local_shards(state)
 
-    def join_shards(self, snapshot: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        unique = {id(part): shards.whole(part) for part in snapshot.values()}
-        return {name: unique[id(part)] for name, part in snapshot.items()}
-
-    def index_shards(self, part: Any, index: int) -> Any:
-        return shards.index_shards(part, index)
-
-    def write(self, snapshot: Mapping[str, Any], folder: Path) -> None:
-        shards.write(snapshot, folder)
-
-    def read(self, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-        shards.read(state, folder)
+    def checkpoint_planners(self) -> Planners:
+        return Planners(shards.SavePlanner(), shards.LoadPlanner(), hosts.saving_group())
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")

@@ -3,6 +3,9 @@
 import importlib
 from typing import Any
 
+#: How names begin that stand for a model or a dataset made on the spot: ``synthetic:NAME``.
+SYNTHETIC = "synthetic:"
+
 _NAMES = ("DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose")
 
 

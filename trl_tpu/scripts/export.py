@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+
+from trl_tpu.errors import UserError
 
 # nothing heavy at the top: asking for help imports no torch
 
@@ -47,8 +48,7 @@ def main(args: argparse.Namespace) -> None:
     """Export, and push if asked to.
 
     Raises:
-        OSError: A file could not be read or written, or the push failed; the export is whole then.
-        ValueError: See `export_checkpoint`.
+        UserError: See `export_checkpoint`; or the push failed, and the export is whole.
     """
     if args.out is not None:
         import torch
@@ -77,18 +77,17 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
         The address of the commit.
 
     Raises:
-        ValueError: The folder is a checkpoint of training, or no model.
-        OSError: The hub refused; nothing of the folder is visible there.
+        UserError: The folder is a checkpoint of training, or no model; or the hub refused, and shows nothing of it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # of the library it makes requests with: no connection, say
 
     if found := [name for name in _STATE_OF_TRAINING if (folder / name).exists()]:
-        raise ValueError(
+        raise UserError(
             f"{folder} is a checkpoint of training (it has {', '.join(found)}). Export it first: give OUT."
         )
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} has no weights in safetensors, so there is nothing to push.")
+        raise UserError(f"{folder} has no weights in safetensors, so there is nothing to push.")
     write_card(folder, repo)
     api = HfApi()
     try:
@@ -100,7 +99,7 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
             delete_patterns=["*.safetensors", "*.safetensors.index.json"],
         )
     except (HTTPError, OSError) as error:
-        raise OSError(
+        raise UserError(
             f"Pushing to {repo} FAILED: {error}\nIt is one commit, so no part of the model is visible there. The "
             f"export in {folder} is whole. Push it again: trl-tpu export {folder} --push_to_hub {repo}"
         ) from error
@@ -115,7 +114,8 @@ def write_card(folder: Path, repo: str) -> None:
 
     if (folder / "README.md").exists():
         return
-    base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+    adapters = folder / "adapter_config.json"
+    base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"] if adapters.exists() else None
     card = make_model_card(
         repo.rpartition("/")[2],
         location=repo,
@@ -125,10 +125,6 @@ def write_card(folder: Path, repo: str) -> None:
         versions={library: version(library) for library in ("torch", "transformers")},
     )
     card.save(folder / "README.md")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser
 
+from trl_tpu.errors import UserError
 from trl_tpu.scripts.config_file import take_config
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class TrlParser(HfArgumentParser):
         **kwargs: Passed on to [`argparse.ArgumentParser`].
 
     Raises:
-        ValueError: A dataclass has a field named ``config``.
+        UserError: A dataclass has a field named ``config``.
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
@@ -39,7 +40,7 @@ class TrlParser(HfArgumentParser):
             types = list(dataclass_types) if isinstance(dataclass_types, Iterable) else [dataclass_types]
         for type_ in types:
             if any(field.name == "config" for field in dataclasses.fields(type_)):
-                raise ValueError(
+                raise UserError(
                     f"Dataclass {type_.__name__} has a field named 'config'. That name is reserved for the YAML file "
                     "of `--config`; rename the field."
                 )
@@ -48,7 +49,8 @@ class TrlParser(HfArgumentParser):
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         members = get_args(field.type)
-        # the base class narrows `field.type` in place: give it a copy, so that the user's dataclass stays as it was
+        # A private method of the base class, which adds one flag for each field. It narrows `field.type` in place, so
+        # it is given a copy, and the user's dataclass stays as it was.
         HfArgumentParser._parse_dataclass_field(parser, copy.copy(field))
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:
@@ -78,7 +80,7 @@ class TrlParser(HfArgumentParser):
             The dataclass instances, in the order of the constructor, then the words that were left.
 
         Raises:
-            ValueError: Unknown flags or keys, a file that is no YAML mapping, or a value outside a flag's choices.
+            UserError: Unknown flags or keys, a file that is no YAML mapping, or a value outside a flag's choices.
         """
         values, words = take_config(sys.argv[1:] if args is None else list(args))
         unknown_keys = self.set_defaults_with_config(**values)
@@ -100,7 +102,7 @@ class TrlParser(HfArgumentParser):
             What no flag took, as command-line words: ``["--name", "value", ...]``.
 
         Raises:
-            ValueError: A value that is not among the flag's choices, or of a type that the flag cannot have.
+            UserError: A value that is not among the flag's choices, or of a type that the flag cannot have.
         """
         taken: set[str] = set()
         for action in _actions(self):
@@ -111,8 +113,8 @@ class TrlParser(HfArgumentParser):
                 taken.add(action.dest)
         return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
 
-    def unknown_arguments(self, words: list[str], where: str) -> ValueError:
-        """The error to raise for words that no flag takes; it names the flags that are spelt most like them."""
+    def unknown_arguments(self, words: list[str], where: str) -> UserError:
+        """Make the error for words that no flag takes, which names the flags that are spelled most like them."""
         known = {action.dest for action in _actions(self)}
         named = [word for word in words if word.startswith("--")] or words
         described = []
@@ -120,14 +122,14 @@ class TrlParser(HfArgumentParser):
             name = word.removeprefix("--").partition("=")[0].replace("-", "_")
             close = difflib.get_close_matches(name, known, n=1)
             described.append(f"`{word}` (did you mean `{close[0]}`?)" if close else f"`{word}`")
-        return ValueError(f"Unknown arguments {where}: {', '.join(described)}. Correct or remove them.")
+        return UserError(f"Unknown arguments {where}: {', '.join(described)}. Correct or remove them.")
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\nSee `{self.prog} --help` for the flags.\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse, but of many choices it names those that are spelt most like the value."""
+        """Check as argparse does, but name, of many choices, those that are spelled most like the value."""
         choices = [str(choice) for choice in action.choices or ()]
         if len(choices) <= 12 or value in (action.choices or ()):
             super()._check_value(action, value)
@@ -138,7 +140,7 @@ class TrlParser(HfArgumentParser):
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Every flag of the parser and of its subparsers."""
+    """Return every flag of the parser and of its subparsers."""
     found: list[argparse.Action] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -149,7 +151,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _check_choice(action: argparse.Action, value: Any) -> None:
-    """argparse checks the choices of flags but not of defaults, where the values of a file go."""
+    """Check a default, where the values of a file go: argparse checks the choices of flags alone."""
     if action.choices is None or value is None:
         return
     choices = [str(choice) for choice in action.choices]
@@ -158,7 +160,7 @@ def _check_choice(action: argparse.Action, value: Any) -> None:
         hint = (
             ' YAML reads an unquoted no, off, yes or on as a boolean: write "no".' if isinstance(value, bool) else ""
         )
-        raise ValueError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.{hint}")
+        raise UserError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.{hint}")
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -170,7 +172,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _typed(action: argparse.Action, value: Any) -> Any:
-    """A value of the file as the flag has it. argparse converts text only, and passes any other default on as it is.
+    """Convert a value of the file as the flag does: argparse converts text only, and leaves any other default.
 
     So a whole number may be written 8.0, and a name 2024, as on a command line.
     """
@@ -180,7 +182,7 @@ def _typed(action: argparse.Action, value: Any) -> Any:
         return value
     wanted, fits = _KINDS[kind]
     if not fits(value) or (kind in ("int", "float") and isinstance(value, bool)):
-        raise ValueError(
+        raise UserError(
             f"`{action.dest}: {json.dumps(value, default=str)}` in the config file is not {wanted}. Correct it, or "
             "leave it out for the default."
         )
@@ -204,5 +206,5 @@ def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:
 def _json_object(word: str) -> dict[str, Any]:
     value = json.loads(word)
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object such as '{{\"a\": 1}}', not {word}")
+        raise UserError(f"expected a JSON object such as '{{\"a\": 1}}', not {word}")
     return value

@@ -10,6 +10,8 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from trl_tpu.errors import UserError
+from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 
 
@@ -58,12 +60,12 @@ def pretend_devices(argv: list[str]) -> None:
     They compute nothing. How many there are is settled before torch_xla is imported.
 
     Raises:
-        ValueError: torch_xla is not installed, or there is no such slice.
+        UserError: torch_xla is not installed, or there is no such slice.
     """
     from trl_tpu.preflight.chips import parse_topology
 
     if importlib.util.find_spec("torch_xla") is None:
-        raise ValueError(
+        raise UserError(
             "Planning traces the training step with PyTorch/XLA, which is not installed: its wheels are for Linux on "
             "x86-64. There: pip install 'trl-tpu[tpu]'."
         )
@@ -73,6 +75,7 @@ def pretend_devices(argv: list[str]) -> None:
     topology = finder.parse_known_args(words)[0].topology or values.get("topology")
     chips = parse_topology(topology).chips if topology else 1  # where none is named, the parser will say so
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "USE_TORCH_XLA": "1"}
+    settle()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
-from trl_tpu.data.measure import common_beginning, pair_sizes
+from trl_tpu.data.measure import pair_sizes, shared_prefix_length
+from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.preflight.case import (
     LONG_ROW,
@@ -29,15 +30,17 @@ from trl_tpu.preflight.plot import check_plot, plot_report
 from trl_tpu.preflight.search import CompileStep, attempt, remedies, search
 from trl_tpu.preflight.text import found_text, refusal_text, text_of
 from trl_tpu.preflight.trace import StepRequest, trace_step
+from trl_tpu.runtime import Remat
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import pick_split
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.plan import PlanArguments
 from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
-from trl_tpu.trainer.batch_plan import attention_length
 from trl_tpu.trainer.builders import RewardModel, build_dataset, build_reward_model
 from trl_tpu.trainer.model_config import ModelConfig
+from trl_tpu.trainer.packing_option import Packing
+from trl_tpu.trainer.planned_shapes import attention_crossover_length
 from trl_tpu.trainer.reward_config import RewardConfig
 
 # what `remat` says already, see `RewardConfig`
@@ -66,7 +69,7 @@ def parse(parser: TrlParser, argv: list[str]) -> PlanRequest:
     """The arguments, checked as the training would, for as many devices as the slice has chips.
 
     Raises:
-        ValueError: Unknown arguments, and what the training itself would refuse.
+        UserError: Unknown arguments, and what the training itself would refuse.
     """
     plan, script, training, model, data = parser.parse_args_and_config(argv)
     words = parser.parse_known_args(take_config(argv)[1])[0]
@@ -86,12 +89,12 @@ def main(request: PlanRequest, compile_step: CompileStep | None = None) -> int:
         The exit status: 0 if it fits, or of a search anything does, else 1.
 
     Raises:
-        ValueError: No model, a mesh that the slice or the model does not fit, several slices.
+        UserError: No model, a mesh that the slice or the model does not fit, several slices.
         RuntimeError: The compiler fails for another reason than memory.
     """
     plan, topology, mesh = request.plan, parse_topology(request.plan.topology), request.training.mesh_shape
     if mesh.slices > 1:
-        raise ValueError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
+        raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
     if plan.plot is not None:
         check_plot(plan.plot)
     with tempfile.TemporaryDirectory() as folder:
@@ -149,10 +152,10 @@ def job_of(request: PlanRequest, folder: str) -> Job:
         folder: Where a synthetic model may be made.
 
     Raises:
-        ValueError: No model, a stream, and what the trainer refuses in models and data.
+        UserError: No model, a stream, and what the trainer refuses in models and data.
     """
     if not request.model.model_name_or_path:
-        raise ValueError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
+        raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
     args, peft_config = request.training, get_peft_config(request.model)
     name = local_model(request.model.model_name_or_path, folder)
     kwargs = model_init_kwargs(request.model, args)
@@ -160,18 +163,18 @@ def job_of(request: PlanRequest, folder: str) -> Job:
     config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
     model = model_without_weights(config, dtype if dtype != "auto" else config.dtype or "float32")
-    common = 0
+    shared_prefix = 0
     if _has_data(request):
         built = build_reward_model(model, args, AutoTokenizer.from_pretrained(name, **loading), None, peft_config)
         model = built.model
-        lengths, common = _lengths_of_data(request, built)
+        lengths, shared_prefix = _lengths_of_data(request, built)
         basis = (
             f"Lengths of {len(lengths):,} pairs of the dataset: {lengths.sizes_P.mean():,.0f} unique tokens on "
             f"average, {lengths.sizes_P.max():,} at most. Compiled is the largest shape that they are packed in."
         )
     else:
         if peft_config is not None:
-            model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != "none")
+            model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
         size = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW  # half of a dialogue is prompt
         lengths = PairLengths.of_size(min(size, args.row_length or size))
         basis = (
@@ -182,12 +185,12 @@ def job_of(request: PlanRequest, folder: str) -> Job:
         model,
         lengths,
         (basis, *([] if depths is None else [depth_note(depths, config.num_hidden_layers)])),
-        is_packed=args.packing != "false",
+        is_packed=args.packing != Packing.FALSE,
         packed_attention=args.packed_attention,
         row_settings={
-            "most": args.max_shapes,
-            "common": common,
-            "attention_length": attention_length(config.get_text_config().hidden_size),
+            "max_shapes": args.max_shapes,
+            "shared_prefix": shared_prefix,
+            "attention_crossover_length": attention_crossover_length(config.get_text_config().hidden_size),
             "row_length": args.row_length,
         },
         rules=args.sharding_rules,
@@ -206,7 +209,7 @@ def _lengths_of_data(request: PlanRequest, built: RewardModel) -> tuple[PairLeng
     what = "the mixture" if request.data.datasets else str(request.script.dataset_name)
     dataset = pick_split(load_data(request.script, request.data), request.script.dataset_train_split, what)
     if not isinstance(dataset, Dataset):
-        raise ValueError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
+        raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
     tokens = build_dataset(dataset, built.model, built.processing_class, request.training, "train", False)
     names = ["chosen_ids", "rejected_ids"]
     chunks = [chunk for chunk in tokens.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
@@ -215,8 +218,8 @@ def _lengths_of_data(request: PlanRequest, built: RewardModel) -> tuple[PairLeng
         np.concatenate([pc.list_value_length(chunk[name]).to_numpy() for chunk in chunks]) for name in names
     )
     prefix_P = chosen_P + rejected_P - sizes_P
-    common = common_beginning(chunk[name] for chunk in chunks for name in names)
-    return PairLengths(prefix_P, chosen_P - prefix_P, rejected_P - prefix_P), common
+    shared_prefix = shared_prefix_length(chunk[name] for chunk in chunks for name in names)
+    return PairLengths(prefix_P, chosen_P - prefix_P, rejected_P - prefix_P), shared_prefix
 
 
 # ---- what compiles it
@@ -231,10 +234,10 @@ def compiler(request: PlanRequest, job: Job) -> CompileStep:
     """The trainer's own step, traced and given to the TPU's compiler.
 
     Raises:
-        ValueError: The compiler is not installed.
+        UserError: The compiler is not installed.
     """
     if (reason := missing()) is not None:
-        raise ValueError(reason)
+        raise UserError(reason)
     base = without_adapters(job.module)
     depths, layers = depths_of(request, base.config), base.config.num_hidden_layers
 

@@ -6,6 +6,9 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+from trl_tpu.errors import UserError
+from trl_tpu.scripts import SYNTHETIC
+
 # nothing heavy at the top: the command exports the `env` of its YAML file before transformers is imported
 if TYPE_CHECKING:
     from trl_tpu.scripts.parser import TrlParser
@@ -15,7 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SYNTHETIC = "synthetic:"
 LAUNCHER_FLAGS = ("accelerate_config", "config_file", "num_machines", "num_processes")
 
 
@@ -34,7 +36,7 @@ def main(
         dataset_args: The dataset as a mixture, which wins over the name.
 
     Raises:
-        ValueError: No model, no dataset, no such split, or contradicting arguments for the model.
+        UserError: No model, no dataset, no such split, or contradicting arguments for the model.
         Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
         SavesFailed: The model was trained and saved, but not every checkpoint on the way.
     """
@@ -44,7 +46,7 @@ def main(
     from trl_tpu.trainer.reward_trainer import RewardTrainer
 
     if not model_args.model_name_or_path:
-        raise ValueError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
+        raise UserError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     output_dir = str(training_args.output_dir)
@@ -85,15 +87,15 @@ def main(
     if not dataset_args.datasets and what.startswith(SYNTHETIC) and main_process:
         print_examples(output_dir)
     trainer.end()  # closes the trackers
-    if trainer.saves.failed:
-        raise SavesFailed(trainer.saves.failed)
+    if trainer.checkpointer.failed:
+        raise SavesFailed(trainer.checkpointer.failed)
 
 
 def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") -> dict[str, Any]:
-    """The arguments that load the model: those of the flags, and over their defaults those of ``model_init_kwargs``.
+    """Merge what loads the model: the flags, and over their defaults what ``model_init_kwargs`` says.
 
     Raises:
-        ValueError: A flag that was given and ``model_init_kwargs`` say two different things.
+        UserError: A flag that was given and ``model_init_kwargs`` say two different things.
     """
     flags = {
         "revision": model_args.model_revision,
@@ -108,7 +110,7 @@ def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") 
     for name in flags.keys() & given.keys():
         flag = "model_revision" if name == "revision" else name
         if flags[name] not in (defaults[flag], given[name]):
-            raise ValueError(
+            raise UserError(
                 f"`--{flag} {flags[name]}` and `--model_init_kwargs` with {name}={given[name]!r} contradict each "
                 "other: say it in one place."
             )
@@ -116,10 +118,10 @@ def model_init_kwargs(model_args: "ModelConfig", training_args: "RewardConfig") 
 
 
 def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfig") -> Any:
-    """The splits of the mixture, or else of the named dataset.
+    """Load the splits of the mixture, or else of the named dataset.
 
     Raises:
-        ValueError: Neither is given.
+        UserError: Neither is given.
     """
     from trl_tpu.scripts.utils import get_dataset, load_named_dataset
 
@@ -134,7 +136,7 @@ def load_data(script_args: "ScriptArguments", dataset_args: "DatasetMixtureConfi
 
 
 def local_model(name: str, output_dir: str) -> str:
-    """The name, or for ``synthetic:NAME`` the folder below `output_dir` where that model was made."""
+    """Return the name, or for ``synthetic:NAME`` the folder below `output_dir` where that model is made."""
     if not name.startswith(SYNTHETIC):
         return name
     from trl_tpu.scripts import synthetic
@@ -143,7 +145,7 @@ def local_model(name: str, output_dir: str) -> str:
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
-    """What `Trainer.train` expects: a path, True for the last checkpoint of the output folder, or None.
+    """Return what `Trainer.train` expects: a path, True for the last checkpoint of the output folder, or None.
 
     A command line can only say ``--resume_from_checkpoint true``, which the trainer would take for a path.
     """
@@ -153,7 +155,7 @@ def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
 
 
 def held_out_table(metrics: dict[str, float]) -> str:
-    """Accuracy, loss, margin and reward statistics on the held-out split, a line each.
+    """List accuracy, loss, margin and reward statistics on the held-out split, a line each.
 
     Args:
         metrics: What `RewardTrainer.evaluate` returns; keys begin with ``eval_``.
@@ -173,7 +175,7 @@ def print_examples(model_folder: str) -> None:
 
 
 def make_parser(subparsers: Any = None, prog: str | None = None) -> "TrlParser":
-    """The parser of the command's flags, alone or below the `subparsers` of another."""
+    """Make the parser of the command's flags, alone or below the `subparsers` of another."""
     from trl_tpu.scripts.parser import TrlParser
     from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
     from trl_tpu.trainer.model_config import ModelConfig
@@ -186,17 +188,17 @@ def make_parser(subparsers: Any = None, prog: str | None = None) -> "TrlParser":
 
 
 def parse(parser: "TrlParser", argv: list[str]) -> tuple[Any, ...]:
-    """The four argument objects.
+    """Parse the command line into the four argument objects.
 
     Raises:
-        ValueError: Unknown arguments, and those of accelerate's launcher in particular.
+        UserError: Unknown arguments, and those of accelerate's launcher in particular.
     """
     *parsed, unknown_keys, unknown_words = parser.parse_args_and_config(
         argv, return_remaining_strings=True, separate_remaining_strings=True
     )
     unknown = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in unknown_keys + unknown_words]
     if launcher := [name for name in LAUNCHER_FLAGS if name in unknown]:
-        raise ValueError(
+        raise UserError(
             f"`--{launcher[0]}` belongs to accelerate's launcher, which is not used here: one process drives every "
             "device of the host by itself (SPMD). Remove it; `--mesh` says how the devices are used."
         )
@@ -208,15 +210,15 @@ def parse(parser: "TrlParser", argv: list[str]) -> tuple[Any, ...]:
 
 
 def run(argv: list[str]) -> int:
-    """The command ``trl-tpu reward``; returns the exit status."""
+    """Run the command ``trl-tpu reward``; returns the exit status."""
     parser = make_parser(prog="trl-tpu reward")
     try:
         parsed = parse(parser, argv)
-    except ValueError as error:
+    except ValueError as error:  # transformers refuses settings by plain ones
         parser.error(str(error))
-    from trl_tpu.scripts.datafiles import naming_broken_files
+    from trl_tpu.scripts.datafiles import naming_bad_lines
 
-    with naming_broken_files(parsed[0].dataset_name, *(part.path for part in parsed[3].datasets)):
+    with naming_bad_lines(parsed[0].dataset_name, *(part.path for part in parsed[3].datasets)):
         main(*parsed)
     return 0
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_tpu.errors import UserError
+from trl_tpu.trainer.field_help import help_from_docstring
+
 # nothing heavy at the top: the command exports the `env` of its YAML file before transformers is imported
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 Dialogue = str | list[dict[str, Any]]
 
 
+@help_from_docstring
 @dataclass
 class ScoreArguments:
     """What to score, and with which model.
@@ -38,22 +42,15 @@ class ScoreArguments:
         trust_remote_code: Whether the model may bring its own code.
     """
 
-    model_name_or_path: str = field(metadata={"help": "Folder or Hub id of a saved reward model or its adapters."})
-    text: list[str] | None = field(
-        default=None, metadata={"action": "extend", "help": "A text to score; repeat the flag for more."}
-    )
-    dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "Local file, folder or Hub id with the columns text, messages, or chosen and rejected."},
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
-    dataset_split: str | None = field(default=None, metadata={"help": "Split to score, where there are several."})
-    output: str | None = field(default=None, metadata={"help": "JSON Lines file for the rows with their rewards."})
-    batch_size: int = field(default=8, metadata={"help": "Dialogues per forward pass."})
-    max_length: int | None = field(
-        default=None, metadata={"help": "Dialogues of more tokens get no reward, as training leaves them out."}
-    )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Whether the model may bring its own code."})
+    model_name_or_path: str
+    text: list[str] | None = field(default=None, metadata={"action": "extend"})
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str | None = None
+    output: str | None = None
+    batch_size: int = 8
+    max_length: int | None = None
+    trust_remote_code: bool = False
 
 
 class Scorer:
@@ -76,33 +73,33 @@ class Scorer:
         if text_config.pad_token_id is None:  # the base model of adapters need not have one
             text_config.pad_token_id = self.tokenizer.pad_token_id
         if text_config.pad_token_id is None:
-            raise ValueError(
+            raise UserError(
                 f"Neither the config nor the tokenizer of {model_folder} has a pad token, by which a reward model "
                 "finds the last token of a dialogue. Set the tokenizer's `pad_token` as in training and save it there."
             )
         self.pad_token_id: int = text_config.pad_token_id
 
     def token_ids(self, dialogue: Dialogue) -> list[int]:
-        """The tokens of a dialogue as training sees them: text ends with the EOS, messages go through the template."""
+        """Tokenize a dialogue as training does: text ends with the EOS, messages go through the template."""
         if isinstance(dialogue, str):
             eos = self.tokenizer.eos_token or ""
             return self.tokenizer(text=dialogue if dialogue.endswith(eos) else dialogue + eos)["input_ids"]
         if self.tokenizer.chat_template is None:
-            raise ValueError("This model's tokenizer has no chat template, so it scores text, not messages.")
+            raise UserError("This model's tokenizer has no chat template, so it scores text, not messages.")
         return self.tokenizer.apply_chat_template(dialogue, tokenize=True, return_dict=True)["input_ids"]
 
     def rewards(self, ids: list[list[int]], batch_size: int = 8, max_length: int | None = None) -> list[float]:
-        """Rewards of tokenised dialogues, in order; nan for one of more than `max_length` tokens.
+        """Compute rewards of tokenized dialogues, in order; nan for one of more than `max_length` tokens.
 
         Raises:
-            ValueError: A dialogue without tokens, or a batch size below 1.
+            UserError: A dialogue without tokens, or a batch size below 1.
         """
         import torch
 
         if batch_size < 1:
-            raise ValueError(f"`batch_size` must be 1 or more, not {batch_size}.")
+            raise UserError(f"`batch_size` must be 1 or more, not {batch_size}.")
         if empty := [index for index, tokens in enumerate(ids) if not tokens]:
-            raise ValueError(f"Dialogues without tokens have no reward; these have none: {empty[:10]}.")
+            raise UserError(f"Dialogues without tokens have no reward; these have none: {empty[:10]}.")
         rewards = [math.nan] * len(ids)
         limit = math.inf if max_length is None else max_length
         # batches of like lengths waste least on padding
@@ -142,7 +139,7 @@ def _load(model_folder: str, trust_remote_code: bool) -> Any:
             model_folder, output_loading_info=True, **kwargs
         )
     if report["missing_keys"]:
-        raise ValueError(
+        raise UserError(
             f"{model_folder} is not a saved reward model: it lacks {sorted(report['missing_keys'])}, so its rewards "
             "would be random. Train it first (`trl-tpu reward`), and score with the folder that training saved."
         )
@@ -155,7 +152,7 @@ def score_texts(
     batch_size: int = 8,
     max_length: int | None = None,
 ) -> list[float]:
-    """Rewards of texts or conversations by a saved reward model, in plain torch and float32.
+    """Compute rewards of texts or conversations by a saved reward model, in plain torch and float32.
 
     Args:
         model_folder: Folder (or Hub id) of a saved reward model or of its adapters.
@@ -167,7 +164,7 @@ def score_texts(
         One reward per dialogue, in order.
 
     Raises:
-        ValueError: Messages for a tokenizer without a chat template, a model without a pad token, no tokens.
+        UserError: Messages for a tokenizer without a chat template, a model without a pad token, no tokens.
     """
     scorer = Scorer(model_folder)
     return scorer.rewards([scorer.token_ids(dialogue) for dialogue in texts_or_conversations], batch_size, max_length)
@@ -176,7 +173,7 @@ def score_texts(
 def score_dataset(
     scorer: Scorer, rows: "Dataset", batch_size: int = 8, max_length: int | None = None
 ) -> dict[str, list[float]]:
-    """Rewards of a dataset's rows.
+    """Compute rewards of a dataset's rows.
 
     Args:
         scorer: The model.
@@ -188,21 +185,23 @@ def score_dataset(
         New columns of N rewards: ``reward_chosen`` and ``reward_rejected``, or ``reward``.
 
     Raises:
-        ValueError: None of these columns.
+        UserError: None of these columns.
     """
     columns = rows.column_names
     if {"chosen", "rejected"} <= set(columns):
         from trl_tpu.data.tokenize import prepare_preference_dataset
 
-        pairs: Any = prepare_preference_dataset(rows, scorer.tokenizer, max_length=None, num_proc=None, name="scored")[
-            0
-        ]
+        embeddings: Any = scorer.model.get_input_embeddings()
+        size = embeddings.weight.shape[0]
+        pairs: Any = prepare_preference_dataset(
+            rows, scorer.tokenizer, num_embeddings=size, max_length=None, num_proc=None, name="scored"
+        )
         halves = {"reward_chosen": list(pairs["chosen_ids"]), "reward_rejected": list(pairs["rejected_ids"])}
         both = scorer.rewards([*halves["reward_chosen"], *halves["reward_rejected"]], batch_size, max_length)
         return {"reward_chosen": both[: len(rows)], "reward_rejected": both[len(rows) :]}
     column = next((name for name in ("messages", "text") if name in columns), None)
     if column is None:
-        raise ValueError(
+        raise UserError(
             f"Rows to score need the columns chosen and rejected, or messages, or text; they have {columns}."
         )
     ids = [scorer.token_ids(dialogue) for dialogue in rows[column]]
@@ -213,11 +212,11 @@ def main(args: ScoreArguments) -> None:
     """Score what the arguments name, print a summary, and write the rows where `output` says.
 
     Raises:
-        ValueError: Not exactly one of `text` and `dataset_name`, several splits and none chosen, or an `output` that
+        UserError: Not exactly one of `text` and `dataset_name`, several splits and none chosen, or an `output` that
             is the dataset itself.
     """
     if bool(args.text) == bool(args.dataset_name):
-        raise ValueError("Give either `--text` (it may be repeated) or `--dataset_name`, and not both.")
+        raise UserError("Give either `--text` (it may be repeated) or `--dataset_name`, and not both.")
     rows = _rows(args)
     scorer = Scorer(args.model_name_or_path, args.trust_remote_code)
     scored = score_dataset(scorer, rows, args.batch_size, args.max_length)
@@ -240,15 +239,15 @@ def _rows(args: ScoreArguments) -> Any:
         return Dataset.from_dict({"text": args.text})
     name = str(args.dataset_name)
     if args.output and Path(args.output).resolve() == Path(name).resolve():
-        raise ValueError(f"`output` is the dataset itself, {name}: name another file.")
+        raise UserError(f"`output` is the dataset itself, {name}: name another file.")
     splits = datafiles.load(name, name=args.dataset_config)
     if args.dataset_split is None and len(splits) > 1:
-        raise ValueError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
+        raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
     return datafiles.pick_split(splits, args.dataset_split or next(iter(splits)), name)
 
 
 def summary(scored: dict[str, list[float]]) -> str:
-    """The rewards in a few lines: count, accuracy and margin of pairs, mean and range of each column."""
+    """Sum rewards up in a few lines: count, accuracy and margin of pairs, mean and range of each column."""
     lines = []
     if "reward_chosen" in scored:
         margins = [c - r for c, r in zip(scored["reward_chosen"], scored["reward_rejected"], strict=True)]
@@ -278,14 +277,14 @@ def write_rows(output: str, rows: "Dataset", scored: dict[str, list[float]]) -> 
 
 
 def make_parser(prog: str | None = None) -> "TrlParser":
-    """The parser of the command's flags."""
+    """Make the parser of the command's flags."""
     from trl_tpu.scripts.parser import TrlParser
 
     return TrlParser(ScoreArguments, prog=prog)
 
 
 def run(argv: list[str]) -> int:
-    """The command ``trl-tpu score``; returns the exit status."""
+    """Run the command ``trl-tpu score``; returns the exit status."""
     parser = make_parser(prog="trl-tpu score")
     try:
         (args,) = parser.parse_args_and_config(argv)

@@ -17,6 +17,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from trl_tpu.errors import UserError
+
 SEED = 0
 
 NUMBERS = range(10, 50)
@@ -34,17 +36,17 @@ Message = dict[str, Any]
 
 
 def question(word: str, first: int, second: int) -> list[Message]:
-    """The prompt: one user message."""
+    """Make the prompt: one user message."""
     return [{"role": "user", "content": f"Which is {word}, {first} or {second}?"}]
 
 
 def answer(number: int) -> list[Message]:
-    """The completion: one assistant message, the bare number."""
+    """Make the completion: one assistant message, the bare number."""
     return [{"role": "assistant", "content": str(number)}]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that spells any text, and holds each word of the task as one token.
+    """Make a byte-level BPE tokenizer that spells any text, and holds each word of the task as one token.
 
     Nothing is trained: the merges build every word from its first letter on, a longer prefix at each merge.
     """
@@ -67,7 +69,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A causal language model of about 140,000 random float32 weights, the same at every call.
+    """Make a causal language model of about 140,000 random float32 weights, the same at every call.
 
     Each dimension is a multiple of 8, so that 8 devices shard it evenly.
     """
@@ -90,7 +92,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def number_comparisons() -> datasets.DatasetDict:
-    """Preference pairs in splits "train" (2,048) and "test" (512): columns prompt, chosen, rejected; conversational.
+    """Make preference pairs in splits "train" (2,048) and "test" (512): prompt, chosen, rejected; conversational.
 
     A pair of numbers belongs to one split with all its questions, so that no test question repeats a trained
     comparison in another order or with the other word.
@@ -133,10 +135,10 @@ def resolve_model(name: str, folder: str) -> str:
         The model's folder, which `from_pretrained` loads.
 
     Raises:
-        ValueError: if no model has this name.
+        UserError: if no model has this name.
     """
     if name not in MODELS:
-        raise ValueError(f"There is no synthetic model {name!r}; the known ones are {', '.join(MODELS)}.")
+        raise UserError(f"There is no synthetic model {name!r}; the known ones are {', '.join(MODELS)}.")
     path = os.path.join(folder, name.replace(":", "-"))
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(path)
@@ -145,11 +147,11 @@ def resolve_model(name: str, folder: str) -> str:
 
 
 def load_dataset(name: str) -> datasets.DatasetDict:
-    """The preference data that `name`, one of DATASETS, stands for, in splits "train" and "test".
+    """Make the preference data that `name`, one of DATASETS, stands for, in splits "train" and "test".
 
     Raises:
-        ValueError: if no dataset has this name.
+        UserError: if no dataset has this name.
     """
     if name not in DATASETS:
-        raise ValueError(f"There is no synthetic dataset {name!r}; the known ones are {', '.join(DATASETS)}.")
+        raise UserError(f"There is no synthetic dataset {name!r}; the known ones are {', '.join(DATASETS)}.")
     return DATASETS[name]()

@@ -1,11 +1,12 @@
 """What the scripts share: the arguments that name their data, and the functions that load it."""
 
 import logging
-import warnings
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from trl_tpu.errors import UserError
 from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.trainer.field_help import help_from_docstring
 
 if TYPE_CHECKING:
     from datasets import DatasetDict, IterableDatasetDict
@@ -37,7 +38,7 @@ class DatasetConfig:
         data_files: Files of the dataset.
         split: Split to load; slices such as ``train[:50%]`` work.
         columns: Columns to keep; all when None.
-        fraction: Share of the mixture, for all of its datasets or none. Shares are normalised to sum to one, and the
+        fraction: Share of the mixture, for all of its datasets or none. Shares are normalized to sum to one, and the
             mixture is as large as it can be without repeating a row: the first `round(share * size)` rows of each
             dataset are kept.
     """
@@ -51,49 +52,44 @@ class DatasetConfig:
     fraction: float | None = None
 
 
+@help_from_docstring
 @dataclass
 class DatasetMixtureConfig:
     """Several datasets, concatenated: the ``datasets:`` section of a YAML file.
 
     Args:
-        datasets: The datasets; mappings become [`DatasetConfig`].
-        streaming: Whether to stream them.
-        test_split_size: Rows (a count, or a share below 1) to hold out as the split ``test``; none when None.
+        datasets: Datasets of the mixture, in the YAML file of `--config`; mappings become [`DatasetConfig`].
+        streaming: Whether to stream the datasets of the mixture.
+        test_split_size: How many rows of the mixture to hold out as the split `test`: a count, or a share below 1.
+            None without a value.
 
     Raises:
-        ValueError: `datasets` is no list, or one of it has no `path` or an unknown key.
+        UserError: `datasets` is no list, or one of it has no `path` or an unknown key.
     """
 
-    datasets: list[DatasetConfig] = field(
-        default_factory=list, metadata={"help": "Datasets of the mixture; give them in the YAML file of `--config`."}
-    )
-    streaming: bool = field(default=False, metadata={"help": "Whether to stream the datasets of the mixture."})
-    test_split_size: float | None = field(
-        default=None,
-        metadata={
-            "help": "How many rows of the mixture to hold out as the split `test`: a count, or a share below 1. None "
-            "without a value."
-        },
-    )
+    datasets: list[DatasetConfig] = field(default_factory=list)
+    streaming: bool = False
+    test_split_size: float | None = None
 
     def __post_init__(self) -> None:
         form = "`datasets` must be a list of mappings with a `path` each, in YAML `datasets:` and below `- path: NAME`"
         if not isinstance(self.datasets, list):
-            raise ValueError(f"{form}; it is {getattr(self.datasets, 'path', self.datasets)!r}.")
+            raise UserError(f"{form}; it is {getattr(self.datasets, 'path', self.datasets)!r}.")
         known = [item.name for item in fields(DatasetConfig)]
         for number, part in enumerate(self.datasets, start=1):
             if isinstance(part, DatasetConfig):
                 continue
             if not isinstance(part, dict) or not isinstance(part.get("path"), str):
-                raise ValueError(f"{form}; number {number} of them is {part!r}.")
+                raise UserError(f"{form}; number {number} of them is {part!r}.")
             if unknown := [name for name in part if name not in known]:
-                raise ValueError(
+                raise UserError(
                     f"`datasets`: number {number}, {part['path']}, has the key {unknown[0]!r}, which is none of "
                     f"{', '.join(known)}. Correct or remove it."
                 )
         self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
 
 
+@help_from_docstring
 @dataclass
 class ScriptArguments:
     """Where a script's data is. All but `ignore_bias_buffers` is overruled by the ``datasets:`` of a mixture.
@@ -108,18 +104,12 @@ class ScriptArguments:
         ignore_bias_buffers: Kept for scripts that set it; it works around a fault of DistributedDataParallel.
     """
 
-    dataset_name: str | None = field(
-        default=None,
-        metadata={"help": "Hub id, local folder or local file (.jsonl, .json, .parquet, .csv) of the dataset."},
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
-    dataset_streaming: bool = field(default=False, metadata={"help": "Whether to stream the dataset."})
-    ignore_bias_buffers: bool = field(
-        default=False,
-        metadata={"help": "Debug argument for DistributedDataParallel: leave out the buffers of bias and mask."},
-    )
+    dataset_name: str | None = None
+    dataset_config: str | None = None
+    dataset_train_split: str = "train"
+    dataset_test_split: str = "test"
+    dataset_streaming: bool = False
+    ignore_bias_buffers: bool = False
 
 
 def init_zero_verbose() -> None:
@@ -133,23 +123,20 @@ def init_zero_verbose() -> None:
         handler = RichHandler()
     logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[handler], level=logging.ERROR)
 
-    def to_log(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
-        logging.warning(f"{filename}:{lineno}: {category.__name__}: {message}")
-
-    warnings.showwarning = to_log
+    logging.captureWarnings(True)
 
 
 def load_named_dataset(script_args: ScriptArguments) -> "DatasetDict | IterableDatasetDict":
     """Load every split of the dataset that `script_args` names.
 
     Raises:
-        ValueError: No `dataset_name`, or a broken file (the error names its first bad line).
-        FileNotFoundError: The name spells a local file, and there is none.
+        UserError: No `dataset_name`, or a broken file (the error names its first bad line).
+        UserFileError: The name spells a local file, and there is none.
     """
     from trl_tpu.scripts.datafiles import load
 
     if script_args.dataset_name is None:
-        raise ValueError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
+        raise UserError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
     return load(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
 
 
@@ -163,7 +150,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        ValueError: No datasets; fractions for some only, negative, or all zero; fractions or a test split while
+        UserError: No datasets; fractions for some only, negative, or all zero; fractions or a test split while
             streaming; a split that is not there.
     """
     import datasets
@@ -171,7 +158,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
     from trl_tpu.scripts.datafiles import load
 
     if not mixture_config.datasets:
-        raise ValueError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
+        raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
     parts = []
     for part in mixture_config.datasets:
         dataset = load(
@@ -188,7 +175,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
     test_size = mixture_config.test_split_size
     if mixture_config.streaming:
         if test_size is not None:
-            raise ValueError(
+            raise UserError(
                 f"`test_split_size={test_size}` is not supported with streaming datasets, whose length is unknown. "
                 "Leave one of the two out."
             )
@@ -199,7 +186,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
     # a command line can only give a float: 200.0 means 200 rows
     rows = int(test_size) if test_size >= 1 and float(test_size).is_integer() else test_size
     if not 0 < test_size < len(mixture) or (test_size > 1 and rows != int(rows)):
-        raise ValueError(
+        raise UserError(
             f"`test_split_size={test_size:g}` must be a count from 1 to {len(mixture) - 1}, since the mixture has "
             f"{len(mixture)} rows and one at least is to train on, or a share between 0 and 1."
         )
@@ -207,21 +194,21 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> "DatasetDict | Iterable
 
 
 def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> list[Any]:
-    """The first rows of each part, so that the parts have the asked shares of the largest mixture without repeats."""
+    """Take the first rows of each part: the shares that are asked for, of the largest mixture without repeats."""
     fractions = [part.fraction for part in mixture_config.datasets]
     given = [fraction for fraction in fractions if fraction is not None]
     if not given:
         return parts
     if len(given) < len(fractions):
-        raise ValueError(
+        raise UserError(
             f"`fraction` must be set for either all datasets in the mixture or none of them; they are {fractions}."
         )
     if mixture_config.streaming:
-        raise ValueError(
+        raise UserError(
             "Using a dataset `fraction` is not supported with streaming datasets, whose length is unknown."
         )
     if min(given) < 0 or sum(given) == 0:
-        raise ValueError(f"`fraction` must not be negative, and one at least must be above 0; they are {fractions}.")
+        raise UserError(f"`fraction` must not be negative, and one at least must be above 0; they are {fractions}.")
     shares = [fraction / sum(given) for fraction in given]
     size = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
     return [part.select(range(round(share * size))) for part, share in zip(parts, shares, strict=True)]

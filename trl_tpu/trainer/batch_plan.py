@@ -1,19 +1,30 @@
-"""The trainer's decision to pack, and the plan of rows for its data."""
+"""How a run's batches reach the device: packed wherever that is exact, else padded; with which collator and shapes."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import runtime
-from ..data.measure import common_beginning, pair_sizes
+from ..data.collators import (
+    DataCollatorForPreference,
+    PadToLengths,
+    PairRows,
+    PlannedRows,
+    RewardDataCollatorWithPadding,
+    TightRow,
+)
+from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.masked import goes_tree_by_tree
 from ..modeling.attention.packability import PackingImpossible, make_packable
-from ..packing.schedule import RowPlan, plan_rows
+from ..packing.schedule import RowPlan
+from ..parallel.mesh import MeshShape
+from ..runtime import Runtime
+from .packing_option import Packing
+from .planned_shapes import attention_crossover_length, plan_rows_of, planned_lengths
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -22,15 +33,239 @@ logger = logging.getLogger(__name__)
 _LONG_ROW = 2048
 
 
-def packing_obstacle(args: RewardConfig, data_collator: Any, computes_own_loss: bool, old_columns: bool) -> str | None:
-    """What, besides model and data, keeps batches from being packed; None if nothing does."""
+class BatchPlan:
+    """Decides once whether a run's batches are packed, and makes the collators for its datasets.
+
+    Packed batches are one row without padding on plain torch; on XLA, and where a model's own attention wants one
+    mask, they are rows of a few planned shapes. Padded batches have a few planned lengths on XLA.
+
+    Args:
+        args: The run's settings.
+        model: Its model, with the attention it trains with; it is made to read packed rows.
+        tokenizer: The model's.
+        train_dataset: Pairs, as raw or as prepared as they are. `prepare` gets them when they are token ids.
+        mesh: What batches are split over.
+        runtime: What trains.
+        data_collator: The user's own, if any.
+        old_columns: Whether the data has the columns of TRL's old API.
+        computes_own_loss: Whether a subclass overrides `compute_loss`, and so expects TRL's padded layout.
+        fixed_rows: Rows for every batch, instead of rows that fit the data.
+
+    Raises:
+        UserError: If the user insists on packing and something is in its way.
+    """
+
+    padded_because: str | None
+    """What keeps batches from being packed; None where they are."""
+
+    def __init__(
+        self,
+        args: RewardConfig,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        train_dataset: Any,
+        mesh: MeshShape,
+        runtime: Runtime,
+        *,
+        data_collator: Any = None,
+        old_columns: bool = False,
+        computes_own_loss: bool = False,
+        fixed_rows: RowPlan | None = None,
+    ) -> None:
+        self._args, self._tokenizer, self._mesh, self._runtime = args, tokenizer, mesh, runtime
+        self._train_dataset = train_dataset
+        self._old_columns, self._computes_own_loss = old_columns, computes_own_loss
+        self._fixed_rows = fixed_rows
+        self._row_plans: dict[tuple[str, int], RowPlan] = {}
+        self._lengths: dict[str, tuple[int, ...] | None] = {}
+        self._is_tight = self._expands = False
+        self.padded_because = _obstacle_in_settings(
+            args, data_collator, computes_own_loss, old_columns, runtime.compiles
+        )
+        if self.padded_because is not None:
+            self._report_obstacle()
+        self.use_model(model)
+
+    # ---- the decision
+
+    def use_model(self, model: PreTrainedModel) -> None:
+        """Make ``model``, the first or one that `model_init` made anew, read these batches.
+
+        Raises:
+            UserError: If the user insists on packing and the model cannot.
+        """
+        self._model = without_adapters(model)
+        if not self.packed:
+            return
+        try:
+            make_packable(model, self._pad_token_id)
+            self._is_tight = not self._runtime.compiles and goes_tree_by_tree(self._model)
+            if not self._packs(self._train_dataset):
+                raise PackingImpossible(
+                    "train_dataset is a stream, and row shapes are chosen from the data beforehand"
+                )
+        except PackingImpossible as reason:
+            self.padded_because = str(reason)
+            self._report_obstacle()
+            return
+        if self._expands:
+            use_expanded_attention(self._model)
+
+    def _report_obstacle(self) -> None:
+        if self._args.packing == Packing.TRUE:
+            raise UserError(
+                f"packing=True is impossible: {self.padded_because}. Leave packing at 'auto', or remove the obstacle."
+            )
+        if self._args.packing == Packing.AUTO:
+            logger.warning(f"Batches are padded, not packed: {self.padded_because}.")
+
+    @property
+    def packed(self) -> bool:
+        return self.padded_because is None
+
+    @property
+    def layout(self) -> str:
+        """Which batches a checkpoint was trained on: "packed" or "padded"."""
+        return "packed" if self.packed else "padded"
+
+    def _packs(self, dataset: Any) -> bool:
+        """Tell whether batches of ``dataset`` are packed: those of a stream have no shapes that could be planned."""
+        return self.packed and (self._is_tight or isinstance(dataset, Dataset))
+
+    def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
+        """Plan the rows of prepared datasets, choose how they attend, and see that a `row_length` holds every pair.
+
+        Raises:
+            UserError: If it is too short for a pair of the training or evaluation data, and not hours into a run; or
+                if the user insists on attention that the model does not allow.
+        """
+        self._train_dataset = train_dataset
+        if not self._runtime.compiles or not self._packs(train_dataset):
+            return
+        self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
+        if self._expands:
+            self._row_plans.clear()  # dialogues then take more room
+        if self._args.row_length is None:
+            return
+        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
+            if isinstance(dataset, Dataset):
+                self.rows(dataset, self._args.eval_batch_size)
+
+    # ---- collators
+
+    @property
+    def padding_side(self) -> str:
+        """Where padded batches are padded: today's collator pads on the right, whatever the tokenizer says."""
+        return self._tokenizer.padding_side if self._old_columns else "right"
+
+    @property
+    def _pad_token_id(self) -> int:
+        return self._tokenizer.pad_token_id
+
+    def default_collator(self) -> DataCollatorForPreference | RewardDataCollatorWithPadding:
+        """Return TRL's collator for the data's columns."""
+        multiple: Any = self._args.pad_to_multiple_of  # the config has read its text forms
+        if self._old_columns:
+            return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
+        return DataCollatorForPreference(self._pad_token_id, multiple)
+
+    def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[[list[Any]], dict[str, Any]]:
+        """Return what makes batches of ``dataset`` for the device.
+
+        It packs rows; else, on XLA, it makes pair rows of planned lengths, or TRL's layout for a loss of the user's.
+
+        Args:
+            dataset: Of token pairs; a stream's examples may have more columns.
+            batch_size: P.
+            user_collator: The trainer's collator, which makes padded batches.
+        """
+        if self._packs(dataset):
+            if self._is_tight:
+                return TightRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
+            return PlannedRows(self.rows(dataset, batch_size), batch_size, self._pad_token_id, self._expands)
+        is_known = isinstance(user_collator, DataCollatorForPreference | RewardDataCollatorWithPadding)
+        if not self._runtime.compiles or not is_known:
+            return user_collator
+        collate, lengths = user_collator, self._lengths_of(dataset)
+        if lengths is not None:
+            collate = PadToLengths(collate, lengths, self._pad_token_id, self.padding_side)
+        if self._computes_own_loss:
+            return collate
+        return PairRows(collate, batch_size, self._pad_token_id, self.padding_side)
+
+    # ---- shapes
+
+    def rows(self, dataset: Dataset, batch_size: int) -> RowPlan:
+        """Return the rows of packed batches of ``dataset``, planned once for each batch size."""
+        if self._fixed_rows is not None:
+            return self._fixed_rows
+        key = dataset._fingerprint, batch_size
+        if key not in self._row_plans:
+            # kernels want lengths in large multiples
+            multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
+            self._row_plans[key] = plan_rows_of(
+                dataset, self._hidden_size, batch_size, self._mesh.batch_shards, self._args, self._expands, multiple
+            )
+        return self._row_plans[key]
+
+    @property
+    def _training_rows(self) -> RowPlan:
+        return self.rows(self._train_dataset, self._args.train_batch_size)
+
+    @property
+    def _hidden_size(self) -> int:
+        return self._model.config.get_text_config().hidden_size
+
+    def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
+        """Return the lengths of padded batches of ``dataset``; None where they are not planned."""
+        key = getattr(dataset, "_fingerprint", "")
+        if key not in self._lengths:
+            self._lengths[key] = planned_lengths(dataset, self._args)
+        return self._lengths[key]
+
+    @property
+    def shapes(self) -> int | None:
+        """How many shapes of batches training will see, where that is planned."""
+        if self.packed:
+            return None if self._is_tight else len(self._training_rows.shapes)
+        lengths = self._lengths_of(self._train_dataset)
+        return None if lengths is None else len(lengths)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether some batches are computed in several micro-batches."""
+        return self.packed and not self._is_tight and bool(self._training_rows.accumulate)
+
+    def describe(self) -> str:
+        """Return the start of a log's word on training batches: packed or padded, to which shapes and why."""
+        if self.packed:
+            if self._is_tight:
+                return "each packed into one row without padding"
+            attention = "in rows of whole dialogues" if self._expands else "through masks"
+            return f"packed into rows of {self._training_rows}; they attend {attention}"
+        lengths = self._lengths_of(self._train_dataset) if self._runtime.compiles else None
+        if lengths is None:
+            shape = "their longest"
+        else:
+            listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
+            shape = f"{listed} tokens"
+        return f"padded to {shape} ({self.padded_because})"
+
+
+def _obstacle_in_settings(
+    args: RewardConfig, data_collator: Any, computes_own_loss: bool, old_columns: bool, compiles: bool
+) -> str | None:
+    """Tell what, besides model and data, keeps batches from being packed; None if nothing does."""
     counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
     obstacles = {
-        "packing is turned off": args.packing == "false",
+        "packing is turned off": args.packing == Packing.FALSE,
         "this is the old API, with its own columns and collator": old_columns,
         "a data collator of your own makes the batches": data_collator is not None,
         "compute_loss is overridden, and such code expects padded rows": computes_own_loss,
         "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
+        "accelerator_config has dispatch_batches, which would cut packed rows apart": (
+            not compiles and bool(getattr(args.accelerator_config, "dispatch_batches", None))
+        ),
         "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
             counts_tokens not in (False, "no")
         ),
@@ -38,42 +273,13 @@ def packing_obstacle(args: RewardConfig, data_collator: Any, computes_own_loss: 
     return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
 
 
-def try_to_pack(model: PreTrainedModel, pad_token_id: int, train_dataset: Any) -> str | None:
-    """Prepare ``model`` for packed rows; what in it or in the data keeps batches from being packed, if anything."""
-    try:
-        make_packable(model, pad_token_id)
-    except PackingImpossible as reason:
-        return str(reason)
-    if not takes_tight_rows(model) and not isinstance(train_dataset, Dataset):
-        return "train_dataset is a stream, and row shapes are chosen from the data beforehand"
-    return None
-
-
-def takes_tight_rows(model: PreTrainedModel) -> bool:
-    """Whether batches are one row without padding: where any shape does, and attention goes tree by tree."""
-    base = without_adapters(model)
-    return not runtime.current().compiles and goes_tree_by_tree(base)
-
-
-def report_obstacle(args: RewardConfig, obstacle: str) -> None:
-    """Say once why batches are padded.
-
-    Raises:
-        ValueError: If the user insists on packing.
-    """
-    if args.packing == "true":
-        raise ValueError(f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle.")
-    if args.packing == "auto":
-        logger.warning(f"Batches are padded, not packed: {obstacle}.")
-
-
-def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig) -> bool:
+def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig, runtime: Runtime) -> bool:
     """Choose how packed rows attend on XLA, and prepare ``model`` for it: whether in rows of whole dialogues.
 
     Raises:
         ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
     """
-    long = runtime.current().has_attention_kernel() and longest_row >= _LONG_ROW
+    long = runtime.has_attention_kernel and longest_row >= _LONG_ROW
     if args.packed_attention == "masks" or (args.packed_attention == "auto" and not long):
         return False
     try:
@@ -84,38 +290,3 @@ def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig) -
         logger.warning(f"Rows of {longest_row} tokens attend through masks of their length squared. {reason}")
         return False
     return True
-
-
-def plan_rows_of(
-    dataset: Dataset, hidden_size: int, pairs: int, shards: int, args: RewardConfig, expands: bool = False
-) -> RowPlan:
-    """The rows in which batches of ``pairs`` pairs of ``dataset`` are packed on XLA.
-
-    Args:
-        expands: Whether attention reads rows of whole dialogues: then what all dialogues share takes room in each, and
-            kernels want lengths in large multiples.
-
-    Raises:
-        ValueError: For too short a `row_length`.
-    """
-    names = ["chosen_ids", "rejected_ids"]
-    chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
-    sizes = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])
-    return plan_rows(
-        sizes,
-        pairs,
-        shards,
-        most=args.max_shapes,
-        common=0 if expands else common_beginning(chunk[name] for chunk in chunks for name in names),
-        attention_length=attention_length(hidden_size),
-        multiple=256 if expands and runtime.current().has_attention_kernel() else 32,
-        row_length=args.row_length,
-    )
-
-
-def attention_length(hidden_size: int) -> float:
-    """The row length at which attention costs as much as the linear layers of a plain transformer, in operations.
-
-    Of a layer's multiplications a token takes 12 H^2 in its linear layers and 2 H L in attention over L others.
-    """
-    return 6 * hidden_size

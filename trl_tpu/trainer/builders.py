@@ -10,11 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
-from ..data.checks import check_token_ids
-from ..data.collators import bucket_lengths
 from ..data.measure import longer_dialogues
 from ..data.old_columns import prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
+from ..errors import UserError, UserTypeError
 from ..modeling.adapters import (
     add_adapters,
     is_peft_model,
@@ -28,7 +27,7 @@ from ..modeling.chat_template import set_chat_template
 from ..modeling.experts import use_static_experts
 from ..modeling.layers import find_layers
 from ..modeling.load import check_num_labels, load_model, load_processing_class, set_eos_token, set_pad_token
-from ..modeling.rewards import keep_score_head_in_float32
+from ..modeling.score_head import keep_score_head_in_float32
 from ..parallel.shard import WeightPlacer
 from .reward_config import RewardConfig
 from .utils import disable_dropout_in_model
@@ -45,7 +44,7 @@ class RewardModel:
 
 
 def default_folder(model: Any) -> str:
-    """Where a trainer without `args` writes: ``{model name}-Reward``, as in TRL."""
+    """Name the folder that a trainer without `args` writes to: ``{model name}-Reward``, as in TRL."""
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
@@ -54,24 +53,24 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers:
     """Refuse trainer arguments that are missing or exclude each other.
 
     Raises:
-        TypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
-        ValueError: Anything else.
+        UserTypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
+        UserError: Anything else.
     """
     if (model is None) == (model_init is None):
-        raise ValueError("The trainer needs either `model` or `model_init`, and not both.")
+        raise UserError("The trainer needs either `model` or `model_init`, and not both.")
     if model_init is not None and any(optimizers):
-        raise ValueError(
+        raise UserError(
             "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
             "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
         )
     if train_dataset is None:
-        raise ValueError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
+        raise UserError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         kind = type(train_dataset).__name__
         hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
-        raise TypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
+        raise UserTypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
     if isinstance(train_dataset, IterableDataset) and max_steps < 1:
-        raise ValueError(
+        raise UserError(
             f"`train_dataset` is a stream, which has no length, so that max_steps must say how long to train; it is "
             f"{max_steps}. Set it to 1 or more, or load the dataset without streaming."
         )
@@ -90,7 +89,7 @@ def build_reward_model(
     chat template, adapters, dropout, pad token.
 
     Raises:
-        TypeError, ValueError, ImportError: From the parts, which say what to do.
+        UserError, ImportError: From the parts, which say what to do.
     """
     revision = placer = None
     if isinstance(model, str):
@@ -131,7 +130,7 @@ def build_reward_model(
 
 
 def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
-    """On XLA, weights go to their devices as they are read, unless adapters still have to read them on the host."""
+    """Send weights, on XLA, to their devices as they are read, unless adapters have to read them on the host."""
     if not runtime.current().shares_mesh or (peft_config is not None and reads_base_weights(peft_config)):
         return None
     grows = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
@@ -157,24 +156,27 @@ def build_dataset(
     name: str,
     old_columns: bool,
 ) -> Any:
-    """Token pairs that ``model`` can read, from a dataset in any of the accepted forms; each of a dict of datasets.
+    """Make token pairs that ``model`` can read of a dataset in any of the accepted forms; of each in a dict.
 
     Raises:
-        TypeError, ValueError: For data that cannot be trained on; the message names the dataset, the row and the fix.
+        UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
     if isinstance(dataset, Mapping):
         return {
             key: build_dataset(each, model, processing_class, args, key, old_columns) for key, each in dataset.items()
         }
-    settings: dict[str, Any] = {"max_length": args.max_length, "num_proc": args.dataset_num_proc, "name": name}
-    prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
     embeddings: Any = model.get_input_embeddings()
-    num_embeddings = embeddings.weight.shape[0]
-    # before, so that errors number the rows as they came; after, for the ids that the tokenizer makes
-    dataset = check_token_ids(dataset, num_embeddings, name)
-    prepared, _ = prepare(dataset, processing_class, **settings)
+    prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
+    prepared = prepare(
+        dataset,
+        processing_class,
+        num_embeddings=embeddings.weight.shape[0],
+        max_length=args.max_length,
+        num_proc=args.dataset_num_proc,
+        name=name,
+    )
     _check_positions(prepared, model, name)
-    return check_token_ids(prepared, num_embeddings, name)
+    return prepared
 
 
 def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:
@@ -193,26 +195,5 @@ def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:
     )
     computed = getattr(config, "rope_parameters", None) or getattr(config, "relative_attention", False)
     if not computed:  # a table: CUDA stops at a row that it lacks, and XLA reads its last
-        raise ValueError(message)
+        raise UserError(message)
     logger.warning(message)
-
-
-def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
-    """The row lengths that padded batches of ``dataset`` can have on a device that compiles once per length.
-
-    A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
-    """
-    longest = _longest(dataset)
-    longest = args.max_length if longest is None else longest
-    if not longest:
-        return None
-    if multiple := args.pad_to_multiple_of:
-        assert isinstance(multiple, int)  # the config has read its text forms
-        return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
-    return bucket_lengths(longest, args.max_shapes)
-
-
-def _longest(dataset: Any) -> int | None:
-    if not isinstance(dataset, Dataset):
-        return None  # a stream
-    return int(longer_dialogues(dataset).max()) if len(dataset) else None

@@ -8,11 +8,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..data.collators import LEGACY_KEYS, RewardDataCollatorWithPadding
+from ..errors import UserError
 from .reward_config import RewardConfig
 
 
-def today_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
-    """``args`` as a RewardConfig, with the trainer argument ``max_length`` of TRL up to 0.13 in it."""
+def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
+    """Make ``args`` a RewardConfig, with the trainer argument ``max_length`` of TRL up to 0.13 in it."""
     if not isinstance(args, RewardConfig):
         warnings.warn(
             "A plain `TrainingArguments` as `args` is deprecated: use `trl_tpu.RewardConfig`.",
@@ -24,13 +25,13 @@ def today_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
         warnings.warn(
             "`max_length` is deprecated here: use `RewardConfig(max_length=...)`.", FutureWarning, stacklevel=3
         )
-        given, args = args, copy.copy(args)  # the caller's stays as it is
-        args.__dict__.update(vars(given), max_length=max_length)  # a copy, like a pickle, leaves the Hub's token out
+        args = copy.copy(args)  # the caller's stays as it is
+        args.max_length = max_length
     return args
 
 
 def _as_reward_config(args: TrainingArguments) -> RewardConfig:
-    """The same settings as a RewardConfig; no `max_length`, which was TRL's default then.
+    """Make a RewardConfig of the same settings; no `max_length`, which was TRL's default then.
 
     What a subclass of TrainingArguments adds comes along: callbacks and overridden methods may read it.
     """
@@ -46,24 +47,24 @@ def _as_reward_config(args: TrainingArguments) -> RewardConfig:
     return config
 
 
-def today_processing_class(
+def upgrade_processing_class(
     processing_class: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, whichever of its two names it came by.
+    """Return the tokenizer, whichever of its two names it came by.
 
     Raises:
-        ValueError: If both are given.
+        UserError: If both are given.
     """
     if tokenizer is None:
         return processing_class
     if processing_class is not None:
-        raise ValueError("`tokenizer` is the old name of `processing_class`: give only `processing_class`.")
+        raise UserError("`tokenizer` is the old name of `processing_class`: give only `processing_class`.")
     warnings.warn("`tokenizer` is deprecated: use `processing_class`.", FutureWarning, stacklevel=3)
     return tokenizer
 
 
 def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
-    """Whether the dataset's columns or the collator are those of TRL up to 0.23; warns with today's spelling if so."""
+    """Tell whether the dataset's columns or the collator are those of TRL up to 0.23; warn with today's spelling."""
     columns = getattr(train_dataset, "column_names", None) or []
     is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(LEGACY_KEYS) & set(columns))
     if is_old:

@@ -1,12 +1,13 @@
-"""Settings that cannot be meant, or that PyTorch/XLA cannot honour, each with what to do instead."""
+"""Settings that cannot be meant, or that PyTorch/XLA cannot honor, each with what to do instead."""
 
 import json
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 from .. import runtime
+from ..errors import UserError
 from ..runtime import Remat
 
 
@@ -142,7 +143,7 @@ def check_ranges(args: Any) -> None:
     """Refuse values outside their ranges, mappings that are no JSON objects, and an output folder that is a file.
 
     Raises:
-        ValueError: Names the setting, its value, the rule and what to do instead.
+        UserError: Names the setting, its value, the rule and what to do instead.
     """
     for setting in args._VALID_DICT_FIELDS:
         _check_json(setting, getattr(args, setting))
@@ -150,73 +151,96 @@ def check_ranges(args: Any) -> None:
         for setting in allowed.settings:
             value = getattr(args, setting)
             if value is not None and not allowed.is_within(value):
-                raise ValueError(f"{setting} must be {allowed.rule}, got {value}. {allowed.instead}.")
+                raise UserError(f"{setting} must be {allowed.rule}, got {value}. {allowed.instead}.")
     try:
         _ = args.time_limit
     except ValueError as error:
-        raise ValueError(f"training_time_limit: {error}") from None
+        raise UserError(f"training_time_limit: {error}") from None
     if args.output_dir is not None and os.path.exists(args.output_dir) and not os.path.isdir(args.output_dir):
-        raise ValueError(f"output_dir {args.output_dir} is a file. Name a folder; it need not exist.")
+        raise UserError(f"output_dir {args.output_dir} is a file. Name a folder; it need not exist.")
 
 
 def _check_json(setting: str, value: Any) -> None:
-    """A mapping may be written as JSON, and some as the name of a JSON file, which transformers reads."""
+    """Refuse text that is no JSON object. Some settings may also name a JSON file, which transformers reads."""
     if not isinstance(value, str) or not (value.startswith("{") or setting.endswith("_kwargs")):
         return
     try:
         read = json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f'{setting} must be a JSON object such as {{"name": 1}}, but {value} is no JSON: {error.msg} (column '
             f"{error.colno}). Write names and texts in double quotes."
         ) from error
     if not isinstance(read, dict):
-        raise ValueError(f'{setting} must be a JSON object such as {{"name": 1}}, not {value}.')
+        raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, not {value}.')
+
+
+def check_choices(args: Any) -> None:
+    """Refuse words that are none of a setting's.
+
+    Raises:
+        UserError: Names the setting, its value and the words.
+    """
+    _ = args.remat_policy
+    if args.packed_attention not in ("auto", "masks", "expanded"):
+        raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
+    if args.activation_offloading:
+        raise UserError(
+            "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes activations "
+            "instead of storing them anywhere, or use a larger mesh."
+        )
 
 
 def check_xla_limits(args: Any, hosts: int = 1) -> None:
-    """Refuse settings that XLA cannot honour, or not on several ``hosts``.
+    """Refuse settings that XLA cannot honor, or not on several ``hosts``.
 
     Raises:
-        ValueError: Names the setting, its value and what to do instead.
+        UserError: Names the setting, its value and what to do instead.
     """
     where = "PyTorch/XLA" if hosts == 1 else f"PyTorch/XLA on {hosts} hosts"
     for limit in XLA_LIMITS if hosts == 1 else (*XLA_LIMITS, *HOSTS_LIMITS):
         value = getattr(args, limit.setting)
         value = getattr(value, "value", value)  # an enum's text
         if limit.is_impossible(value):
-            raise ValueError(f"{limit.setting}={value!r} is impossible on {where}: {limit.instead}.")
+            raise UserError(f"{limit.setting}={value!r} is impossible on {where}: {limit.instead}.")
 
 
 def check_remat(args: Any) -> None:
     """Refuse choices of what to compute again that contradict one another. transformers has read the others by now.
 
     Raises:
-        ValueError: Names both, and what to do instead.
+        UserError: Names both, and what to do instead.
     """
-    if args.remat not in (None, *get_args(Remat)):
-        raise ValueError(f"remat must be 'full', 'dots' or 'none', got {args.remat!r}.")
-    if args.remat is not None and (args.remat != "none") != bool(args.activation_checkpointing):
-        raise ValueError(
+    policy = args.remat_policy
+    if args.remat is not None and (policy != Remat.NONE) != bool(args.activation_checkpointing):
+        raise UserError(
             f"remat={args.remat!r} contradicts gradient_checkpointing={args.activation_checkpointing}: leave "
             "gradient_checkpointing out, or choose remat='none' to keep all activations."
         )
     if args.scan_layers and not runtime.current().compiles:
-        raise ValueError(
-            "scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out."
-        )
-    if args.scan_layers and args.remat_policy == "none":
-        raise ValueError(
+        raise UserError("scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out.")
+    if args.scan_layers and policy == Remat.NONE:
+        raise UserError(
             "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
             "products, remat='dots', and leave gradient_checkpointing out."
         )
     options = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
     taken = [name for name in ("use_reentrant", "context_fn") if options.get(name)]
-    if args.remat == "dots" and taken:
-        raise ValueError(
+    if policy == Remat.DOTS and taken:
+        raise UserError(
             f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
             "or choose remat='full'."
         )
 
 
-__all__ = ["HOSTS_LIMITS", "RANGES", "XLA_LIMITS", "Limit", "Range", "check_ranges", "check_remat", "check_xla_limits"]
+__all__ = [
+    "HOSTS_LIMITS",
+    "RANGES",
+    "XLA_LIMITS",
+    "Limit",
+    "Range",
+    "check_choices",
+    "check_ranges",
+    "check_remat",
+    "check_xla_limits",
+]

@@ -45,7 +45,7 @@ def make_model_card(
     tags: Iterable[str],
     versions: dict[str, str],
 ) -> ModelCard:
-    """A model card with the metadata that the Hub reads.
+    """Make a model card with the metadata that the Hub reads.
 
     Args:
         name: The model's own name.

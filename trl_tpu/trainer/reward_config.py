@@ -1,8 +1,7 @@
-"""RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honour is refused here."""
+"""RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honor is refused here."""
 
-import logging
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,75 +11,60 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
 from ..checkpoint.remote import is_url, staging_folder
+from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from ..training.stops import parse_duration
-from .limits import check_ranges, check_remat, check_xla_limits
+from ..training.preemption import parse_duration
+from .field_help import help_from_docstring
+from .limits import check_choices, check_ranges, check_remat, check_xla_limits
+from .packing_option import Packing
 
-logger = logging.getLogger(__name__)
 
-
+@help_from_docstring
 @dataclass
 class RewardConfig(TrainingArguments):
-    r"""Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, with `mesh` added.
+    r"""Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, and those of the devices, the rows and the saves.
 
     Only what is special to reward models is described here; everything else is
     [`~transformers.TrainingArguments`]'. `per_device_train_batch_size` counts pairs on each device of the mesh.
 
     Parameters:
-        mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
-            How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
-            weights and batch, `data` only the batch, `tensor` weights and the work on each row. TPU slices that a
-            slower network joins are the outer part of `data`: `slices=2`, on its own found out by itself. With plain
-            torch there is one device.
-        sharding_plan (`str`, *optional*):
-            A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
-            the model's own plan: see `trl_tpu.parallel.rules`.
-        remat (`str`, *optional*):
-            What each layer's backward computes again, to save memory: `"full"` all of the layer, which is what
-            `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
-            them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
-        scan_layers (`bool`, *optional*, defaults to `False`):
-            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while training the
-            layers' weights are held as one of each kind, so compiling takes as long for deep models as for shallow
-            ones. The layers have to be all alike, `remat` "full" or "dots", and the optimizer one that updates each
-            number on its own, such as Adam.
-        packing (`str` or `bool`, *optional*, defaults to `"auto"`):
-            Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
-            once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
-            says why not: causal decoders with a `score` head, TRL's own columns, collator and loss. `True` insists.
-        row_length (`int`, *optional*):
-            The length of packed rows on XLA, at least the tokens of the largest pair. By default lengths are chosen
-            from the data. Plain torch needs none.
-        packed_attention (`str`, *optional*, defaults to `"auto"`):
-            How packed rows attend on XLA. `"masks"` builds a mask for each query and key; `"expanded"` moves queries,
-            keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need. `"auto"`
-            expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
-        max_shapes (`int`, *optional*, defaults to `4`):
-            On XLA, how many shapes batches may have, packed or padded: each is compiled once.
-        output_url (`str`, *optional*):
-            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
-            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
+        learning_rate (`float`, *optional*, defaults to `1e-4`):
+            The initial learning rate for AdamW.
+        logging_steps (`float`, *optional*, defaults to `10`):
+            Log every this many steps; below 1, as a fraction of all training steps.
+        gradient_checkpointing (`bool`, *optional*, defaults to `True`):
+            Recompute activations in the backward pass to save memory.
+        bf16 (`bool`, *optional*):
+            Compute matrix products in bfloat16 over float32 weights. Unset, it is on unless `fp16` is; on a CPU with
+            plain torch, where it only costs, it is off.
+        lr_scheduler_kwargs (`dict` or `str`, *optional*):
+            Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}.
+        optim (`str`, *optional*, defaults to `"adamw_torch"`):
+            The optimizer: a name of transformers' OptimizerNames.
+
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
             defaults to float32. On a command line: JSON.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Whether models and tokenizers may bring their own Python code from the Hub.
         chat_template_path (`str`, *optional*):
-            A `.jinja` file, or a tokenizer's folder or hub id, whose chat template to use.
+            A `.jinja` file, or a tokenizer's folder or Hub id, whose chat template to use.
         disable_dropout (`bool`, *optional*, defaults to `True`):
             Whether to set every dropout probability to 0.
+
         dataset_num_proc (`int`, *optional*):
-            Worker processes that tokenise.
+            Worker processes that tokenize.
         eos_token (`str`, *optional*):
             The end-of-sequence token; the tokenizer's own by default.
         max_length (`int`, *optional*, defaults to `1024`):
             Pairs with a longer dialogue, in tokens, are left out, and counted in the log. `None` keeps all. Nothing is
             truncated.
-        pad_to_multiple_of (`int` or `"auto"`, *optional*, defaults to `"auto"`):
-            Batch lengths are rounded up to a multiple of this. `"auto"` does not round on plain torch; on XLA it pads
-            to one of at most four lengths chosen from the data, since each length is compiled once.
+        pad_to_multiple_of (`int` or `str`, *optional*, defaults to `"auto"`):
+            The lengths of padded batches are rounded up to a multiple of this. `"auto"` does not round on plain torch;
+            on XLA it pads to one of a few lengths chosen from the data, since each length is compiled once.
+
         center_rewards_coefficient (`float`, *optional*):
             Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
         training_time_limit (`str`, *optional*):
@@ -99,163 +83,108 @@ class RewardConfig(TrainingArguments):
             whose loss scale skips steps by itself.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Not supported: activations are recomputed instead (`gradient_checkpointing`).
+
+        packing (`str` or `bool`, *optional*, defaults to `"auto"`):
+            Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
+            once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
+            says why not: causal decoders with a `score` head, TRL's own columns, collator and loss. `True` insists.
+        row_length (`int`, *optional*):
+            The length of packed rows on XLA, at least the tokens of the largest pair. By default lengths are chosen
+            from the data. Plain torch needs none.
+        packed_attention (`str`, *optional*, defaults to `"auto"`):
+            How packed rows attend on XLA. `"masks"` builds a mask for each query and key; `"expanded"` moves queries,
+            keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need. `"auto"`
+            expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
+        max_shapes (`int`, *optional*, defaults to `4`):
+            On XLA, how many shapes batches may have, packed or padded: each is compiled once.
+
+        mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
+            How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
+            weights and batch, `data` only the batch, `tensor` weights and the work on each row. TPU slices that a
+            slower network joins are the outer part of `data`: `slices=2`, on its own found out by itself. With plain
+            torch there is one device.
+        sharding_plan (`str`, *optional*):
+            A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
+            the model's own plan; `"*": auto` keeps the rest of it. See `trl_tpu.parallel.rules`.
+        remat (`str`, *optional*):
+            What each layer's backward computes again, to save memory: `"full"` all of the layer, which is what
+            `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
+            them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
+        scan_layers (`bool`, *optional*, defaults to `False`):
+            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while training the
+            layers' weights are held as one of each kind, so compiling takes as long for deep models as for shallow
+            ones. The layers have to be all alike, `remat` "full" or "dots", and the optimizer one that updates each
+            number on its own, such as Adam.
+        output_url (`str`, *optional*):
+            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
+            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
+
         pad_token (`str`, *optional*):
             Deprecated. Set the tokenizer's own `pad_token`.
         evaluation_strategy (`str`, *optional*):
             Deprecated. The name of `eval_strategy` up to TRL 0.9.
 
     Raises:
-        ValueError: For a mesh that the devices do not fill, and for settings that XLA cannot honour.
+        UserError: For a mesh that the devices do not fill, and for settings that cannot be meant or that XLA cannot
+            honor.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
-    # defaults that differ from TrainingArguments', as in TRL
-    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
-    logging_steps: float = field(
-        default=10,
-        metadata={"help": "Log every this many steps; below 1, as a fraction of all training steps."},
-    )
-    gradient_checkpointing: bool = field(
-        default=True, metadata={"help": "Recompute activations in the backward pass to save memory."}
-    )
-    bf16: bool | None = field(  # type: ignore[assignment]  # TRL's type: None is "not set" until __post_init__
-        default=None,
-        metadata={
-            "help": "Compute matrix products in bfloat16 over float32 weights. Unset, it is on unless `fp16` is; on a "
-            "CPU with plain torch, where it only costs, it is off."
-        },
-    )
-    lr_scheduler_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}."}
-    )
-    # differs from TRL: transformers' default is a fused kernel, which XLA does not have
-    optim: str = field(
-        default="adamw_torch", metadata={"help": "The optimizer: a name of transformers' OptimizerNames."}
-    )
+    # TRL's defaults, which differ from TrainingArguments'
+    learning_rate: float = 1e-4
+    logging_steps: float = 10
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None  # type: ignore[assignment]  # TRL's type: None is "not set" until __post_init__
+    lr_scheduler_kwargs: dict | str | None = None
+    optim: str = "adamw_torch"  # differs from TRL: transformers' default is a fused kernel, which XLA does not have
 
     # the model
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Arguments of `from_pretrained`, when the trainer's `model` is a name. JSON on a command line."
-        },
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether models and tokenizers may bring their own Python code from the Hub."}
-    )
-    chat_template_path: str | None = field(
-        default=None, metadata={"help": "A .jinja file, or a tokenizer, whose chat template to use."}
-    )
-    disable_dropout: bool = field(default=True, metadata={"help": "Whether to disable dropout in the model."})
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
+    chat_template_path: str | None = None
+    disable_dropout: bool = True
 
     # the data
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Worker processes that tokenise."})
-    eos_token: str | None = field(
-        default=None, metadata={"help": "The end-of-sequence token; the tokenizer's own by default."}
-    )
-    max_length: int | None = field(
-        default=1024,
-        metadata={
-            "help": "Pairs with a dialogue of more tokens are left out (never truncated). None keeps all pairs."
-        },
-    )
-    pad_to_multiple_of: int | str | None = field(
-        default="auto",
-        metadata={
-            "help": "Round batch lengths up to a multiple of this. 'auto': on XLA, a few lengths fit to the data."
-        },
-    )
+    dataset_num_proc: int | None = None
+    eos_token: str | None = None
+    max_length: int | None = 1024
+    pad_to_multiple_of: int | str | None = "auto"
 
     # the training
-    center_rewards_coefficient: float | None = field(
-        default=None, metadata={"help": "Pulls rewards towards mean zero. Recommended value: 0.01."}
-    )
-    training_time_limit: str | None = field(
-        default=None,
-        metadata={"help": "Save and stop, with exit status 75, after this time: '2h30m', '1d' or '90m', for example."},
-    )
-    save_interval_minutes: float | None = field(
-        default=None, metadata={"help": "Save also when this many minutes have passed since the last time."}
-    )
-    nonfinite_limit: int = field(
-        default=3,
-        metadata={
-            "help": "Stop at the log after this many steps in a row with a NaN or infinite loss or gradient, whose "
-            "updates are skipped; 0 neither skips nor stops."
-        },
-    )
-    activation_offloading: bool = field(
-        default=False, metadata={"help": "Not supported; activations are recomputed instead."}
-    )
-    packing: str = field(  # or a bool
-        default="auto",
-        metadata={
-            "help": "Compute what a pair's dialogues share once, in packed rows: true, false, or 'auto' (where exact)."
-        },
-    )
-    row_length: int | None = field(
-        default=None, metadata={"help": "Length of packed rows on XLA; by default chosen from the data."}
-    )
-    packed_attention: str = field(
-        default="auto", metadata={"help": "How packed rows attend on XLA: 'masks', 'expanded' or 'auto'."}
-    )
-    max_shapes: int = field(default=4, metadata={"help": "How many shapes batches may have on XLA; each is compiled."})
-    mesh: str = field(
-        default="fsdp=-1", metadata={"help": "Axis sizes of the device mesh, such as 'data=2,fsdp=4'; -1 fills."}
-    )
+    center_rewards_coefficient: float | None = None
+    training_time_limit: str | None = None
+    save_interval_minutes: float | None = None
+    nonfinite_limit: int = 3
+    activation_offloading: bool = False
 
-    sharding_plan: str | None = field(
-        default=None,
-        metadata={"help": "A YAML file: patterns of parameter names to mesh axes; '\"*\": auto' keeps the rest."},
-    )
-    remat: str | None = field(
-        default=None,
-        metadata={
-            "help": "What a layer's backward computes again: 'full' (the default with gradient_checkpointing), 'dots' "
-            "(all but matrix products), 'none'."
-        },
-    )
-    scan_layers: bool = field(
-        default=False,
-        metadata={"help": "On XLA, run the decoder's layers as one loop, which shortens compiling deep models."},
-    )
-    output_url: str | None = field(
-        default=None, metadata={"help": "Where checkpoints and the model are kept, such as gs://bucket/run."}
-    )
+    # the rows
+    packing: str = "auto"  # or a bool
+    row_length: int | None = None
+    packed_attention: str = "auto"
+    max_shapes: int = 4
+
+    # the devices
+    mesh: str = "fsdp=-1"
+    sharding_plan: str | None = None
+    remat: str | None = None
+    scan_layers: bool = False
+    output_url: str | None = None
 
     # deprecated
-    pad_token: str | None = field(
-        default=None, metadata={"help": "Deprecated. Set the tokenizer's own `pad_token` instead."}
-    )
-    evaluation_strategy: str | None = field(default=None, metadata={"help": "Deprecated. Use `eval_strategy`."})
+    pad_token: str | None = None
+    evaluation_strategy: str | None = None
 
     def __post_init__(self) -> None:
         if self.output_dir is not None and is_url(self.output_dir):
             self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
-        chosen = runtime.current()
-        chosen.start()  # transformers looks for the device below, and SPMD must be on before that
-        if chosen.shares_mesh:
-            check_xla_limits(self, chosen.process_count())
-        if self.bf16 is None:
-            can_compute_bf16 = chosen.compiles or self.use_cpu or is_torch_bf16_gpu_available()
-            self.bf16 = can_compute_bf16 and not self.fp16
-        if self.evaluation_strategy is not None:
-            warnings.warn("`evaluation_strategy` is deprecated: use `eval_strategy`.", FutureWarning, stacklevel=3)
-            self.eval_strategy = self.evaluation_strategy
-        if self.pad_token is not None:
-            warnings.warn(
-                "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
-                "tokenizer as `processing_class`.",
-                FutureWarning,
-                stacklevel=3,
-            )
+        self._take_old_names()
+        self._fit_to_runtime()
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
-        self.packing = _packing(self.packing)
+        self.packing = Packing.parse(self.packing)
         check_ranges(self)
-        if self.packed_attention not in ("auto", "masks", "expanded"):
-            raise ValueError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {self.packed_attention!r}.")
-        if self.remat == "none" and not self.activation_checkpointing:
+        check_choices(self)
+        if self.remat == Remat.NONE and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
         with warnings.catch_warnings():
             # our own default is spelled the way TRL spells it
@@ -264,37 +193,62 @@ class RewardConfig(TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
-        self.mesh_shape = parse_mesh(self.mesh, chosen.device_count(), chosen.slice_count())
+        topology = runtime.current().topology()
+        self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
-        if self.activation_offloading:
-            raise ValueError(
-                "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes "
-                "activations instead of storing them anywhere, or use a larger mesh."
+
+    def _take_old_names(self) -> None:
+        if self.evaluation_strategy is not None:
+            warnings.warn("`evaluation_strategy` is deprecated: use `eval_strategy`.", FutureWarning, stacklevel=4)
+            self.eval_strategy = self.evaluation_strategy
+        if self.pad_token is not None:
+            warnings.warn(
+                "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
+                "tokenizer as `processing_class`.",
+                FutureWarning,
+                stacklevel=4,
             )
+
+    def _fit_to_runtime(self) -> None:
+        """Start the runtime, before transformers looks for the device, and settle what depends on it."""
+        chosen = runtime.current()  # on XLA, SPMD is on by now
+        if chosen.shares_mesh:
+            check_xla_limits(self, chosen.topology().process_count)
+        if self.bf16 is None:
+            can_compute_bf16 = chosen.compiles or self.use_cpu or is_torch_bf16_gpu_available()
+            self.bf16 = can_compute_bf16 and not self.fp16
 
     @property
     def remat_policy(self) -> Remat:
-        """What each layer's backward computes again: "none", "full" or "dots"."""
-        return cast(Remat, self.remat or ("full" if self.activation_checkpointing else "none"))
+        """What each layer computes again: what `remat` says, or where it says nothing `gradient_checkpointing`."""
+        if self.remat is not None:
+            return Remat.parse(self.remat)
+        return Remat.FULL if self.activation_checkpointing else Remat.NONE
 
     @property
     def time_limit(self) -> timedelta | None:
-        """After which `train()` saves and stops."""
+        """How long `train()` runs before it saves and stops."""
         return None if self.training_time_limit is None else parse_duration(self.training_time_limit)
 
     @property
     def save_interval(self) -> timedelta | None:
-        """After which to save again."""
+        """How long training runs before it saves again."""
         return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
 
+    def __copy__(self) -> "RewardConfig":
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))  # with the Hub's token, which `__getstate__` leaves out
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        """Without the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
+        """Leave out the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
         return vars(self) | {"hub_token": None}
 
     @property
     def process_index(self) -> int:
         """Which host of the mesh this is. accelerate takes each for the only one, and all would write and push."""
-        return runtime.current().process_index() if runtime.current().shares_mesh else super().process_index
+        chosen = runtime.current()
+        return chosen.topology().process_index if chosen.shares_mesh else super().process_index
 
     @property
     def local_process_index(self) -> int:
@@ -324,7 +278,7 @@ class RewardConfig(TrainingArguments):
         if not config.split_batches:
             return per_device * shards
         if per_device % shards:
-            raise ValueError(
+            raise UserError(
                 f"With split_batches the batch of {per_device} pairs is divided over the mesh {self.mesh_shape}, but "
                 f"{per_device} / {shards} is no whole number. Choose a batch of "
                 f"{per_device + -per_device % shards} pairs."
@@ -338,16 +292,8 @@ def _multiple(value: int | str | None) -> int | None:
     if value.lower() in ("auto", "none", "null"):
         return None
     if not value.isdecimal():
-        raise ValueError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
+        raise UserError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
     return int(value)
-
-
-def _packing(value: str | bool) -> str:
-    """One of "auto", "true" and "false"."""
-    text = str(value).lower()
-    if text not in ("auto", "true", "false"):
-        raise ValueError(f"packing must be 'auto', true or false, got {value!r}.")
-    return text
 
 
 __all__ = ["MeshShape", "RewardConfig"]

@@ -5,12 +5,13 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from transformers import (
@@ -19,39 +20,34 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainerCallback,
-    set_seed,
 )
 from transformers.trainer_utils import PredictionOutput
 
 from .. import runtime
-from ..checkpoint.remote import RemoteRun
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
 from ..modeling.adapters import without_adapters
-from ..modeling.attention.packed_pairs import PackedPairs
 from ..modeling.losses import pairwise_losses
-from .batch_plan import packing_obstacle, report_obstacle, try_to_pack
-from .builders import build_dataset, build_reward_model, check_arguments, default_folder
-from .evaluation import PairEvaluation
-from .legacy import today_args, today_processing_class, uses_old_columns
+from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
+from ..packing.schedule import RowPlan
+from ..training.device_trainer import DeviceTrainer
+from .batch_plan import BatchPlan
+from .builders import RewardModel, build_dataset, build_reward_model, check_arguments, default_folder
+from .legacy import upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
 
-# Here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
-runtime.current().start()
+# Made here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
+runtime.current()
 
 EvalDataset: TypeAlias = (
     Dataset | IterableDataset | DatasetDict | IterableDatasetDict | dict[str, Dataset | IterableDataset]
 )
 
-_PACKED_KEYS = {"position_ids", "subtree_end", "last_row", "last_column", "tokens", "batch_pairs", "trees", "scored"}
-_PACKED_KEYS |= {"expand", "segment", "home", "back"}
-_OWN_KEYS = {"input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
 
-
-class RewardTrainer(PairEvaluation):
+class RewardTrainer(DeviceTrainer):
     """Trains a reward model on pairs of a chosen and a rejected dialogue.
 
     The arguments are those of `trl.RewardTrainer`, in its order; `model_init` and the old names come last.
@@ -81,7 +77,9 @@ class RewardTrainer(PairEvaluation):
 
     args: RewardConfig
     processing_class: PreTrainedTokenizerBase
+    batch_plan: BatchPlan
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
+    fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
 
     def __init__(
@@ -103,54 +101,53 @@ class RewardTrainer(PairEvaluation):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
     ) -> None:
-        self.runtime = runtime.current()
-        self.runtime.start()
+        device = runtime.current()
         check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
-        args = today_args(args or RewardConfig(default_folder(model)), max_length)
-        self._old_columns = self.predicts_preferences = uses_old_columns(train_dataset, data_collator)
-        self.computes_own_loss = type(self).compute_loss is not RewardTrainer.compute_loss
-        self.padded_because = packing_obstacle(args, data_collator, self.computes_own_loss, self._old_columns)
-        self.mesh = args.mesh_shape
-        self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
-        self.sharding_rules = args.sharding_rules
-        self.remote = None if args.output_url is None else RemoteRun(args.output_url)
-        self.remat = args.remat_policy
-        self.scan_layers = args.scan_layers
-        self.time_limit, self.save_interval = args.time_limit, args.save_interval
-        self.nonfinite_limit = args.nonfinite_limit
-        self.compute_dtype = torch.bfloat16 if args.bf16 else None
+        args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
+        self._old_columns = uses_old_columns(train_dataset, data_collator)
+        device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
+        set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
+        given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
 
-        set_seed(args.seed)  # before the model, whose score head may be random
-        self.runtime.seed(args.seed)
-        given_tokenizer = today_processing_class(processing_class, tokenizer)
-
-        def build(model: Any) -> PreTrainedModel:
+        def build(model: Any) -> RewardModel:
             built = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
-            self.processing_class = built.processing_class
-            if self.padded_because is None:
-                self.padded_because = try_to_pack(built.model, built.processing_class.pad_token_id, train_dataset)
             built.model.add_model_tags(self._tag_names)
-            return built.model
+            return built
 
         def init(trial: Any = None) -> PreTrainedModel:
-            assert model_init is not None
-            return build(model_init(trial) if inspect.signature(model_init).parameters else model_init())
+            """Make the model anew, for each `train()`."""
+            built = build(_call(model_init, trial))
+            self.batch_plan.use_model(built.model)
+            return built.model
 
-        built_model = build(model) if model_init is None else init()
-        if self.padded_because is not None:
-            report_obstacle(args, self.padded_because)
+        built = build(model if model_init is None else _call(model_init, None))
+        plan = BatchPlan(
+            args,
+            built.model,
+            built.processing_class,
+            train_dataset,
+            args.mesh_shape,
+            device,
+            data_collator=data_collator,
+            old_columns=self._old_columns,
+            computes_own_loss=type(self).compute_loss is not RewardTrainer.compute_loss,
+            fixed_rows=self.fixed_rows,
+        )
+        prepare = partial(build_dataset, model=built.model, processing_class=built.processing_class, args=args)
         datasets = {
-            name: build_dataset(dataset, built_model, self.processing_class, args, name, self._old_columns)
+            name: None if dataset is None else prepare(dataset, name=name, old_columns=self._old_columns)
             for name, dataset in (("train", train_dataset), ("eval", eval_dataset))
-            if dataset is not None
         }
+        plan.prepare(datasets["train"], datasets["eval"])
         super().__init__(
-            model=built_model,
+            runtime=device,
+            batch_plan=plan,
+            model=built.model,
             args=args,
-            data_collator=data_collator or self._default_collator(args),
-            train_dataset=datasets.get("train"),
-            eval_dataset=datasets.get("eval"),
-            processing_class=self.processing_class,
+            data_collator=data_collator or plan.default_collator(),
+            train_dataset=datasets["train"],
+            eval_dataset=datasets["eval"],
+            processing_class=built.processing_class,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -159,11 +156,27 @@ class RewardTrainer(PairEvaluation):
         )
         if model_init is not None:
             self.model_init = init
-        self.prepare_rows()
         # Trainer computes a loss in evaluation only for models that return one, or when told so.
         self.can_return_loss = True
         self.label_names = []
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def describe(self) -> str:
+        """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
+        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
+        return "\n".join(
+            [
+                f"Training on {self.runtime.topology().description}: {runtime.choice().reason}",
+                f"Computing in {precision}",
+                str(self.shard_report),
+                f"Batches of {self._train_batch_size} pairs, {self.batch_plan.describe()}",
+            ]
+        )
+
+    def _set_signature_columns_if_needed(self) -> None:
+        if self._signature_columns is None:  # type: ignore[has-type]
+            columns = list(LEGACY_KEYS) if self._old_columns else ["chosen_ids", "rejected_ids"]
+            self._signature_columns = [*columns, "margin"]  # type: ignore[assignment]
 
     # ---- the loss
 
@@ -174,15 +187,14 @@ class RewardTrainer(PairEvaluation):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean pairwise loss of a batch in any layout (see `PairBatch.read` and `PackedPairs.read`).
+        """Compute the mean pairwise loss of a batch in any layout that `read_batch` reads.
 
         Returns:
             The loss, or the loss and the model's outputs; in the old API, the loss and a dict of `rewards_chosen` and
             `rewards_rejected`, [P] each.
         """
-        batch = self.read_batch(inputs)
-        own_keys = _OWN_KEYS | _PACKED_KEYS if isinstance(batch, PackedPairs) else _OWN_KEYS
-        extras = {key: value for key, value in inputs.items() if key not in own_keys}
+        batch = self._read_batch(inputs)
+        extras = {key: value for key, value in inputs.items() if key not in OWN_KEYS}
         base = without_adapters(self.model)
         if _accepts_use_cache(type(base)):  # type: ignore[arg-type]  # a class is hashable
             extras["use_cache"] = False
@@ -196,6 +208,20 @@ class RewardTrainer(PairEvaluation):
         if self._old_columns:
             return loss, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
         return loss, outputs
+
+    def _read_batch(self, inputs: dict[str, Any]) -> Any:
+        return read_batch(inputs, self.processing_class.pad_token_id, self.batch_plan.padding_side)
+
+    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if "rewards_chosen" in outputs:
+            return torch.stack([outputs["rewards_chosen"].flatten(), outputs["rewards_rejected"].flatten()], dim=-1)
+        batch = self._read_batch(inputs)
+        assert isinstance(batch, PairBatch)  # packed rows give the two rewards
+        return batch.by_pair(outputs["logits"])
+
+    def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
+        """Return the rewards; in the old API their softmax."""
+        return rewards_P2.softmax(-1) if self._old_columns else rewards_P2
 
     # ---- evaluation on raw datasets
 
@@ -250,13 +276,9 @@ class RewardTrainer(PairEvaluation):
         )
         card.save(os.path.join(folder, "README.md"))
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        hub_id = self.args.hub_model_id
-        try:
-            self.create_model_card(model_name=hub_id.split("/")[-1] if hub_id else None)
-        except OSError as error:  # the save itself says more
-            logger.error("The model card could not be written: %s", error)
-        super()._save_checkpoint(model, trial)
+
+def _call(model_init: Any, trial: Any) -> Any:
+    return model_init(trial) if inspect.signature(model_init).parameters else model_init()
 
 
 @cache

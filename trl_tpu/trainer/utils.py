@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
-    """How often the first of two predictions is the larger; pairs whose two predictions are equal do not count.
+    """Count how often the first of two predictions is the larger, but for pairs whose two are equal.
 
     Args:
         eval_pred: `predictions` of shape [pairs, 2], chosen first.

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from ..runtime import Runtime
-from .nonfinite import StepCounts
 
 _COUNTS = ("pairs", "correct", "ties", "tokens")
 _SUMS = ("reward", "margin")
@@ -27,12 +28,12 @@ class RewardSums:
     highest: float = float("-inf")
 
     def __add__(self, other: "RewardSums") -> "RewardSums":
-        """The sums over both sets of pairs."""
+        """Return the sums over both sets of pairs."""
         added = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_SUMS)}
         return RewardSums(**added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest))
 
     def metrics(self) -> dict[str, float]:
-        """Means over pairs: strict accuracy (chosen > rejected), margin, tie rate; rewards' minimum, mean, maximum."""
+        """Return means over pairs: strict accuracy (chosen > rejected), margin, ties, rewards; extremes of rewards."""
         if not self.pairs:
             return {}
         return {
@@ -46,7 +47,7 @@ class RewardSums:
 
 
 def sums_of(rewards_N2: torch.Tensor, tokens: int = 0) -> RewardSums:
-    """The sums of host rewards [N, 2], in float64."""
+    """Return the sums of host rewards [N, 2], in float64."""
     if not len(rewards_N2):
         return RewardSums()
     chosen_N, rejected_N = rewards_N2.double().unbind(-1)
@@ -69,31 +70,31 @@ class RewardMetrics:
     program and compile the step anew after every log.
 
     Args:
-        nonfinite_limit: With 1 and more, rewards that are not finite are left out, and `steps` counts.
+        skips_nonfinite: Whether rewards that are not finite are left out, as the steps that have them are.
     """
 
-    def __init__(self, runtime: Runtime, device: torch.device, nonfinite_limit: int = 0) -> None:
+    def __init__(self, runtime: Runtime, device: torch.device, skips_nonfinite: bool = False) -> None:
         self._runtime = runtime
         self._device = device
-        self.steps = StepCounts(runtime, device, nonfinite_limit)
+        self._skips_nonfinite = skips_nonfinite
         self.num_tokens = 0  # in all batches up to the last read, over resumes
         self._load(RewardSums())
 
     def _load(self, sums: RewardSums) -> None:
-        def upload(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        def to_device(values: list[float], dtype: torch.dtype) -> torch.Tensor:
             return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
 
-        self._counts = upload([getattr(sums, name) for name in _COUNTS], torch.int32)
-        self._sums = upload([getattr(sums, name) for name in _SUMS], torch.float32)
-        self._lowest = upload([sums.lowest], torch.float32)
-        self._highest = upload([sums.highest], torch.float32)
+        self._counts = to_device([getattr(sums, name) for name in _COUNTS], torch.int32)
+        self._sums = to_device([getattr(sums, name) for name in _SUMS], torch.float32)
+        self._lowest = to_device([sums.lowest], torch.float32)
+        self._highest = to_device([sums.highest], torch.float32)
 
     @torch.no_grad()
     def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor | None, tokens: torch.Tensor) -> None:
         """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count."""
         rewards_P2 = rewards_P2.detach().float()
         mask_P = torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P
-        if self.steps.limit:
+        if self._skips_nonfinite:
             mask_P = mask_P & torch.isfinite(rewards_P2).all(-1)
         chosen_P, rejected_P = rewards_P2.unbind(-1)
 
@@ -124,15 +125,20 @@ class RewardMetrics:
         return {"num_tokens": self.num_tokens, **sums.metrics()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to log the same numbers: the open sums and the tokens so far."""
-        *sums, counts = self._runtime.fetch([*self.device_sums, self.steps.device_counts])
-        return {"num_tokens": self.num_tokens, "open": vars(on_host(sums)), "steps": self.steps.state_dict(counts)}
+        """Return what a resumed run needs to log the same numbers: the open sums and the tokens so far."""
+        return {"num_tokens": self.num_tokens, "open": vars(on_host(self._runtime.fetch(self.device_sums)))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.num_tokens = state["num_tokens"]
         self._load(RewardSums(**state["open"]))
-        if "steps" in state:
-            self.steps.load_state_dict(state["steps"])
+
+
+def over_processes(accelerator: Accelerator, sums: RewardSums, loss: float) -> tuple[RewardSums, float]:
+    """Sum the metrics and average the loss over accelerate's processes (on XLA there is one, for all devices)."""
+    if accelerator.num_processes == 1:
+        return sums, loss
+    everyone = gather_object([(sums, loss)])
+    return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
 
 
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:

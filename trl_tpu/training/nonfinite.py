@@ -5,14 +5,16 @@ which every new value of weights and optimizer state is chosen over the old one,
 a read costs nothing, asks before the update instead, and so needs no second copy of the state.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.optim import Optimizer
 
 from ..runtime import Runtime
-from .optimizer import state_on_device
+from .optimizer import bare, state_on_device
 
 
 @dataclass(frozen=True)
@@ -25,29 +27,47 @@ class Counted:
     reached_at: int  # the step, the first being 1, at which `in_a_row` reached the limit; 0 if it did not
 
 
-class StepCounts:
-    """Counts steps, and those that are not finite, on the device.
+class NonfiniteGuard:
+    """Leaves out the update of a step whose loss or gradient is not finite, and counts such steps in a row.
 
-    `see` and `end_step` only record operations; `device_counts` is fetched with a log's other values.
+    The step counts as one for everything else: the learning rate's schedule, logs, saves. The sum of the losses is as
+    if it had not been. Nothing is read from the device before a log.
 
     Args:
-        limit: How many non-finite steps in a row are too many; with 0 nothing is counted.
+        limit: How many such steps in a row are too many; 0 turns all of it off.
     """
 
-    def __init__(self, runtime: Runtime, device: torch.device, limit: int) -> None:
-        self._runtime = runtime
-        self._device = device
-        self.limit = limit
-        self.reset()
+    device_counts: torch.Tensor
+    """What `close` reads, int32."""
 
-    def reset(self) -> None:
-        """Start a run."""
-        self.nonfinite = 0  # in all steps of this run up to the last log
-        self._seen_1 = self.finite_1 = self._runtime.to_device(torch.ones(1, dtype=torch.bool), self._device)
+    def __init__(self, limit: int, runtime: Runtime, device: torch.device, accelerator: Accelerator) -> None:
+        self.limit = limit
+        self._runtime, self._device, self._accelerator = runtime, device, accelerator
+        self.start()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are counted and skipped."""
+        return self.limit > 0
+
+    def start(self) -> None:
+        """Begin a run."""
+        self.total = 0  # nonfinite steps of this run up to the last log
+        self._seen_1 = self.finite_1 = self._to_device(torch.ones(1, dtype=torch.bool))
         self._load(0, 0, 0, 0)
 
-    def _load(self, *counts: int) -> None:
-        self.device_counts = self._runtime.to_device(torch.tensor(counts, dtype=torch.int32), self._device)
+    def start_loss_sum(self) -> torch.Tensor:
+        """Return a sum of losses to begin with, [1]: XLA would bake a scalar 0 into the next step's program."""
+        self._sum_before_1, self._known_sum = (self._to_device(torch.zeros(1)) for _ in range(2))
+        return self._known_sum
+
+    def begin_step(self, loss_sum_1: torch.Tensor) -> None:
+        """Have the sum of the losses up to here, which is that after the step too if it is not finite.
+
+        `start_loss_sum` and the step before provide it; whatever else sets it, as resuming may, costs an execution.
+        """
+        if loss_sum_1 is not self._known_sum:
+            self._sum_before_1, self._known_sum = loss_sum_1.clone(), loss_sum_1
 
     @torch.no_grad()
     def see(self, loss: torch.Tensor) -> None:
@@ -55,15 +75,24 @@ class StepCounts:
         self._seen_1 = self._seen_1 & torch.isfinite(loss).all()
 
     @torch.no_grad()
-    def verdict(self, gradient_norm: torch.Tensor) -> torch.Tensor:
-        """Whether the losses seen in this step and the norm of its gradient are all finite, [1]."""
-        finite_1 = self._seen_1 & torch.isfinite(gradient_norm)
-        self._seen_1 = torch.ones_like(finite_1)
-        return finite_1
+    def end_step(self, gradient_norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Any) -> torch.Tensor:
+        """Judge the step, whose update comes next, by its losses and the norm of its gradient.
 
-    @torch.no_grad()
-    def end_step(self, finite_1: torch.Tensor) -> None:
-        """Count the step, which all processes have agreed about."""
+        Returns:
+            The sum of the losses, without this step's if it is not finite.
+        """
+        finite_1 = self._seen_1 & torch.isfinite(torch.as_tensor(gradient_norm, device=self._device))
+        self._seen_1 = torch.ones_like(finite_1)
+        if self._accelerator.num_processes > 1:  # each has a loss of its own
+            finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
+        self._count(finite_1)
+        self._sum_before_1 = torch.where(finite_1, loss_sum_1, self._sum_before_1)
+        self._known_sum = self._sum_before_1.clone()  # the loop adds to it in place
+        if not self._runtime.compiles and not finite_1:
+            drop_gradients(bare(optimizer))
+        return self._known_sum
+
+    def _count(self, finite_1: torch.Tensor) -> None:
         self.finite_1 = finite_1
         failed = (~finite_1[0]).int()
         taken, nonfinite, in_a_row, reached_at = self.device_counts.unbind()
@@ -71,33 +100,60 @@ class StepCounts:
         reached_at = torch.where((reached_at == 0) & (in_a_row >= self.limit), taken, reached_at)
         self.device_counts = torch.stack([taken, nonfinite, in_a_row, reached_at])
 
+    def skip_on_device(self, optimizer: Optimizer) -> None:
+        """Let steps of ``optimizer``, whose state exists already, come to nothing where they are not finite."""
+        if self.is_on:
+            DeviceSkip(optimizer, self, self._runtime)
+
+    def explain(self, first: int, last: int, rows: Sequence[int] | None, weights: str) -> str:
+        """Return what to say at a stop.
+
+        Args:
+            rows: Of the training dataset, whose pairs were in step ``first``; None if unknown.
+            weights: Where they are, in a few words.
+        """
+        pairs = f"are the rows {_some(rows)} of the trainer's train_dataset" if rows else "are not known by their rows"
+        return (
+            f"The loss or the gradient of {self.limit} steps in a row, {first} to {last}, was NaN or "
+            f"infinite (nonfinite_limit={self.limit}). No update was taken from them: the weights are "
+            f"finite still, those after step {first - 1} ({weights}). The pairs of step {first} {pairs}. Look for "
+            "faults in these pairs and in the model's own weights, or lower learning_rate; nonfinite_limit=0 trains "
+            "on without these checks."
+        )
+
     def close(self, fetched: torch.Tensor) -> Counted:
         """Read fetched `device_counts`, and count the steps up to the next log anew."""
         counted = Counted(*fetched.tolist())
-        self.nonfinite += counted.nonfinite
+        self.total += counted.nonfinite
         # after a stop a resumed run begins a row of its own
         self._load(0, 0, 0 if counted.reached_at else counted.in_a_row, 0)
         return counted
 
-    def state_dict(self, fetched: torch.Tensor) -> dict[str, int]:
-        """Fetched `device_counts`, which a resumed run needs to count the same."""
-        return vars(Counted(*fetched.tolist()))
+    def state_dict(self) -> dict[str, int]:
+        """Return what a resumed run needs to count the same."""
+        return vars(Counted(*self._runtime.fetch([self.device_counts])[0].tolist()))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._load(*vars(Counted(**state)).values())
-        self.nonfinite = -state["nonfinite"]  # they were in steps before the resume
+        self.total = -state["nonfinite"]  # they were in steps before the resume
+
+    def _load(self, *counts: int) -> None:
+        self.device_counts = self._to_device(torch.tensor(counts, dtype=torch.int32))
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._runtime.to_device(tensor, self._device)
 
 
 class DeviceSkip:
     """Lets an optimizer's step on an XLA device come to nothing where it is not finite, without reading whether it is.
 
     Old values of weights and state live only within the recorded step, so that the compiled one still updates in
-    place. This needs the state beforehand: of an optimizer which makes it in its first step, that step is read
-    instead. What an optimizer counts on the host, as Adagrad and Adafactor do their steps, goes on counting.
+    place. This needs the state beforehand: if an optimizer makes it in its first step, that step is read instead.
+    What an optimizer counts on the host, as Adagrad and Adafactor do their steps, goes on counting.
     """
 
-    def __init__(self, optimizer: Optimizer, counts: StepCounts, runtime: Runtime) -> None:
-        self._counts = counts
+    def __init__(self, optimizer: Optimizer, guard: NonfiniteGuard, runtime: Runtime) -> None:
+        self._guard = guard
         self._runtime = runtime
         self._has_stepped = bool(optimizer.state)
         self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -107,17 +163,21 @@ class DeviceSkip:
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         if self._has_stepped:
             self._old = [(tensor, tensor.detach().clone()) for tensor in _tensors(optimizer)]
-        elif self._runtime.fetch([self._counts.finite_1])[0].all():
+        elif self._runtime.fetch([self._guard.finite_1])[0].all():
             self._has_stepped = True
         else:
             drop_gradients(optimizer)
 
     @torch.no_grad()
     def _after(self, *_: object) -> None:
-        finite = self._counts.finite_1[0]
+        finite = self._guard.finite_1[0]
         for tensor, old in self._old:
             tensor.copy_(torch.where(finite, tensor, old))
         self._old = []
+
+
+def _some(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
@@ -128,7 +188,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Weights, and of the state what is on their device."""
+    """Yield the weights, and what of their state is on their device."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter

@@ -6,13 +6,15 @@ are sometimes absent. Each function here removes one of these; on plain torch th
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
 from transformers.optimization import Adafactor
 
+from ..errors import UserError
+from ..parallel.shard import zeros_laid_out_like
 from ..runtime import PartitionSpec, Runtime
 
 logger = logging.getLogger(__name__)
@@ -26,11 +28,11 @@ _ALMOST_1 = 1 - 2**-24  # the float32 before 1
 # These compute with a learning rate that is a tensor; others of torch would read it from the device.
 _RATE_IS_DATA = (Adam, Adamax, NAdam, RAdam)
 
-#: Of each parameter, the mesh axes that its dimensions go over.
-ParameterAxes = Mapping[Any, PartitionSpec]
+#: The mesh axes that the dimensions of each parameter go over.
+ParameterSpecs = Mapping[Any, PartitionSpec]
 
 
-def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> None:
+def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSpecs) -> None:
     """Create the optimizer's state before the first step, laid out like its parameters, and its learning rate as data.
 
     An optimizer that is not known here makes its state itself in step 1, where it is laid out too: one more program.
@@ -38,10 +40,10 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxe
     Args:
         optimizer: Over parameters on the device.
         runtime: Theirs.
-        axes: Of the parameters; one that is not in it is whole on every device.
+        specs: The mesh axes of the parameters' dimensions; a parameter that is not in it is whole on every device.
 
     Raises:
-        ValueError: For an optimizer that would read every parameter from the device in each step.
+        UserError: For an optimizer that would read every parameter from the device in each step.
     """
     if isinstance(optimizer, Adafactor):
         _check_adafactor(optimizer)
@@ -54,20 +56,20 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxe
     else:
         _keep_rates_from_0_and_1(optimizer)
     _let_state_wait(optimizer, runtime)
-    if not _create_state(optimizer, runtime, axes):
-        _lay_out_new_state(optimizer, runtime, axes)
+    if not _create_state(optimizer, runtime, specs):
+        _lay_out_new_state(optimizer, runtime, specs)
     runtime.step_boundary()
 
 
 # ---- state
 
 
-def _create_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> bool:
+def _create_state(optimizer: Optimizer, runtime: Runtime, specs: ParameterSpecs) -> bool:
     """Make the state of every parameter; False, and none, where an optimizer's first step is like no other."""
     states: dict[torch.Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = _first_state(optimizer, group, parameter, runtime, axes.get(parameter))
+            state = _first_state(optimizer, group, parameter, runtime, specs.get(parameter))
             if state is None:
                 return False
             if state:
@@ -86,13 +88,12 @@ def _first_state(
     group: Mapping[str, Any],
     parameter: torch.Tensor,
     runtime: Runtime,
-    axes: PartitionSpec | None,
+    spec: PartitionSpec | None,
 ) -> dict[str, Any] | None:
-    """What the optimizer itself would begin with, but for the count of steps of capturable ones."""
+    """Return what the optimizer itself would begin with, but for the count of steps of capturable ones."""
 
     def zeros() -> torch.Tensor:
-        # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
-        return parameter.detach() * 0
+        return zeros_laid_out_like(parameter)
 
     if isinstance(optimizer, Adam):  # AdamW is one
         return {name: zeros() for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"])}
@@ -113,9 +114,9 @@ def _first_state(
         if parameter.dim() < 2:
             return state | {"exp_avg_sq": zeros()}
         rows, columns = zeros().sum(dim=-1), zeros().sum(dim=-2)
-        if axes is not None:
-            rows = runtime.constrain(rows, axes[:-1])
-            columns = runtime.constrain(columns, (*axes[:-2], axes[-1]))
+        if spec is not None:
+            rows = runtime.constrain(rows, spec[:-1])
+            columns = runtime.constrain(columns, (*spec[:-2], spec[-1]))
         return state | {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
     return None
 
@@ -139,13 +140,13 @@ def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
 
 
 def state_on_device(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of the state of ``parameter`` the tensors that are where it is; a count of steps may be on the host."""
+    """Yield the tensors of the state of ``parameter`` that are where it is; a count of steps may be on the host."""
     for value in optimizer.state.get(parameter, {}).values():
         if isinstance(value, torch.Tensor) and value.device == parameter.device:
             yield value
 
 
-def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAxes) -> None:
+def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: ParameterSpecs) -> None:
     """Lay the state that the first step makes out before that step is executed."""
     logger.warning(
         f"{type(optimizer).__name__} makes its state in its first step, so steps 1 and 2 are compiled separately. "
@@ -160,15 +161,15 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, axes: ParameterAx
         is_new.clear()
         for parameter, state in optimizer.state.items():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter in axes:
-                    state[name] = runtime.constrain(value, axes[parameter])
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter in specs:
+                    state[name] = runtime.constrain(value, specs[parameter])
 
     optimizer.register_step_post_hook(lay_out)
 
 
 def _check_adafactor(optimizer: Adafactor) -> None:
     if any(group["scale_parameter"] for group in optimizer.param_groups):
-        raise ValueError(
+        raise UserError(
             "Adafactor with scale_parameter=True chooses its step by comparing each parameter's size on the host, "
             "which stops an XLA device for every parameter of every step. Use scale_parameter=False and a learning "
             "rate, as optim='adafactor' does, or train on plain torch with USE_TORCH_XLA=0."
@@ -202,11 +203,6 @@ def _keep_rates_from_0_and_1(optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(restore)
 
 
-def _zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
-    # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
-    return (parameter.detach() * 0).nan_to_num(0.0)  # some weight may be infinite
-
-
 def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
     """For the duration of each step, the groups' learning rates are device data; around it they are plain floats.
 
@@ -231,28 +227,42 @@ def _feed_learning_rate(optimizer: Optimizer, runtime: Runtime) -> None:
     optimizer.register_step_post_hook(to_host)
 
 
-class GradientBuffers:
-    """Gradients that always exist while micro-batches accumulate, so that the first is no program of its own.
+def bare(optimizer: Any) -> Optimizer:
+    """Return torch's optimizer, which accelerate wraps."""
+    return getattr(optimizer, "optimizer", optimizer)
 
-    ``attach`` puts a zeroed buffer where a gradient is missing; after each optimizer step the buffers are zeroed.
+
+class StepState:
+    """What every step of a run finds on an XLA device from the first on: optimizer state and gradients.
+
+    Args:
+        accumulates: Whether gradients of several micro-batches add up.
     """
 
-    def __init__(self, optimizer: Optimizer, runtime: Runtime) -> None:
-        parameters: Iterable[torch.nn.Parameter] = (p for group in optimizer.param_groups for p in group["params"])
-        self._buffers = {parameter: _zeros_laid_out_like(parameter) for parameter in parameters}
-        runtime.step_boundary()
-        optimizer.register_step_post_hook(self._zero)
+    def __init__(self, runtime: Runtime, accumulates: bool) -> None:
+        self._runtime, self._accumulates = runtime, accumulates
+        self._optimizer: Optimizer | None = None
+        self.gradient_buffers: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    def attach(self) -> None:
-        for parameter, buffer in self._buffers.items():
+    def prepare(self, optimizer: Optimizer, specs: ParameterSpecs) -> bool:
+        """Prepare ``optimizer`` as `prepare_optimizer` does, once; returns whether it was new."""
+        if optimizer is self._optimizer:
+            return False
+        self._optimizer = optimizer
+        prepare_optimizer(optimizer, self._runtime, specs)
+        if self._accumulates:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
+            self._runtime.step_boundary()
+            optimizer.register_step_post_hook(self._zero)
+        return True
+
+    def attach_gradients(self) -> None:
+        """Put a zeroed buffer where a gradient is missing, so that the first micro-batch is no program of its own."""
+        for parameter, buffer in self.gradient_buffers.items():
             if parameter.grad is None:
                 parameter.grad = buffer
 
     def _zero(self, *_: object) -> None:
-        for buffer in self._buffers.values():
+        for buffer in self.gradient_buffers.values():
             buffer.zero_()
-
-
-def passes_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The passes of a batch, the final one last; a batch without `passes` is one."""
-    return inputs.get("passes") or [inputs]

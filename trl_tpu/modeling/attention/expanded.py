@@ -1,6 +1,6 @@
-"""Attention over packed rows by kernels that know rows of whole dialogues: no mask of a row's length squared.
+"""Attends over packed rows by kernels that know rows of whole dialogues: no mask of a row's length squared.
 
-The other way to attend in packed rows (see `tree_attention`) is a mask for each query and key, which long rows cannot
+The other way to attend in packed rows (see `masked`) is a mask for each query and key, which long rows cannot
 afford. Here, inside the attention function only, queries, keys and values move to rows of whole dialogues (see
 `trl_tpu.packing.expand`), the runtime's kernel attends there within segments, and the outputs move back; the linear
 layers still compute each shared token once.
@@ -12,7 +12,6 @@ places of the tokens with it. Any other rule is refused.
 Letters: B rows, R packed rows, H heads, L length, D size of a head.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,13 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ... import runtime
+from ...errors import UserError
+from ...packing.rows import PackedRows
 from ...parallel.mesh import BATCH_AXES
 from ...runtime import PartitionSpec
 from ...runtime.kernels.plain import masked_attention
 from .expanded_rows import ExpandedRows
-from .masked import RowLayout, TreeMask
+from .masked import MaskRule, TreeMask
 from .static import static_sdpa_attention, static_sdpa_mask
 from .tree_by_tree import TreeByTree
 
@@ -35,7 +36,7 @@ _HEADS = "tensor"  # the mesh axis that heads go over
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
 
 
-class ExpansionImpossible(ValueError):
+class ExpansionImpossible(UserError):
     """A model's attention is more than the kernels compute; the message says what. The dense way may still do."""
 
 
@@ -53,18 +54,18 @@ class ExpandedMask:
 
 
 class ExpandedTreeMask(TreeMask):
-    """A registered mask function that builds no masks where packed rows come with their expansion."""
+    """Builds no masks, as a registered mask function, where packed rows come with their expansion."""
 
-    def masks_of(self, layout: RowLayout, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if layout.expanded is None:
-            return super().masks_of(layout, rule, *args, **kwargs)
+    def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+        if rows.expansion is None:
+            return super().masks_of(rows, rule, *args, **kwargs)
         if kwargs.get("use_vmap"):
             raise ExpansionImpossible("A layer's mask is the model's own rule, which attention kernels do not know.")
-        return ExpandedMask(layout.expanded, window_of(rule, layout.expanded.back_RL.shape[1]))
+        return ExpandedMask(ExpandedRows(*rows.expansion), window_of(rule, rows.input_ids_RL.shape[1]))
 
 
-def window_of(rule: Callable[..., Any], length: int) -> int | None:
-    """The sliding window of a causal mask rule, None if it has none that shows in ``length`` columns.
+def window_of(rule: MaskRule, length: int) -> int | None:
+    """Return the sliding window of a causal mask rule, None if it has none that shows in ``length`` columns.
 
     Raises:
         ExpansionImpossible: If the rule is not causal, or anything but causal with a sliding window.
@@ -90,7 +91,11 @@ def window_of(rule: Callable[..., Any], length: int) -> int | None:
 
 
 def _reads_tensors(rule: Any) -> bool:
-    """Whether a rule is made of more than indices and sizes."""
+    """Tell whether a rule is made of more than indices and sizes.
+
+    transformers says so nowhere, so this looks into the cells of its closures: a rule that kept a tensor elsewhere, in
+    an attribute or a global, would pass for one of indices.
+    """
     parts = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
     parts += [inner for part in parts if isinstance(part, tuple | list) for inner in part]
     return any(isinstance(part, torch.Tensor) or (callable(part) and _reads_tensors(part)) for part in parts)
@@ -107,7 +112,7 @@ def expanded_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function for packed rows with their expansion, and for any other batch.
+    """Attend as transformers' attention functions do: packed rows through their expansion, any other batch as sdpa.
 
     Raises:
         ExpansionImpossible: For dropout, and for what this way cannot compute: attention sinks, position biases, a

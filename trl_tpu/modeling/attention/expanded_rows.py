@@ -1,4 +1,4 @@
-"""Moving the tokens of packed rows to rows of whole dialogues and back, on the device.
+"""Moves the tokens of packed rows to rows of whole dialogues and back, on the device.
 
 Every move gathers, in its backward too wherever a token has one place only: accelerators gather fast and scatter
 slowly.
@@ -6,36 +6,33 @@ slowly.
 Letters: R rows, L length of a row, 2 chosen and rejected, H heads, D size of a head, N and M places in a row.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ...packing.rows import Expansion
 
-class ExpandedRows(NamedTuple):
-    """Where the tokens of packed rows lie in expanded rows: see `trl_tpu.packing.expand.Expansion`."""
 
-    expand_R2L: torch.Tensor
-    segment_R2L: torch.Tensor
-    home_R2L: torch.Tensor
-    back_RL: torch.Tensor
+class ExpandedRows(Expansion[torch.Tensor]):
+    """An expansion on the device, and the moves by it."""
 
     def queries(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """A query for each place, [2R, H, L, D], of which only those count whose output is taken back."""
+        """Return a query for each place, [2R, H, L, D]; only those count whose output is taken back."""
         # so no other copy has a gradient, and none need be summed
-        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.expand_R2L.flatten(1), self.back_RL))
+        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.gather_R2L.flatten(1), self.inverse_RL))
 
     def copies(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """A copy for each place, [2R, H, L, D]."""
-        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.expand_R2L.flatten(1), None))
+        """Return a copy for each place, [2R, H, L, D]."""
+        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.gather_R2L.flatten(1), None))
 
     def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
-        """Each token's output, in the order that transformers wants: [R, L, H, D]."""
+        """Return each token's output, in the order that transformers wants: [R, L, H, D]."""
         x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
-        return _Gather.apply(x_RNHD, self.back_RL, self.home_R2L.flatten(1))
+        return _Gather.apply(x_RNHD, self.inverse_RL, self.scatter_R2L.flatten(1))
 
     def spread(self, x_RLHD: torch.Tensor) -> torch.Tensor:
-        """The way of `outputs` back: [2R, H, L, D], zeros at places whose output is not taken."""
-        return self._as_rows(_take(x_RLHD, self.home_R2L.flatten(1)))
+        """Return to each place what its token has, [2R, H, L, D], and zeros where `outputs` takes nothing."""
+        return self._as_rows(_take(x_RLHD, self.scatter_R2L.flatten(1)))
 
     @property
     def segment_2RL(self) -> torch.Tensor:
@@ -45,7 +42,7 @@ class ExpandedRows(NamedTuple):
     @property
     def needed_2RL(self) -> torch.Tensor:
         """The places whose outputs are taken: one of each token's copies."""
-        return self.home_R2L.flatten(0, 1) >= 0
+        return self.scatter_R2L.flatten(0, 1) >= 0
 
     @staticmethod
     def _as_rows(x_RNHD: torch.Tensor) -> torch.Tensor:
@@ -53,7 +50,7 @@ class ExpandedRows(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """``x[r, index[r, m]]``, and zeros where the index is -1.
+    """Gathers ``x[r, index[r, m]]``, and zeros where the index is -1.
 
     Args:
         x_RN: Any number of dimensions may follow.
@@ -85,7 +82,7 @@ def _take(x_RN: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
 
 
 def _places(index_RM: torch.Tensor, columns: int) -> torch.Tensor:
-    """The places of ``index_RM``, of which -1 is as good as 0, in rows of ``columns`` put end to end.
+    """Return the places of ``index_RM``, where -1 is as good as 0, in rows of ``columns`` put end to end.
 
     Numbers other than 0 and 1 would reach XLA as arguments, which no loop takes where each device computes for itself.
     """

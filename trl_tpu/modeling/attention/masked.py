@@ -1,4 +1,4 @@
-"""Attention over packed rows, and the rewards of the dialogues in them.
+"""Computes the rewards of the dialogues in packed rows, and the masks for attention over them.
 
 A packed row (see `trl_tpu.packing.pack`) needs its own attention mask and nothing else from a model. transformers'
 decoders build their masks through one interface: they call the mask function registered for their attention
@@ -13,106 +13,90 @@ Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...packing.trie import Tree
-from ..rewards import find_score_head
-from .expanded_rows import ExpandedRows
-from .last_layer import scored_only
+from ...errors import UserError
+from ...packing.rows import PackedRows
+from ..score_head import find_score_head, score_wide
 from .tree_by_tree import TreeByTree, TreeMasks
+
+#: ``(batch, head, query, key) -> bool``, of indices in transformers' own use.
+MaskRule = Callable[..., Any]
 
 
 def tree_rule(
-    layout_R2L: torch.Tensor, rule: Callable[..., Any] = causal_mask_function
-) -> Callable[..., torch.Tensor]:
-    """A model's own mask rule, as it holds in the dialogues of packed rows.
-
-    Args:
-        layout_R2L: Subtree ends and position ids of each row, stacked.
-        rule: The rule for one dialogue a row, by positions.
-    """
-    subtree_end_RL, position_RL = layout_R2L.unbind(1)
+    subtree_end_RL: torch.Tensor, position_ids_RL: torch.Tensor, rule: MaskRule = causal_mask_function
+) -> MaskRule:
+    """Turn a model's own mask rule for one dialogue a row, by positions, into that for packed rows, by columns."""
 
     def on_path(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         path = (key <= query) & (query < subtree_end_RL[row, key])
-        return path & rule(row, head, position_RL[row, query], position_RL[row, key])
+        return path & rule(row, head, position_ids_RL[row, query], position_ids_RL[row, key])
 
     return on_path
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """What a mask must know of packed rows.
+class Reading:
+    """Packed rows while a model reads them, and the rules that it has asked for masks of."""
 
-    Args:
-        layout_R2L: Subtree ends and position ids of each row, stacked.
-        trees: The trees of a tight row; None to mask whole rows.
-        scored: Of a tight row, the columns of the tokens that are scored, ascending; None to compute all of them.
-        expanded: Where the tokens lie in rows of whole dialogues, for models that attend there.
-        asked: The rules that a model has asked for masks of: none, if it makes its masks by itself.
-    """
-
-    layout_R2L: torch.Tensor
-    trees: tuple[Tree, ...] | None = None
-    scored: tuple[int, ...] | None = None
-    expanded: ExpandedRows | None = None
-    asked: list[str] = field(default_factory=list)
+    rows: PackedRows[torch.Tensor]
+    rules: list[MaskRule] = field(default_factory=list)
 
 
 class TreeMask:
-    """A registered mask function that, while `reading` packed rows, builds their masks.
+    """Builds the masks of packed rows `while_reading` them, as a registered mask function.
 
     Args:
         plain: The mask function for ordinary batches.
     """
 
-    layout: ContextVar[RowLayout | None] = ContextVar("layout", default=None)
+    _reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self.plain = plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (layout := self.layout.get()) is None:
+        if (reading := self._reading.get()) is None:
             return self.plain(*args, **kwargs)
         rule = kwargs.get("mask_function", causal_mask_function)
-        layout.asked.append(getattr(rule, "__name__", "rule"))
-        return self.masks_of(layout, rule, *args, **kwargs)
+        reading.rules.append(rule)
+        return self.masks_of(reading.rows, rule, *args, **kwargs)
 
-    def masks_of(self, layout: RowLayout, rule: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The masks of packed rows by a model's own rule, in the form that its attention function takes."""
-        tree_wise = kwargs | {"mask_function": tree_rule(layout.layout_R2L, rule), "attention_mask": None}
-        tree_wise["allow_is_causal_skip"] = False
-        if layout.trees is None:
+    def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+        """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
+        in_trees = tree_rule(rows.subtree_end_RL, rows.position_ids_RL, rule)
+        tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
+        if rows.trees is None:
             return self.plain(*args, **tree_wise)
         masks = []
-        for tree in layout.trees:
+        for tree in rows.trees:
             length = tree.stop - tree.start
             alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
             mask = self.plain(*args, **kwargs | alone)
             if mask is not None and len(tree.tails) > 1:
                 mask = self.plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
             masks.append((tree, mask))
-        return TreeMasks.of(masks, layout.layout_R2L[0, 0])
+        return TreeMasks.of(masks, rows.input_ids_RL.device)
 
     @classmethod
     @contextmanager
-    def reading(cls, layout: RowLayout) -> Iterator[None]:
-        """Packed rows are read."""
-        token = cls.layout.set(layout)
+    def while_reading(cls, reading: Reading) -> Iterator[None]:
+        """Build masks for these packed rows while the context is open."""
+        token = cls._reading.set(reading)
         try:
             yield
         finally:
-            cls.layout.reset(token)
+            cls._reading.reset(token)
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:
@@ -121,12 +105,12 @@ def use_tree_masks(model: PreTrainedModel) -> None:
     Call it once the implementation is final. Ordinary batches get the same masks as before.
 
     Raises:
-        ValueError: If the implementation takes no mask for each query and key, as flash and flex attention.
+        UserError: If the implementation takes no mask for each query and key, as flash and flex attention.
     """
     name = model.config._attn_implementation
     plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if plain is None or name.startswith(("flash", "flex")):
-        raise ValueError(
+        raise UserError(
             f"Packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'."
         )
@@ -138,80 +122,56 @@ def use_tree_masks(model: PreTrainedModel) -> None:
 
 
 def goes_tree_by_tree(model: PreTrainedModel) -> bool:
-    """Whether the model's attention takes tight rows: after `use_tree_masks`, any but a model's own eager one."""
+    """Tell whether the model's attention takes tight rows: after `use_tree_masks`, any but a model's own eager one."""
     return isinstance(ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation), TreeByTree)
 
 
-def packed_rewards(
-    model: nn.Module,
-    input_ids_RL: torch.Tensor,
-    position_ids_RL: torch.Tensor,
-    subtree_end_RL: torch.Tensor,
-    last_row_P2: torch.Tensor,
-    last_column_P2: torch.Tensor,
-    trees: tuple[Tree, ...] | None = None,
-    scored: tuple[int, ...] | None = None,
-    expanded: ExpandedRows | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The rewards of a packed batch, [P, 2] in float32 or wider, equal to those of the padded forward.
+def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+    """Compute the rewards of packed rows, [P, 2] in float32 or wider, equal to those of the padded forward.
 
     The model is called as a whole, so whatever wraps it (LoRA, data parallelism, autocast) takes part.
 
     Args:
         model: A decoder with a `score` head over its hidden states, as transformers' sequence classifiers, after
             `use_tree_masks`.
-        input_ids_RL, position_ids_RL, subtree_end_RL, last_row_P2, last_column_P2: See `PackedPass`.
-        trees: The trees of a tight row.
-        scored: The columns of its scored tokens, ascending.
-        expanded: Where the tokens lie in expanded rows; used after `use_expanded_attention`.
+        rows: Their expansion is used after `use_expanded_attention`.
         kwargs: Handed on to the model.
 
     Raises:
-        ValueError: If the model has no `score` head, or did not ask for a mask.
+        UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    layout = RowLayout(torch.stack([subtree_end_RL, position_ids_RL], dim=1), trees, scored, expanded)
-    head, hidden_RLH = packed_states(model, input_ids_RL, position_ids_RL, layout, **kwargs)
-    return score_wide(head, hidden_RLH[last_row_P2, last_column_P2])
+    states_P2H, _ = scored_states(model, rows, **kwargs)
+    return score_wide(_score_head(model), states_P2H)
 
 
-def packed_states(
-    model: nn.Module, input_ids_RL: torch.Tensor, position_ids_RL: torch.Tensor, layout: RowLayout, **kwargs: Any
-) -> tuple[nn.Module, torch.Tensor]:
-    """The score head of ``model``, and the hidden states [R, L, H] that it is given.
+def scored_states(
+    model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any
+) -> tuple[torch.Tensor, list[MaskRule]]:
+    """Compute the hidden states [P, 2, H] that the rewards are read from; also the rules the model made masks of.
 
     Raises:
-        ValueError: If the model has no `score` head, or did not ask for a mask.
+        UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    head = find_score_head(model)
-    if head is None:
-        raise ValueError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
-    seen: list[torch.Tensor] = []
-    watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    reading, seen = Reading(rows), list[torch.Tensor]()
+    watch = _score_head(model).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
-    everything = {"attention_mask": torch.ones_like(input_ids_RL), "position_ids": position_ids_RL}
-    scored = layout.scored
-    last_layer = nullcontext() if scored is None else scored_only(model, scored, input_ids_RL.shape[1])
+    everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
     try:
-        with TreeMask.reading(layout), last_layer:
+        with TreeMask.while_reading(reading):
             # the scores that the model itself picks, one a row, mean nothing here
-            model(input_ids=input_ids_RL, **everything, **kwargs)
+            model(input_ids=rows.input_ids_RL, **everything, **kwargs)
     finally:
         watch.remove()
-    if not layout.asked:
-        raise ValueError(
+    if not reading.rules:
+        raise UserError(
             f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or `use_tree_masks` "
             "was not called with its attention implementation. Train it on padded rows."
         )
-    return head, seen[0]
+    return seen[0][rows.last_row_P2, rows.last_column_P2], reading.rules
 
 
-def score_wide(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """The rewards [...] of hidden states [..., H], computed in float32 or, where either has it, in float64."""
-    parameters = dict(head.named_parameters())
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    for parameter in parameters.values():
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    wide = {name: parameter.to(dtype) for name, parameter in parameters.items()}
-    with torch.autocast(hidden.device.type, enabled=False):
-        return functional_call(head, wide, (hidden.to(dtype),)).squeeze(-1)
+def _score_head(model: nn.Module) -> nn.Module:
+    head = find_score_head(model)
+    if head is None:
+        raise UserError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
+    return head

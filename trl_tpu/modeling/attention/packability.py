@@ -1,4 +1,4 @@
-"""Whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
+"""Tells whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
 
 Some models take a mask and yet read positions from elsewhere (ALiBi), carry a state from token to token (recurrent
 and linear attention), look both ways (encoders), or make masks of their own. Their packed rewards would be wrong
@@ -6,7 +6,7 @@ without a word, so packing needs proof.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ...data.collators import DataCollatorForPreference, PackedRows, TightRow
+from ...data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from ...data.packed_batch import PackedBatch
+from ...errors import UserError
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
-from ..rewards import find_score_head
-from .masked import goes_tree_by_tree, use_tree_masks
-from .packed_pairs import PackedPairs
+from ..score_head import find_score_head
+from .masked import MaskRule, goes_tree_by_tree, scored_states, use_tree_masks
 
-# transformers' own models of these types gave equal rewards and gradients in float64 (tests/test_tree_attention.py)
+# transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
     {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"}
 )
@@ -31,7 +32,7 @@ PROVEN_TYPES = frozenset(
 _ROUNDING = 2e-5
 
 
-class PackingImpossible(ValueError):
+class PackingImpossible(UserError):
     """Packed rows cannot be used; the message says why."""
 
 
@@ -97,7 +98,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
 
 
 def _tiny_batches(pad_token_id: int) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """Shared beginnings of different lengths; then nothing shared, and one dialogue a prefix of the other."""
+    """Make pairs that share prefixes of different lengths; then nothing, and one dialogue a prefix of the other."""
     ids = [token for token in range(1, 42) if token != pad_token_id]
     return [
         ([ids[:9], ids[20:24]], [[*ids[:5], *ids[10:14]], [*ids[20:22], *ids[30:33]]]),
@@ -108,16 +109,15 @@ def _tiny_batches(pad_token_id: int) -> list[tuple[list[list[int]], list[list[in
 def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> None:
     parameter = next(model.parameters())
     plan = RowPlan((RowShape(2, 32),))
-    collators: list[Any] = [PackedRows(plan, len(examples), pad_token_id)]
+    collators: list[Callable[[Any], dict[str, PackedBatch]]] = [PlannedRows(plan, len(examples), pad_token_id)]
     base = without_adapters(model)
     if goes_tree_by_tree(base):
-        collators.append(TightRow(pad_token_id, attention_length=100))
+        collators.append(TightRow(pad_token_id, attention_crossover_length=100))
     padded_P2H = _padded_states(model, examples, pad_token_id)
     for collate in collators:
-        batch = collate(examples)
-        (rows,) = batch.get("passes", [batch])
-        packed_P2H, asked = PackedPairs.read(_on_device(rows, parameter.device)).scored_states(model)
-        _refuse_hidden_windows(base, asked)
+        (rows,) = collate(examples)["packed"].to(parameter.device).micro_batches
+        packed_P2H, rules = scored_states(model, rows)
+        _refuse_hidden_windows(base, rules)
         difference = (packed_P2H - padded_P2H).abs().max()
         if not difference <= _ROUNDING * padded_P2H.abs().max():
             raise PackingImpossible(
@@ -127,12 +127,12 @@ def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
             )
 
 
-def _refuse_hidden_windows(model: PreTrainedModel, asked: list[str]) -> None:
-    """A window that is no part of a mask rule counts columns, which only rows longer than it would show."""
+def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
+    """Refuse a window that is no part of a mask rule: it counts columns, which only rows longer than it would show."""
     config = model.config.get_text_config().to_dict()
     sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
-    if windows and set(asked) == {causal_mask_function.__name__}:
+    if windows and all(rule is causal_mask_function for rule in rules):
         listed = ", ".join(f"{name}={size}" for name, size in windows.items())
         raise PackingImpossible(
             f"the config of {type(model).__name__} has {listed}, but it asked for causal masks only: its window may "
@@ -141,23 +141,20 @@ def _refuse_hidden_windows(model: PreTrainedModel, asked: list[str]) -> None:
 
 
 def _padded_states(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> torch.Tensor:
-    """The hidden states [P, 2, H] that the model's own forward scores."""
+    """Compute the hidden states [P, 2, H] that the model's own forward scores."""
     batch = DataCollatorForPreference(pad_token_id)(examples)
     head = find_score_head(model)
     assert head is not None
     seen: list[torch.Tensor] = []
     watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     try:
-        model(**_on_device(batch, next(model.parameters()).device))
+        device = next(model.parameters()).device
+        model(**{name: tensor.to(device) for name, tensor in batch.items()})
     finally:
         watch.remove()
     last_R = batch["attention_mask"].sum(dim=1) - 1
     states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]
     return states_RH.view(2, len(examples), -1).transpose(0, 1)
-
-
-def _on_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 __all__ = ["PROVEN_TYPES", "PackingImpossible", "check_packing_is_exact", "make_packable"]

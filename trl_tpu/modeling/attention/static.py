@@ -1,4 +1,4 @@
-"""Attention that XLA can trace: masks built on the device, whatever their values.
+"""Attends in a way that XLA can trace: with masks built on the device, whatever their values.
 
 transformers' sdpa path reads the padding mask on the host to see whether it can be left out. On XLA that stops the
 device in every forward and picks the program by the data. Here the mask is always built.
@@ -13,13 +13,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ...runtime.kernels.plain import contract
+from ...runtime.kernels.plain import einsum
 
 STATIC_SDPA = "static_sdpa"
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """transformers' boolean mask, never skipped. A position always sees itself, so that no row is empty."""
+    """Build transformers' boolean mask, never skipped. A position always sees itself, so that no row is empty."""
     mask_BHQK = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
     if mask_BHQK is None or mask_BHQK.shape[-1] != mask_BHQK.shape[-2]:
         return mask_BHQK
@@ -36,7 +36,7 @@ def static_sdpa_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of N query heads to G key heads, [B, Q, N, D], with batch and heads as dimensions of their own.
+    """Attend from N query heads to G key heads, [B, Q, N, D], with batch and heads as dimensions of their own.
 
     torch's sdpa joins the two into one, which no sharding over both can follow: each device would compute every head.
     Rotary embeddings leave query and key in float32 under autocast; products are in the values' type, softmax in
@@ -50,12 +50,12 @@ def static_sdpa_attention(
     query = query_BNQD.unflatten(1, (groups, -1))
     mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = contract("bghqd,bgkd->bghqk", query * scale, key_BGKD)
+    scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     is_rule = mask.dtype == torch.bool
     masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_rule else wide + mask
     weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
-    outputs = contract("bghqk,bgkd->bghqd", weights, value_BGKD)
+    outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 

@@ -1,4 +1,4 @@
-"""Attention in a tight row: tree by tree, and where a model's attention is causal, tail by tail.
+"""Attends in a tight row tree by tree, and where a model's attention is causal, tail by tail.
 
 Causal attention over a dialogue has a faster way than a mask in most attention functions, which leaves out what is not
 seen. So a tree's first dialogue goes that way, and each tail after it attends to its own path only. Where a model has
@@ -8,7 +8,6 @@ Letters: L columns of the row, S of a tree, T of a tail, Q queries, K keys, N he
 """
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,39 +29,17 @@ class TreeMasks(NamedTuple):
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
     """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
     tail_masks: dict[Tail, torch.Tensor]
-    """Of trees without a mask, the masks [1, 1, T, K] of tails after the first: their paths, then themselves."""
-    subtree_end_L: torch.Tensor
+    """The masks [1, 1, T, K] of the tails after the first of trees without a mask: their paths, then themselves."""
 
     @classmethod
-    def of(cls, trees: Sequence[tuple[Tree, torch.Tensor | None]], subtree_end_L: torch.Tensor) -> "TreeMasks":
+    def of(cls, trees: Sequence[tuple[Tree, torch.Tensor | None]], device: torch.device) -> "TreeMasks":
+        """Add the masks of tails."""
         tails = {tail for tree, mask in trees if mask is None for tail in tree.tails[1:]}
-        return cls(tuple(trees), {tail: _tail_mask(tail, subtree_end_L.device) for tail in tails}, subtree_end_L)
-
-    def for_queries(self, columns: Sequence[int]) -> "QueryMasks":
-        """The masks of some queries only: those in ``columns``, ascending, of which each tree has one or more."""
-        masks = []
-        device = self.subtree_end_L.device
-        for tree, mask in self.trees:
-            here = columns[bisect_left(columns, tree.start) : bisect_left(columns, tree.stop)]
-            queries_Q = torch.tensor(here, device=device)
-            if mask is None:
-                keys_S = torch.arange(tree.start, tree.stop, device=device)
-                queries_Q1 = queries_Q[:, None]
-                seen_QS = (keys_S <= queries_Q1) & (queries_Q1 < self.subtree_end_L[tree.start : tree.stop])
-                masks.append((tree, queries_Q, seen_QS[None, None]))
-            else:
-                masks.append((tree, queries_Q, mask[:, :, queries_Q - tree.start]))
-        return QueryMasks(tuple(masks))
-
-
-class QueryMasks(NamedTuple):
-    """For some queries of each tree: the tree, the columns of the queries, and their masks [1, 1, Q, S]."""
-
-    trees: tuple[tuple[Tree, torch.Tensor, torch.Tensor], ...]
+        return cls(tuple(trees), {tail: _tail_mask(tail, device) for tail in tails})
 
 
 class TreeByTree:
-    """A registered attention function that computes a tight row's trees one at a time.
+    """Computes a tight row's trees one at a time, as a registered attention function.
 
     Args:
         plain: The attention function for ordinary batches and masks.
@@ -77,21 +54,20 @@ class TreeByTree:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: torch.Tensor | TreeMasks | QueryMasks | None,
+        attention_mask: torch.Tensor | TreeMasks | None,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
+        if not isinstance(attention_mask, TreeMasks):
+            return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
+
         def attend(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
             return self.plain(module, query, key, value, mask, *args, **kwargs)[0]
 
-        if isinstance(attention_mask, TreeMasks):
-            return _all_queries(attend, query, key, value, attention_mask), None
-        if isinstance(attention_mask, QueryMasks):
-            return _some_queries(attend, query, key, value, attention_mask), None
-        return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
+        return _tree_by_tree(attend, query, key, value, attention_mask), None
 
 
-def _all_queries(
+def _tree_by_tree(
     attend: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: TreeMasks
 ) -> torch.Tensor:
     outputs: list[torch.Tensor] = []
@@ -115,7 +91,7 @@ def _all_queries(
 def _runs(
     trees: Sequence[tuple[Tree, torch.Tensor | None]],
 ) -> Iterator[tuple[Tree, torch.Tensor | None, int]]:
-    """A tree, its mask and 1; of equally long single dialogues without a mask in a row, the first and their number."""
+    """Yield trees, their masks and 1; for equally long single dialogues in a row the first, no mask, their number."""
 
     def kind(each: tuple[Tree, torch.Tensor | None]) -> tuple[bool, int]:
         tree, mask = each
@@ -162,17 +138,3 @@ def _tail_by_tail(
 def _tail_mask(tail: Tail, device: torch.device) -> torch.Tensor:
     before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
     return torch.ones(own, before + own, dtype=torch.bool, device=device).tril(before)[None, None]
-
-
-def _some_queries(
-    attend: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: QueryMasks
-) -> torch.Tensor:
-    """The outputs [1, L, N, D] of some queries, and zeros for the others."""
-    trees, columns, masks_of = zip(*masks.trees, strict=True)
-    columns_Q = torch.cat(columns)
-    queries = query_1NLD.index_select(2, columns_Q).split([len(each) for each in columns], dim=2)
-    sizes = [tree.stop - tree.start for tree in trees]
-    keys, values = key_1NLD.split(sizes, dim=2), value_1NLD.split(sizes, dim=2)
-    output_1QND = torch.cat(list(map(attend, queries, keys, values, masks_of)), dim=1)
-    shape = (1, query_1NLD.shape[2], *output_1QND.shape[2:])
-    return output_1QND.new_zeros(shape).index_copy(1, columns_Q, output_1QND)

@@ -9,9 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-@torch.library.custom_op("trl_tpu::contract", mutates_args=())
-def contract(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """`torch.einsum` of two tensors, each letter of one being in the other or in the result.
+@torch.library.custom_op("trl_tpu::einsum", mutates_args=())
+def einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Compute `torch.einsum` of two tensors, each letter of one being in the other or in the result.
 
     An operation of its own, so that it can be kept when a layer is recomputed: torch_xla's einsum is not seen below
     autograd, and torch's own joins dimensions that are sharded apart.
@@ -19,7 +19,7 @@ def contract(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.
     return torch.einsum(equation, first, second).contiguous()
 
 
-@contract.register_fake
+@einsum.register_fake
 def _(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.einsum(equation, first, second).contiguous()
 
@@ -29,18 +29,18 @@ def _keep_factors(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*factors)
 
 
-def _contract_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+def _einsum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     first, second = ctx.saved_tensors
     letters, result = ctx.equation.split("->")
     one, two = letters.split(",")
     return (
         None,
-        contract(f"{result},{two}->{one}", gradient, second) if ctx.needs_input_grad[1] else None,
-        contract(f"{result},{one}->{two}", gradient, first) if ctx.needs_input_grad[2] else None,
+        einsum(f"{result},{two}->{one}", gradient, second) if ctx.needs_input_grad[1] else None,
+        einsum(f"{result},{one}->{two}", gradient, first) if ctx.needs_input_grad[2] else None,
     )
 
 
-contract.register_autograd(_contract_backward, setup_context=_keep_factors)
+einsum.register_autograd(_einsum_backward, setup_context=_keep_factors)
 
 _aten = torch.ops.aten
 #: Every operation that multiplies matrices.
@@ -50,13 +50,13 @@ MATMULS = frozenset(
         _aten.bmm.default,
         _aten.addmm.default,
         _aten.baddbmm.default,
-        torch.ops.trl_tpu.contract.default,
+        torch.ops.trl_tpu.einsum.default,
     }
 )
 
 
 class KernelRows(Protocol):
-    """The rows that a kernel attends in, two for each of R rows of tokens, and the moves there and back."""
+    """Rows that a kernel attends in, two for each of R rows of tokens, and how tensors move there and back."""
 
     @property
     def segment_2RL(self) -> torch.Tensor:
@@ -67,16 +67,16 @@ class KernelRows(Protocol):
         """The places whose outputs are taken: one of each token's."""
 
     def queries(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """A query for each place, [2R, H, L, D], of which only those count that are needed."""
+        """Return a query for each place, [2R, H, L, D], of which only those count that are needed."""
 
     def copies(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """A copy for each place, [2R, H, L, D]."""
+        """Return a copy for each place, [2R, H, L, D]."""
 
     def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
-        """What is taken for each token: [R, L, H, D]."""
+        """Return what is taken for each token, [R, L, H, D]."""
 
     def spread(self, x_RLHD: torch.Tensor) -> torch.Tensor:
-        """The way of `outputs` back, [2R, H, L, D]: zeros at places that are not needed."""
+        """Return what `outputs` would take ``x_RLHD`` from, [2R, H, L, D]: zeros at places that are not needed."""
 
 
 def attend_in_rows(
@@ -88,7 +88,7 @@ def attend_in_rows(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of tokens by `segment_attention` in other rows, [R, L, H, D]."""
+    """Compute attention of tokens by `segment_attention` in other rows, [R, L, H, D]."""
     moved = rows.queries(q_RHLD), rows.copies(k_RGLD), rows.copies(v_RGLD)
     return rows.outputs(segment_attention(*moved, rows.segment_2RL, scale, window, softcap))
 
@@ -102,7 +102,7 @@ def segment_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention within the segments of each row, [B, H, L, D].
+    """Compute causal attention within the segments of each row, [B, H, L, D].
 
     Args:
         q_BHLD, k_BGLD, v_BGLD: Queries, keys and values; H is a multiple of G.
@@ -126,7 +126,7 @@ def masked_attention(
     scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention under a boolean mask, [B, H, L, D]. A query that may see nothing gives no number.
+    """Compute attention under a boolean mask, [B, H, L, D]. A query that may see nothing gives no number.
 
     Args:
         q_BHLD, k_BGLD, v_BGLD, scale, softcap: As in `segment_attention`.

@@ -1,6 +1,6 @@
 """Splash attention, jax's block-sparse flash attention in Pallas, as a differentiable function of XLA tensors.
 
-torch_xla 2.9 wraps the same kernel, but needs flax to be installed, cannot take a soft cap in training, and runs the
+torch_xla 2.9 wraps the same kernels, but needs flax to be installed, cannot take a soft cap in training, and runs the
 forward again in the backward. Here jax traces forward and backward once for each shape, lowered for TPUs wherever this
 runs, and torch_xla takes the result into its own program.
 https://github.com/jax-ml/jax/tree/jax-v0.7.1/jax/experimental/pallas/ops/tpu/splash_attention
@@ -23,7 +23,7 @@ from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
 from ..remat import is_recomputing
-from .blocks import block_size, has_fused_backward, padded, padded_head, rows_at_once
+from .blocks import block_size, padded, padded_head, rows_at_once
 from .plain import KernelRows
 
 _PLATFORM = "tpu"
@@ -39,7 +39,7 @@ def splash_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """`kernels.attend_in_rows` in memory linear in L.
+    """Compute `kernels.plain.attend_in_rows` in memory linear in L.
 
     Blocks of queries and keys that no segment has in common cost nothing, nor do those above the diagonal, outside the
     window, or of queries that are not needed. Rows whose length is a multiple of 512 are computed without waste.
@@ -49,7 +49,7 @@ def splash_attention(
 
 
 class _Splash(torch.autograd.Function):
-    """Keeps what it is given and what it returns, and for a later backward moves these to the kernel's rows again.
+    """Attention that keeps what it is given and what it returns; its backward moves these to the kernel's rows again.
 
     There they take twice the memory, since what dialogues share has a copy for each. Heads are kept side by side, as
     products give and take them: a head of 64 features would have all of a vector's 128 lanes to itself.
@@ -83,16 +83,13 @@ class _Splash(torch.autograd.Function):
         ]
         with torch.enable_grad():
             moved = _moved(q, k, v, ctx.rows)
-        # of each token once, for its copy whose output was taken
-        weighed = (gradient.float() * result.view_as(gradient)).sum(-1, keepdim=True)
-        spread, weighed = ctx.rows.spread(gradient), ctx.rows.spread(weighed)[..., 0]
-        weighed = pad(weighed, (0, padded(weighed.shape[-1]) - weighed.shape[-1]))
-        found = ctx.gradients([_padded(spread), weighed, *kept, *(tensor.detach() for tensor in moved)])
+        outputs_and_gradients = (_padded(ctx.rows.spread(each)) for each in (result.view_as(gradient), gradient))
+        found = ctx.gradients([*outputs_and_gradients, *kept, *(tensor.detach() for tensor in moved)])
         return (*torch.autograd.grad(moved[:3], leaves, found), *(None,) * 4)
 
 
 def _moved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: KernelRows) -> list[torch.Tensor]:
-    """What the kernel takes: queries, keys and values, and of each place its segment and whether it is needed."""
+    """Return what the kernel takes: queries, keys and values, and for each place its segment and if it is needed."""
     segment = rows.segment_2RL
     columns = padded(segment.shape[1]) - segment.shape[1]
     return [
@@ -103,7 +100,7 @@ def _moved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: KernelRows) 
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """With as many columns, and features of heads, as the kernel takes: zeros add nothing to products."""
+    """Pad columns, and features of heads, to what the kernel takes: zeros add nothing to products."""
     length, size = tensor.shape[2:]
     return pad(tensor, (0, padded_head(size) - size, 0, padded(length) - length)).contiguous()
 
@@ -116,40 +113,35 @@ Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 def _programs(
     scale: float, window: int | None, softcap: float | None, inputs: tuple[Any, ...]
 ) -> tuple[Program, Program]:
-    """`attention_functions` for one set of shapes, as functions of XLA tensors."""
+    """Return `attention_functions` for one set of shapes, as functions of XLA tensors."""
     import jax
-    import jax.numpy as jnp
 
-    forward, backward = attention_functions(scale, window, softcap, inputs)
-    output, *kept = jax.eval_shape(forward, *inputs)
-    weighed = jax.ShapeDtypeStruct(output.shape[:-1], jnp.float32)
-    return _lowered(forward, inputs), _lowered(backward, (output, weighed, *kept, *inputs))
+    forward, backward = attention_functions(scale, window, softcap, inputs[0].shape)
+    output, logsumexp = jax.eval_shape(forward, *inputs)
+    return _lowered(forward, inputs), _lowered(backward, (output, output, logsumexp, *inputs))
 
 
 Function = Callable[..., tuple[Any, ...]]
 
 
 def attention_functions(
-    scale: float, window: int | None, softcap: float | None, inputs: Sequence[Any]
+    scale: float, window: int | None, softcap: float | None, shape: Sequence[int]
 ) -> tuple[Function, Function]:
-    """Attention in jax, and its backward.
+    """Return attention in jax, and its backward.
 
     Args:
-        inputs: Shapes and types of q, k and v, [B, H or G, L, D], and of segment and needed, [B, L].
+        shape: Of the queries, [B, H, L, D].
 
     Returns:
-        A function of these, which returns the output, and what else the backward takes. And one of the output's
-        gradient, of the products of that with the output in each head, [B, H, L], of what the first returned beside
-        the output, and of the same inputs. It returns the gradients of q, k and v. Both it is given are 0 where no
-        output is needed.
+        A function of q, k and v, [B, H or G, L, D], and of segment and needed, [B, L], which returns the output and,
+        [B, H, L], the logarithms of sums of exponentiated logits. And a function of the output, its gradient, these
+        logarithms and the same inputs, which returns the gradients of q, k and v. The output that it is given, and
+        the gradient, are 0 where no output is needed.
     """
-    import jax
     import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    from .splash_backward import gradients_of
-
-    (rows, heads, length, size), values = inputs[0].shape, inputs[2].shape[-1]
-    is_fused = has_fused_backward(length, (size, values), inputs[0].dtype.itemsize)
+    rows, heads, length, _ = shape
 
     def joined(each: Any) -> Any:
         return jnp.swapaxes(each, 0, 1).reshape(each.shape[1], -1, *each.shape[3:])
@@ -157,41 +149,29 @@ def attention_functions(
     def parted(each: Any) -> Any:
         return jnp.swapaxes(each.reshape(len(each), -1, length, *each.shape[2:]), 0, 1)
 
-    def kernel_of(segment: Any, needed: Any) -> tuple[Any, Any, Any]:
-        return _kernel(heads, segment, needed, window, softcap, save_residuals=is_fused)
+    def forward(q: Any, k: Any, v: Any, segment: Any, needed: Any) -> tuple[Any, ...]:
+        kernel, segments, is_run_T = _kernel(heads, segment, needed, window, softcap)
+        output, (logsumexp,) = kernel(joined(q * scale), joined(k), joined(v), segments)
+        return parted(jnp.where(is_run_T[:, None], output, 0)), parted(logsumexp)
 
-    def attend(q: Any, k: Any, v: Any, segment: Any, needed: Any) -> tuple[Any, ...]:
-        kernel, segments, is_run_T = kernel_of(segment, needed)
-        found = kernel(joined(q * scale), joined(k), joined(v), segments)
-        output, kept = found if is_fused else (found, ())
-        return parted(jnp.where(is_run_T[:, None], output, 0)), *map(parted, kept)
-
-    def backward(gradient: Any, weighed: Any, logsumexp: Any, q: Any, k: Any, v: Any, *places: Any) -> tuple[Any, ...]:
-        kernel, segments, _ = kernel_of(*places)
-        tensors, numbers = map(joined, (q * scale, k, v, gradient)), map(joined, (logsumexp, weighed))
-        found = gradients_of(kernel, tuple(tensors), segments, tuple(numbers), len(q), window)
-        dq, dk, dv = map(parted, found)
+    def backward(
+        output: Any, gradient: Any, logsumexp: Any, q: Any, k: Any, v: Any, segment: Any, needed: Any
+    ) -> tuple[Any, ...]:
+        kernel, segments, _ = _kernel(heads, segment, needed, window, softcap)
+        kept = (*map(joined, (q * scale, k, v)), segments, None, *map(joined, (output, logsumexp)))
+        # jax's own, which its forward hides where it returns the logarithms: from them nothing is computed again
+        found = splash_attention_kernel._splash_attention_bwd(
+            **kernel.kwargs, res=(*kept, kernel.dq_mask_info, kernel.dkv_mask_info), do=joined(gradient)
+        )
+        dq, dk, dv = map(parted, found[3:6])
         return dq * scale, dk, dv
 
-    attend, backward = (_in_groups(each, rows, rows_at_once(length)) for each in (attend, backward))
-    if is_fused:
-        return attend, backward
-    pullback: list[Any] = []
-
-    def forward(q: Any, k: Any, v: Any, *places: Any) -> tuple[Any, ...]:
-        output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *places)[0], q, k, v)
-        residuals, structure = jax.tree.flatten(pull)
-        pullback[:] = [structure]
-        return output, *residuals
-
-    def pull(gradient: Any, _weighed: Any, *others: Any) -> tuple[Any, ...]:
-        return jax.tree.unflatten(pullback[0], others[: -len(inputs)])(gradient)
-
-    return forward, pull
+    most = rows_at_once(length)
+    return _in_groups(forward, rows, most), _in_groups(backward, rows, most)
 
 
 def _in_groups(function: Function, rows: int, most: int) -> Function:
-    """``function`` of tensors whose first dimension is ``rows``, called with at most ``most`` of them.
+    """Return ``function`` of tensors whose first dimension is ``rows``, called with at most ``most`` of them.
 
     Groups are a loop, so that the kernel is compiled once for all, and once for the rows that are left over.
     """
@@ -213,8 +193,8 @@ def _in_groups(function: Function, rows: int, most: int) -> Function:
     return of_all
 
 
-def _kernel(heads: int, segment: Any, needed: Any, window: int | None, softcap: float | None, **kwargs: Any) -> Any:
-    """jax's kernel for rows end to end; the tokens' segments for it; and which tokens it computes."""
+def _kernel(heads: int, segment: Any, needed: Any, window: int | None, softcap: float | None) -> tuple[Any, Any, Any]:
+    """Return jax's kernel for rows end to end, the tokens' segments for it, and which tokens it computes."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
@@ -234,7 +214,7 @@ def _kernel(heads: int, segment: Any, needed: Any, window: int | None, softcap: 
         attn_logits_soft_cap=softcap,
         head_shards=1,
         q_seq_shards=1,
-        **kwargs,
+        save_residuals=True,
     )
     meets = meeting_blocks(segment, needed > 0, block)
     segments = splash_attention_kernel.SegmentIds(segment.ravel(), segment.ravel())
@@ -242,7 +222,7 @@ def _kernel(heads: int, segment: Any, needed: Any, window: int | None, softcap: 
 
 
 def _lowered(function: Callable[..., Any], inputs: Sequence[Any]) -> Program:
-    """A jax function of arrays like ``inputs`` as one of XLA tensors, which the program around it takes in."""
+    """Return a jax function of arrays like ``inputs`` as one of XLA tensors, which the program around it takes in."""
     import jax
 
     lowered = jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=(_PLATFORM,))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 
 def meeting_blocks(segment_BL: jax.Array, needed_BL: jax.Array, block: int) -> jax.Array:
-    """Whether the queries that are needed of one block and the keys of another have a segment in common, [B, N, N].
+    """Return whether the needed queries of one block and the keys of another have a segment in common, [B, N, N].
 
     By the least and the largest segment of each block: where segments are in order, that is exact.
     """
@@ -29,12 +29,12 @@ def meeting_blocks(segment_BL: jax.Array, needed_BL: jax.Array, block: int) -> j
 
 
 def with_blocks(kernel: Any, meets_BNN: jax.Array) -> Any:
-    """``kernel`` (a SplashAttentionKernel of one row) for rows end to end, of whose blocks those that meet are run.
+    """Return ``kernel`` (a SplashAttentionKernel of one row) for rows end to end, which runs the blocks that meet.
 
     A block of queries that meets none gives no numbers.
 
     Args:
-        meets_BNN: Of each row, queries by keys.
+        meets_BNN: From `meeting_blocks`: for each row, queries by keys.
     """
     return type(kernel)(
         _of_rows(kernel.fwd_mask_info, meets_BNN),
@@ -45,7 +45,7 @@ def with_blocks(kernel: Any, meets_BNN: jax.Array) -> Any:
 
 
 def _turned(lists: Any) -> Any:
-    """For gradients of keys and values the lists are of blocks of queries, and stand in columns."""
+    """Transpose lists: for gradients of keys and values they are of blocks of queries, and stand in columns."""
     names = [name for name in ("data_next", "block_mask", "mask_next") if getattr(lists, name) is not None]
     return lists._replace(**{name: jnp.swapaxes(getattr(lists, name), 1, 2) for name in names})
 
@@ -69,7 +69,7 @@ def _of_rows(lists: Any, meets_BNN: jax.Array) -> Any:
 
 
 def _upcoming(other_NW: jax.Array, is_run_NW: jax.Array) -> jax.Array:
-    """At each place what the next place that is run names, list after list and after the last the first."""
+    """Return at each place what the next place that is run names, list after list and after the last the first."""
     is_run = is_run_NW.ravel()
     places = jnp.arange(is_run.size)
     following = jax.lax.cummin(jnp.where(is_run, places, is_run.size), reverse=True)

@@ -1,6 +1,6 @@
-"""Computations that each device does with its own parts of tensors, without XLA's partitioner.
+"""Computations that each device does with its own shards of tensors, without XLA's partitioner.
 
-Between a whole tensor and its parts stands a change of view, to the parts and back, that moves no data where the
+Between a whole tensor and its shards stands a change of view, to the shards and back, that moves no data where the
 tensor is laid out so already. https://docs.pytorch.org/xla/release/r2.9/perf/spmd_advanced.html
 """
 
@@ -11,7 +11,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 
 from . import PartitionSpec
-from .layout import parts_of
+from .layout import shard_count
 
 
 def shard_map(
@@ -21,17 +21,17 @@ def shard_map(
     axes: Sequence[PartitionSpec],
     result_axes: PartitionSpec,
 ) -> torch.Tensor:
-    """See `Runtime.shard_map`."""
+    """Call ``function`` as `Runtime.shard_map` says."""
     dividing = _dividing_axes(mesh, tensors, axes)
-    parts = [_Parts.apply(tensor, mesh, _only(over, dividing)) for tensor, over in zip(tensors, axes, strict=True)]
-    return _Whole.apply(function(*parts), mesh, _only(result_axes, dividing))
+    shards = [_Shards.apply(tensor, mesh, _only(over, dividing)) for tensor, over in zip(tensors, axes, strict=True)]
+    return _Whole.apply(function(*shards), mesh, _only(result_axes, dividing))
 
 
-class _Parts(torch.autograd.Function):
+class _Shards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
         ctx.mesh, ctx.axes = mesh, axes
-        return _to_parts(whole, mesh, axes)
+        return _to_shards(whole, mesh, axes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
@@ -40,33 +40,33 @@ class _Parts(torch.autograd.Function):
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
         ctx.mesh, ctx.axes = mesh, axes
-        return _to_whole(part, mesh, axes)
+        return _to_whole(shard, mesh, axes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return _to_parts(gradient, ctx.mesh, ctx.axes), None, None
+        return _to_shards(gradient, ctx.mesh, ctx.axes), None, None
 
 
-def _to_parts(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     # a copy, since the layout is written to the tensor itself
     return xs.enable_manual_sharding(whole + 0, axes, mesh=mesh).global_tensor
 
 
-def _to_whole(part: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-    shape = torch.Size(size * parts_of(mesh, over) for size, over in zip(part.shape, axes, strict=True))
-    return xs.disable_manual_sharding(part, axes, shape, mesh=mesh).global_tensor
+def _to_whole(shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    shape = torch.Size(size * shard_count(mesh, over) for size, over in zip(shard.shape, axes, strict=True))
+    return xs.disable_manual_sharding(shard, axes, shape, mesh=mesh).global_tensor
 
 
 def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequence[PartitionSpec]) -> set[Any]:
-    """The entries of ``axes`` that are more than one device and divide each dimension that they are named for."""
+    """Return the entries of ``axes`` that are more than one device and divide all dimensions they are named for."""
     sizes: dict[Any, set[int]] = {}
     for tensor, over_all in zip(tensors, axes, strict=True):
         for over, size in zip(over_all, tensor.shape, strict=True):
             sizes.setdefault(over, set()).add(size)
-    shards = {over: parts_of(mesh, over) for over in sizes}
-    return {over for over, count in shards.items() if count > 1 and all(size % count == 0 for size in sizes[over])}
+    counts = {over: shard_count(mesh, over) for over in sizes}
+    return {over for over, count in counts.items() if count > 1 and all(size % count == 0 for size in sizes[over])}
 
 
 def _only(axes: PartitionSpec, dividing: set[Any]) -> PartitionSpec:

@@ -1,5 +1,8 @@
-"""Durations have one spelling; what else a configuration may say of stops is refused with the rule."""
+"""What asks a run to stop or save before its time; and the one spelling of durations."""
 
+import os
+import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.trainer.reward_config import RewardConfig
-from trl_tpu.training.stops import parse_duration
+from trl_tpu.training import preemption
+from trl_tpu.training.preemption import SAVE_INTERVAL, SIGTERM, TIME_LIMIT, Preemption, parse_duration
 
 PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 
@@ -70,3 +74,72 @@ def test_without_limits_there_are_none(tmp_path: Path) -> None:
     assert (args.time_limit, args.save_interval) == (None, None)
     args = RewardConfig(str(tmp_path), training_time_limit="1d", save_interval_minutes=0.5)
     assert (args.time_limit, args.save_interval) == (timedelta(days=1), timedelta(seconds=30))
+
+
+# ---- wishes
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in seconds, to be put forward."""
+    now = [1000.0]
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
+    return now
+
+
+def wishes_of(stops: Preemption, step: int) -> set[str]:
+    stops.note_step(step, max_steps=10)
+    return {name for name, is_wished in stops.wishes.items() if is_wished}
+
+
+def test_a_time_limit_is_of_one_training_and_stops_nothing_after_the_last_step(clock: list[float]) -> None:
+    stops = Preemption(timedelta(hours=1), None)
+    clock[0] += 3599
+    assert wishes_of(stops, 3) == set()
+    clock[0] += 1
+    assert wishes_of(stops, 4) == {TIME_LIMIT}
+    assert wishes_of(stops, 10) == set()
+    stops.start()
+    assert wishes_of(stops, 5) == set()
+
+
+def test_an_interval_begins_with_the_last_save(clock: list[float]) -> None:
+    stops = Preemption(None, timedelta(minutes=2))
+    clock[0] += 119
+    stops.note_save(3)
+    assert stops.has_saved(3) and not stops.has_saved(4)
+    clock[0] += 119
+    assert wishes_of(stops, 4) == set()
+    clock[0] += 1
+    assert wishes_of(stops, 5) == {SAVE_INTERVAL}
+
+
+def test_the_first_sigterm_is_a_wish_and_the_second_is_what_it_was() -> None:
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: arrived.append(number))
+    try:
+        stops = Preemption(None, None)
+        with stops.hearing_sigterm(listens=True):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert wishes_of(stops, 1) == {SIGTERM} and arrived == []
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert arrived == [signal.SIGTERM] * 2
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_handler_is_set_in_the_main_thread_only_and_where_asked_for(listens: bool) -> None:
+    found: list[Any] = []
+
+    def look() -> None:
+        with Preemption(None, None).hearing_sigterm(listens):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    look()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    own = signal.getsignal(signal.SIGTERM)
+    assert [handler is own for handler in found] == [not listens, True]

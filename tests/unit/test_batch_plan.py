@@ -1,0 +1,178 @@
+"""Whether batches are packed, by which collator and in which shapes, is decided without a trainer."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import transformers
+from datasets import Dataset
+
+from trl_tpu import RewardConfig
+from trl_tpu.data.collators import (
+    DataCollatorForPreference,
+    PadToLengths,
+    PairRows,
+    PlannedRows,
+    RewardDataCollatorWithPadding,
+    TightRow,
+)
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.runtime.native import NativeRuntime
+from trl_tpu.trainer.batch_plan import BatchPlan
+from trl_tpu.trainer.packing_option import Packing
+
+COMPILING: Any = SimpleNamespace(compiles=True, has_attention_kernel=lambda: False)
+TOKENIZER = tiny.tiny_tokenizer(["text"], vocab_size=300)
+OURS = DataCollatorForPreference(0)
+
+
+def tokens(count: int, longest: int = 20) -> Dataset:
+    """Pairs that share nothing, of growing length, one in eight long."""
+    return Dataset.from_list(
+        [
+            {
+                "chosen_ids": [1 + index % 200] * (longest if index % 8 == 0 else 3 + index % 5),
+                "rejected_ids": [201 + index % 90],
+            }
+            for index in range(count)
+        ]
+    )
+
+
+def make(folder: Path, runtime: Any = None, model: Any = None, data: Any = None, **more: Any) -> BatchPlan:
+    settings = more.pop("settings", {})
+    args = RewardConfig(str(folder), report_to="none", per_device_train_batch_size=4, **settings)
+    data = tokens(64) if data is None else data
+    model = tiny.tiny_model(TOKENIZER) if model is None else model
+    plan = BatchPlan(args, model, TOKENIZER, data, MeshShape(), runtime or NativeRuntime(), **more)
+    plan.prepare(data, {"eval": tokens(9)})
+    return plan
+
+
+def test_plain_torch_packs_into_one_tight_row(tmp_path: Path) -> None:
+    plan = make(tmp_path)
+    assert plan.packed and plan.padded_because is None and plan.layout == "packed"
+    assert isinstance(plan.collator(tokens(3), 4, OURS), TightRow)
+    assert plan.shapes is None and not plan.accumulates
+    assert plan.describe() == "each packed into one row without padding"
+
+
+def test_a_device_that_compiles_gets_planned_rows(tmp_path: Path) -> None:
+    plan = make(tmp_path, COMPILING)
+    data = tokens(64)
+    collate = plan.collator(data, 4, OURS)
+    assert isinstance(collate, PlannedRows) and collate.pairs == 4 and not collate.expands
+    assert collate.plan is plan.rows(data, 4)  # planned once
+    assert plan.rows(data, 8) != plan.rows(data, 4)
+    training = plan.rows(plan._train_dataset, 4)
+    assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
+    assert plan.describe() == f"packed into rows of {training}; they attend through masks"
+
+
+def test_rows_can_be_fixed(tmp_path: Path) -> None:
+    rows = RowPlan((RowShape(1, 64),), (RowShape(1, 64),))
+    plan = make(tmp_path, COMPILING, fixed_rows=rows)
+    assert plan.rows(tokens(9), 3) is rows
+    assert plan.shapes == 2 and plan.accumulates
+
+
+def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
+    model = tiny.tiny_model(TOKENIZER)
+    plan = make(tmp_path, COMPILING, model, settings={"packed_attention": "expanded"})
+    collate = plan.collator(tokens(9), 4, OURS)
+    assert isinstance(collate, PlannedRows) and collate.expands
+    assert model.config._attn_implementation == "expanded"
+    assert "in rows of whole dialogues" in plan.describe()
+    again = tiny.tiny_model(TOKENIZER)  # as `model_init` makes for a trial
+    plan.use_model(again)
+    assert again.config._attn_implementation == "expanded"
+
+
+def test_a_row_length_too_short_for_the_evaluation_data_is_refused_before_training(tmp_path: Path) -> None:
+    plan = make(tmp_path, COMPILING, settings={"row_length": 32})
+    with pytest.raises(ValueError, match="row_length=32 is too short: the largest pair takes 41 tokens"):
+        plan.prepare(tokens(64), {"one": tokens(9), "other": tokens(9, longest=40)})
+
+
+OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
+    "old columns": ({"old_columns": True}, "this is the old API"),
+    "collator": ({"data_collator": OURS}, "a data collator of your own"),
+    "loss": ({"computes_own_loss": True}, "compute_loss is overridden"),
+    "tokens": ({"settings": {"include_num_input_tokens_seen": True}}, "include_num_input_tokens_seen counts padded"),
+}
+
+
+def test_accelerate_may_not_cut_packed_rows_apart(tmp_path: Path) -> None:
+    """It would hand on some of a row's pairs; where steps are compiled it has no hand in loading."""
+    cuts = {"settings": {"accelerator_config": {"dispatch_batches": True}}}
+    assert "dispatch_batches" in (make(tmp_path, **cuts).padded_because or "")
+    assert make(tmp_path, COMPILING, **cuts).packed
+
+
+@pytest.mark.parametrize("runtime", [NativeRuntime(), COMPILING], ids=["plain torch", "compiling"])
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_what_stands_in_the_way_is_told_once_or_refused(
+    kind: str, runtime: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments, obstacle = OBSTACLES[kind]
+    with caplog.at_level(logging.WARNING):
+        plan = make(tmp_path, runtime, **arguments)
+    told = [record.getMessage() for record in caplog.records if "padded, not packed" in record.getMessage()]
+    assert len(told) == 1 and obstacle in told[0]
+    assert not plan.packed and plan.layout == "padded" and obstacle in (plan.padded_because or "")
+    assert obstacle in plan.describe() and plan.describe().startswith("padded to ")
+    settings = arguments.get("settings", {})
+    with pytest.raises(ValueError, match=f"packing=True is impossible: {obstacle}"):
+        make(tmp_path, runtime, **arguments | {"settings": settings | {"packing": True}})
+    caplog.clear()
+    assert not make(tmp_path, runtime, **arguments | {"settings": settings | {"packing": False}}).packed
+    assert not [record for record in caplog.records if "padded" in record.getMessage()]
+
+
+def test_a_model_that_cannot_read_packed_rows_is_padded(tmp_path: Path) -> None:
+    size = {"vocab_size": 300, "hidden_size": 16, "n_layer": 1, "n_head": 2, "num_labels": 1, "pad_token_id": 0}
+    bloom = transformers.BloomForSequenceClassification(transformers.BloomConfig(**size))
+    assert "takes no position ids" in (make(tmp_path, model=bloom).padded_because or "")
+
+
+def test_a_stream_has_no_shapes_to_plan(tmp_path: Path) -> None:
+    stream = tokens(9).to_iterable_dataset()
+    assert make(tmp_path, data=stream).packed
+    plan = make(tmp_path, COMPILING, data=stream)
+    assert "train_dataset is a stream" in (plan.padded_because or "")
+    packed = make(tmp_path, COMPILING)  # and one that is only evaluated on is padded alone
+    assert isinstance(packed.collator(stream, 4, OURS), PairRows)
+    assert isinstance(packed.collator(tokens(9), 4, OURS), PlannedRows)
+
+
+def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Path) -> None:
+    off = {"settings": {"packing": False}}
+    assert make(tmp_path, **off).collator(tokens(9), 4, OURS) is OURS
+    plan = make(tmp_path, COMPILING, **off)
+    collate = plan.collator(tokens(9), 4, OURS)
+    assert isinstance(collate, PairRows) and isinstance(collate.collate, PadToLengths)
+    assert plan.shapes == len(collate.collate.lengths) and not plan.accumulates
+    assert isinstance(make(tmp_path, COMPILING, computes_own_loss=True).collator(tokens(9), 4, OURS), PadToLengths)
+    assert plan.collator(tokens(9), 4, len) is len  # one of the user's knows best
+
+
+@pytest.mark.parametrize("old_columns", [True, False])
+def test_the_default_collator_is_trls_for_the_columns(old_columns: bool, tmp_path: Path) -> None:
+    plan = make(tmp_path, old_columns=old_columns, settings={"pad_to_multiple_of": "8"})
+    collate = plan.default_collator()
+    assert isinstance(collate, RewardDataCollatorWithPadding if old_columns else DataCollatorForPreference)
+    assert collate.pad_to_multiple_of == 8
+    assert plan.padding_side == (TOKENIZER.padding_side if old_columns else "right")
+
+
+def test_packing_is_parsed_from_what_users_write() -> None:
+    assert [Packing.parse(value) for value in ("auto", "AUTO", True, "true", False, "False")] == [
+        Packing.AUTO, Packing.AUTO, Packing.TRUE, Packing.TRUE, Packing.FALSE, Packing.FALSE,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="packing must be 'auto', true or false, got 'sometimes'"):
+        Packing.parse("sometimes")

@@ -1,0 +1,156 @@
+"""A save is complete or invisible, and a failed one leaves nothing: without a Trainer, in plain torch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from trl_tpu.checkpoint.loader import CheckpointLoader
+from trl_tpu.checkpoint.manifest import MANIFEST_FILE, find_faults
+from trl_tpu.checkpoint.saver import Checkpointer, Contents
+from trl_tpu.checkpoint.state_dict import optimizer_numbers, write_progress
+from trl_tpu.errors import UserError
+from trl_tpu.runtime.native import NativeRuntime
+
+
+class Alone:
+    """One process, as `HostAgreement` is of one."""
+
+    index, count = 0, 1
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of ``model`` with moments."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny.tiny_model(tiny.tiny_tokenizer(["some text"]))
+
+
+@pytest.fixture
+def checkpointer() -> Checkpointer:
+    return Checkpointer(NativeRuntime(), Alone(), writes=True, takes_part=True, shares_disk=True, limit=2, remote=None)
+
+
+@pytest.fixture
+def contents(model: Any, tmp_path: Path) -> Callable[..., Contents]:
+    optimizer = trained(model)
+
+    def describe(folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        write_progress(folder, {"optimizer": optimizer_numbers(optimizer, model), "batches": "packed", "order": {}})
+
+    def make(step: int, describe: Callable[[Path], None] = describe, **settings: Any) -> Contents:
+        defaults: dict[str, Any] = {"model": model, "optimizer": optimizer, "best": None}
+        defaults["save_weights"] = lambda folder, weights: model.save_pretrained(folder, state_dict=weights)
+        return Contents(f"checkpoint-{step}", tmp_path, describe, **(defaults | settings))
+
+    return make
+
+
+def test_a_checkpoint_has_every_weight_once_and_loads_as_a_model(
+    checkpointer: Checkpointer, contents: Callable[..., Contents], model: Any, tmp_path: Path
+) -> None:
+    checkpointer.save(contents(3))
+    checkpointer.wait()
+    folder = tmp_path / "checkpoint-3"
+    assert find_faults(folder) == [] and checkpointer.failed == []
+    assert not (tmp_path / "_unfinished").exists()
+    (state,) = (folder / "state").iterdir()
+    assert all(name.startswith("optimizer.") for name in load_file(state))
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_weights_that_model_files_rename_are_in_the_state_too(
+    checkpointer: Checkpointer, contents: Callable[..., Contents], model: Any, tmp_path: Path
+) -> None:
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2))
+    optimizer = trained(adapted)
+    checkpointer.save(contents(1, lambda folder: None, model=adapted, optimizer=optimizer))
+    checkpointer.wait()
+    (state,) = (tmp_path / "checkpoint-1" / "state").iterdir()
+    weights = [name for name in load_file(state) if name.startswith("model.")]
+    assert weights and all("lora" in name or "score" in name for name in weights)
+
+
+def test_checksums_made_while_writing_are_the_files(
+    checkpointer: Checkpointer,
+    contents: Callable[..., Contents],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No file with tensors is read again for its checksum."""
+    from trl_tpu.checkpoint import manifest
+
+    read: list[str] = []
+    sha256 = manifest._sha256
+    monkeypatch.setattr(manifest, "_sha256", lambda path: read.append(path.suffix) or sha256(path))
+    checkpointer.save(contents(1))
+    checkpointer.wait()
+    assert read and ".safetensors" not in read
+    assert find_faults(tmp_path / "checkpoint-1") == []
+    files = json.loads((tmp_path / "checkpoint-1" / MANIFEST_FILE).read_text())["files"]
+    assert sum(name.endswith(".safetensors") for name in files) == 2
+
+
+def test_older_checkpoints_go_but_for_the_best(
+    checkpointer: Checkpointer, contents: Callable[..., Contents], tmp_path: Path
+) -> None:
+    for step in (1, 2, 3, 4):
+        checkpointer.save(contents(step, best="checkpoint-1"))
+    checkpointer.wait()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
+
+
+@pytest.mark.parametrize("fails", ["describe", "save_weights"])
+def test_a_save_that_fails_is_counted_and_leaves_nothing(
+    fails: str, checkpointer: Checkpointer, contents: Callable[..., Contents], model: Any, tmp_path: Path
+) -> None:
+    """While training stops for it, or beside training."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    adapted = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2))
+    checkpointer.save(contents(1))
+    checkpointer.save(contents(2, **{fails: fail}, model=adapted, optimizer=trained(adapted)))
+    checkpointer.wait()
+    assert checkpointer.failed == [str(tmp_path / "checkpoint-2")]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_weights_and_moments_come_back_to_the_bit(
+    checkpointer: Checkpointer, contents: Callable[..., Contents], model: Any, tmp_path: Path
+) -> None:
+    checkpointer.save(contents(7))
+    checkpointer.wait()
+    loader = CheckpointLoader(NativeRuntime(), Alone(), str(tmp_path), shares_disk=True, remote=None, local_index=0)
+    folder = loader.find(True, "packed", {})
+    assert folder == str(tmp_path / "checkpoint-7")
+    other = tiny.tiny_model(tiny.tiny_tokenizer(["some text"]))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert loader.load_weights(other, folder)
+    assert all(torch.equal(other.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    with pytest.raises(UserError, match="was trained on packed batches, and these are padded"):
+        loader.find(True, "padded", {})

@@ -1,0 +1,254 @@
+"""Every private or fragile thing of another library that this package leans on, and a check that names what broke.
+
+An upgrade that renames one of these, or stops calling an override, must fail here and not in a run. The upper bounds
+of setup.cfg are those with which this file was last read; raise one only together with it.
+"""
+
+import ast
+import configparser
+import importlib.util
+import inspect
+import mmap
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import transformers
+from packaging.requirements import Requirement
+from packaging.version import Version
+from places import ROOT
+from transformers import Trainer
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.training.device_trainer import DeviceTrainer
+
+# ---- transformers.Trainer: what is overridden
+
+OVERRIDES = sorted(
+    {
+        name
+        for kind in (DeviceTrainer, RewardTrainer)
+        for name, value in vars(kind).items()
+        if hasattr(Trainer, name) and inspect.isfunction(value) and not name.startswith("__")
+    }
+)
+
+
+def parameters_of(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_device_trainer_and_its_subclass_are_the_only_trainers() -> None:
+    sources = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_tpu").rglob("*.py")}
+    bases = {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for tree in sources.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    trainers = {name for name, of in bases.items() if any(base.endswith("Trainer") for base in of)}
+    assert trainers == {"DeviceTrainer", "RewardTrainer"}
+    assert bases["DeviceTrainer"] == ["Trainer"] and bases["RewardTrainer"] == ["DeviceTrainer"]
+
+
+def test_few_private_methods_are_overridden() -> None:
+    private = [name for name in OVERRIDES if name.startswith("_")]
+    assert len(private) < 15, private
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override_takes_what_transformers_gives(name: str) -> None:
+    theirs = parameters_of(getattr(Trainer, name))
+    ours = parameters_of(getattr(RewardTrainer, name))
+    if {"args", "kwargs"} & set(ours):
+        return  # it hands on whatever comes
+    assert ours == theirs or name == "create_model_card", f"Trainer.{name} takes {theirs}, and ours {ours}"
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The overrides that transformers, or a user, calls in a run that evaluates, saves, resumes and predicts."""
+    names: set[str] = set()
+
+    def watched(name: str, method: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            names.add(name)
+            return method(self, *args, **kwargs)
+
+        return call
+
+    watching = type("Watching", (RewardTrainer,), {n: watched(n, getattr(RewardTrainer, n)) for n in OVERRIDES})
+    # a subclass with a loss of its own would be given padded rows
+    watching.compute_loss = RewardTrainer.compute_loss  # type: ignore[attr-defined]
+    names.add("compute_loss")
+    folder = tmp_path_factory.mktemp("called")
+    pairs = tiny.made_up_pairs(16)
+    model = tiny.save_tiny(folder / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], layers=1)
+    args = RewardConfig(
+        str(folder / "out"), max_steps=3, per_device_train_batch_size=4, save_steps=1, logging_steps=1, eval_steps=1,
+        eval_strategy="steps", load_best_model_at_end=True, report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    for resume in (None, str(folder / "out" / "checkpoint-1")):
+        trainer = watching(model, args, train_dataset=pairs, eval_dataset=pairs)
+        trainer.train(resume_from_checkpoint=resume)
+    trainer.predict(pairs)
+    trainer.save_model()
+    return names
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_an_override_is_called(name: str, called: set[str]) -> None:
+    assert name in called, f"Trainer.{name} is overridden, but a run with everything in it does not call it"
+
+
+# ---- transformers.Trainer: what is called and read
+
+CALLED = {
+    "_save": ["output_dir", "state_dict"],
+    "_save_scaler": ["output_dir"],
+    "_save_rng_state": ["output_dir"],
+    "_save_optimizer_and_scheduler": ["output_dir"],
+    "_push_from_checkpoint": ["checkpoint_folder"],
+    "_get_output_dir": ["trial"],
+    "_get_learning_rate": [],
+    "_remove_unused_columns": ["dataset", "description"],
+    "_get_collator_with_removed_columns": ["data_collator", "description"],
+    "_prepare_inputs": ["inputs"],
+    "store_flos": [],
+}
+ATTRIBUTES = [
+    "_tr_loss",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_signature_columns",
+    "_train_batch_size",
+    "loss_is_scaled_for_ga",
+    "can_return_loss",
+    "current_gradient_accumulation_steps",
+    "is_in_train",
+]
+TRAINER = inspect.getsource(inspect.getmodule(Trainer))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_a_method_that_is_called_takes_the_same(name: str) -> None:
+    assert parameters_of(getattr(Trainer, name)) == CALLED[name]
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_is_read_or_set_is_there(name: str) -> None:
+    assert f"self.{name}" in TRAINER
+
+
+def test_the_loop_skips_batches_by_a_function_of_its_module() -> None:
+    """`data/loader.py` puts another in its place on XLA."""
+    assert "train_dataloader = skip_first_batches(train_dataloader," in inspect.getsource(Trainer._run_epoch)
+    assert parameters_of(transformers.trainer.skip_first_batches) == ["dataloader", "num_batches"]
+
+
+def test_the_loop_adds_losses_up_in_place_and_looks_at_the_gradient_before_the_update() -> None:
+    """`training/nonfinite.py` replaces the sum where it looks at the gradient's norm."""
+    loop = inspect.getsource(Trainer._run_epoch)
+    order = ["self._tr_loss += tr_loss_step", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()"]
+    places = [loop.index(part) for part in order]
+    assert places == sorted(places)
+
+
+def test_the_end_deletes_all_but_the_best_with_a_limit_of_one() -> None:
+    """`training/callbacks.py` sets another limit after a stop."""
+    assert "self.args.save_total_limit == 1" in inspect.getsource(Trainer._finalize_training)
+
+
+def test_a_collator_is_taken_from_the_trainer_when_a_loader_is_made() -> None:
+    """`data/loader.py` has another there meanwhile."""
+    assert "data_collator = self.data_collator" in inspect.getsource(Trainer._get_dataloader)
+
+
+# ---- names in modules: read from their source, so that nothing need be imported (torch_xla starts devices)
+
+NAMES = {
+    "transformers.core_model_loading": ["revert_weight_conversion", "HF_DEACTIVATE_ASYNC_LOAD"],
+    "transformers.modeling_layers": ["GradientCheckpointingLayer", "_gradient_checkpointing_func"],
+    "transformers.modeling_utils": [
+        "safe_open",  # modeling/streaming.py puts a reader in its place
+        "_is_hf_initialized",
+        "_can_set_attn_implementation",
+        "_can_set_experts_implementation",
+        "AttentionInterface",
+    ],
+    "transformers.masking_utils": ["AttentionMaskInterface", "sdpa_mask", "causal_mask_function"],
+    "transformers.integrations.moe": ["_apply_gate"],
+    "transformers.hf_argparser": ["_parse_dataclass_field"],
+    "transformers.trainer_callback": ["DefaultFlowCallback", "ExportableState", "stateful_callbacks"],
+    "accelerate.data_loader": ["SeedableRandomSampler", "SkipBatchSampler", "SkipDataLoader"],
+    "datasets.arrow_dataset": ["_fingerprint"],
+    "torch.distributed.checkpoint.hf_storage": ["HuggingFaceStorageWriter", "_write_data", "save_distributed"],
+    "torch.distributed.checkpoint.filesystem": ["class FileSystem(", "def create_stream("],
+    "torch.utils._python_dispatch": ["_get_current_dispatch_mode_stack"],
+    "torch_xla.experimental.scan": ["_scan_impl_flat"],
+    "torch_xla.experimental.distributed_checkpoint._helpers": ["_CpuShards", "_sharded_cpu_state_dict"],
+    "torch_xla.experimental.distributed_checkpoint": ["SPMDSavePlanner", "SPMDLoadPlanner"],
+    "torch_xla.distributed.parallel_loader": ["class ParallelLoader", "_exception_queue"],
+    "torch_xla.distributed.spmd.xla_sharding": ["_get_op_sharding_args", "class ShardingSpec", "HybridMesh"],
+    "torch_xla.core.xla_model": ["optimization_barrier_", "send_cpu_data_to_device"],
+}
+
+
+def source_of(module: str) -> str:
+    """The source of an installed module, without importing it or the package that it is in."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{top} is not installed")
+    path = Path(spec.origin).parent.joinpath(*rest)
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
+def test_a_name_is_in_its_module(module: str, name: str) -> None:
+    assert name in source_of(module), f"{module} has no {name} any more"
+
+
+XLAC = [
+    "_xla_get_runtime_devices",
+    "_xla_get_spmd_config_is_locked",
+    "_xla_get_cpu_tensors",
+    "_xla_mark_sharding",
+    "_get_xla_sharding_spec",
+    "_xla_user_computation",
+]
+
+
+@pytest.mark.parametrize("name", XLAC)
+def test_a_function_is_in_torch_xlas_library(name: str) -> None:
+    spec = importlib.util.find_spec("torch_xla")
+    if spec is None or spec.origin is None:
+        pytest.skip("torch_xla is not installed")
+    (library,) = Path(spec.origin).parents[1].glob("_XLAC*.so")
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        assert content.find(name.encode()) >= 0
+
+
+# ---- versions
+
+
+def requirements() -> dict[str, Requirement]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = [line for line in setup["options"]["install_requires"].splitlines() if line and not line.startswith("#")]
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_xla", "transformers", "accelerate", "datasets", "peft"])
+def test_a_library_that_is_leaned_on_has_an_upper_bound(name: str) -> None:
+    """At its next minor version, or major one where only public names are used."""
+    requirement = requirements()[name]
+    installed = Version(version(name))
+    assert requirement.specifier.contains(installed)
+    assert not requirement.specifier.contains(Version(f"{installed.major + 1}.0"))
+    if name == "transformers":
+        assert not requirement.specifier.contains(Version(f"{installed.major}.{installed.minor + 1}"))

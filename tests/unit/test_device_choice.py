@@ -1,0 +1,155 @@
+"""The device is chosen as a user would expect, and transformers and accelerate choose the same, before and after."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from trl_tpu.runtime.device_choice import PCI_DEVICES, PCI_VENDOR, SET_BY_TORCH_XLA, Facts, choose
+
+needs_torch_xla = pytest.mark.skipif(
+    importlib.util.find_spec("torch_xla") is None, reason="torch_xla, which other libraries prefer, is not installed"
+)
+BOTH = {"has_torch_xla": True, "has_libtpu": True}
+XLA_ONLY = {"has_torch_xla": True, "has_libtpu": False}
+NEITHER = {"has_torch_xla": False, "has_libtpu": False}
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "reason"),
+    [
+        # installed is not chosen
+        (Facts(**BOTH), "native", "no TPU is attached; PJRT_DEVICE=CPU would choose PyTorch/XLA"),
+        (Facts(**NEITHER), "native", "torch_xla is not installed"),
+        # a TPU
+        (Facts(**BOTH, tpu_chips=4), "xla", "a TPU is attached; USE_TORCH_XLA=0 would choose plain torch"),
+        (Facts(**XLA_ONLY, tpu_chips=4), "native", "a TPU is attached, but libtpu is not installed: pip install"),
+        (Facts(**NEITHER, tpu_chips=4), "native", "a TPU is attached, but torch_xla is not installed: pip install"),
+        # asked for
+        (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU is set; USE_TORCH_XLA=0 would"),
+        (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU is set"),
+        (Facts(**NEITHER, pjrt_device="CPU"), "native", "PJRT_DEVICE=CPU is set, but torch_xla is not installed"),
+        # switched off, or not
+        (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0 turns PyTorch/XLA off"),
+        (Facts(**BOTH, pjrt_device="CPU", switch="false"), "native", "USE_TORCH_XLA=false turns PyTorch/XLA off"),
+        (Facts(**BOTH, pjrt_device="CPU", switch="1"), "xla", "PJRT_DEVICE=CPU is set"),
+        (Facts(**BOTH, switch="1"), "native", "no TPU is attached"),
+    ],
+)
+def test_the_rule(facts: Facts, name: str, reason: str) -> None:
+    choice = choose(facts)
+    assert choice.name == name and reason in choice.reason
+
+
+def run(code: str, **environment: str) -> str:
+    """What a process prints whose environment names no device but by ``environment``."""
+    variables = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
+    plain = {name: value for name, value in os.environ.items() if name not in variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=plain | environment | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+SAY = """
+import accelerate.utils, transformers.utils
+from trl_tpu import runtime
+said = {transformers.utils.is_torch_xla_available(), accelerate.utils.is_torch_xla_available()}
+print(runtime.choice().name, *said)
+"""
+BEFORE = """
+import accelerate.utils, transformers.trainer, transformers.utils
+assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch_xla_available()
+"""
+
+
+@needs_torch_xla
+@pytest.mark.parametrize(
+    ("before", "environment", "expected"),
+    [
+        ("import sys, trl_tpu; assert 'torch' not in sys.modules", {}, "native False"),
+        ("import trl_tpu", {"PJRT_DEVICE": "CPU"}, "xla True"),
+        ("import trl_tpu", {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "0"}, "native False"),
+        (f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'", {}, "native False"),  # torch_xla's own
+        (BEFORE, {"PJRT_DEVICE": "CPU"}, "xla True"),
+        (f"import os; os.environ['PJRT_DEVICE'] = 'CPU'\n{BEFORE}", {}, "xla True"),
+    ],
+    ids=[
+        "nothing",
+        "asked for",
+        "switched off",
+        "transformers first",
+        "asked for, transformers first",
+        "asked in code",
+    ],
+)
+def test_other_libraries_choose_the_same(before: str, environment: dict[str, str], expected: str) -> None:
+    assert run(f"{before}\n{SAY}", **environment).splitlines()[-1] == expected
+
+
+@needs_torch_xla
+@pytest.mark.parametrize("first", ["", "import transformers.trainer"])
+def test_a_gpu_is_not_taken_away(first: str, tmp_path: Path) -> None:
+    """By installing torch_xla. There is no GPU here: torch only says that there is one."""
+    code = f"""
+import torch
+torch.cuda.is_available = torch.cuda.is_bf16_supported = lambda *_, **__: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.set_device = lambda _: None
+torch.cuda.get_device_name = lambda *_: "a GPU"
+{first}
+from trl_tpu import RewardConfig, runtime
+args = RewardConfig({str(tmp_path)!r}, report_to="none")
+print(args.device, args.bf16, runtime.current().name, runtime.current().topology().description, sep=", ")
+"""
+    assert run(code).splitlines()[-1] == "cuda:0, True, native, a GPU"
+
+
+@needs_torch_xla
+def test_devices_that_were_started_before_are_an_error_with_the_fix() -> None:
+    code = """
+from transformers import TrainingArguments
+print(TrainingArguments("nowhere", report_to="none").device)
+import trl_tpu
+try:
+    trl_tpu.RewardTrainer
+except RuntimeError as error:
+    print(error)
+"""
+    device, error = run(code).splitlines()[-2:]
+    assert device == "xla:0"
+    assert "plain torch, since no TPU is attached" in error and "Import trl_tpu before anything makes" in error
+    assert "USE_TORCH_XLA=0" in error and "PJRT_DEVICE=CPU" in error
+
+
+@needs_torch_xla
+@pytest.mark.parametrize("command", ["reward", "score"])
+def test_a_config_file_may_ask_for_a_device(command: str, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("env: {PJRT_DEVICE: CPU}\n")
+    code = f"""
+import importlib, sys
+from trl_tpu import cli, runtime
+assert runtime.choice().name == "native"
+importlib.import_module = lambda name: sys.exit(0)  # in the place of what imports the heavy part
+try:
+    cli.main([{command!r}, "--config", {str(config)!r}])
+finally:
+    print(runtime.choice().name)
+"""
+    assert run(code) == "xla\n"
+
+
+@needs_torch_xla
+def test_a_tpu_is_what_torch_xla_takes_for_one() -> None:
+    code = "from torch_xla._internal import tpu; print(tpu._GOOGLE_PCI_VENDOR_ID, *tpu._TPU_PCI_DEVICE_IDS)"
+    vendor, *devices = run(code, PJRT_DEVICE="CPU").split()
+    assert vendor == PCI_VENDOR and set(devices) == PCI_DEVICES

@@ -1,0 +1,256 @@
+"""What README and the guides show is so: their commands and snippets run, on tiny models that stand in for large ones.
+
+Blocks of a page run in order, in a folder that looks like a checkout. Shell runs in a real shell, in which ``trl-tpu``
+is handed to this process, so that nothing heavy is imported anew; only with PJRT_DEVICE set it is a process of its
+own. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pages
+import pytest
+import torch
+from places import EXAMPLES, ROOT
+from transformers import AutoModelForSequenceClassification
+
+from trl_tpu import RewardConfig, cli
+from trl_tpu.modeling.attention.packability import PROVEN_TYPES
+from trl_tpu.parallel.rules import Rules
+from trl_tpu.scripts import export, plan, reward, score, synthetic
+
+GUIDES = EXAMPLES / "guides"
+MAKE_PARSER = {each.__name__.rpartition(".")[2]: each.make_parser for each in (reward, score, export, plan)}
+NAMES = [page.relative_to(ROOT).as_posix() for page in pages.PAGES]
+SEPARATOR = "\x1f"
+
+# asks this process over two inherited pipes, and shows what the command said
+TRL_TPU = """#!/bin/bash
+[ -n "$PJRT_DEVICE" ] && exec env -u USE_TORCH_XLA "$PYTHON" -m trl_tpu.cli "$@"
+printf '%s\\x1f' "$@" >&"$ASK"
+printf '\\n' >&"$ASK"
+read -r status <&"$ANSWER"
+cat "$SAID"
+exit "$status"
+"""
+PROGRAMS = {
+    "trl-tpu": TRL_TPU,
+    "python": '#!/bin/bash\nexec "$PYTHON" "$@"\n',
+    "make": '#!/bin/bash\nexec /usr/bin/make --dry-run --silent "$@" > /dev/null\n',
+}
+
+
+def checkout(folder: Path) -> Path:
+    """A folder with the repository's own files, and small things under the names of large ones."""
+    for name in ("examples", "Makefile", "setup.cfg"):
+        (folder / name).symlink_to(ROOT / name)
+    language_model = folder / "Qwen" / "Qwen2.5-0.5B-Instruct"
+    Path(synthetic.resolve_model("synthetic:tiny", str(language_model.parent))).rename(language_model)
+    model = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1)
+    synthetic.tiny_tokenizer().save_pretrained(folder / "runs" / "quickstart")
+    model.save_pretrained(folder / "runs" / "quickstart")
+    pairs = folder / "trl-lib" / "ultrafeedback_binarized"
+    for split, rows in synthetic.number_comparisons().items():
+        rows.select(range(16)).to_json(pairs / f"{split}.jsonl")
+    programs = folder / "programs"
+    programs.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return folder
+
+
+def called(words: list[str]) -> tuple[int, str]:
+    """The status of a ``trl-tpu`` command, which takes two steps where it does not say how many, and its output."""
+    if words[0] == "plan":  # it compiles for minutes: tests/tpu runs it
+        check_flags(words)
+        return 0, ""
+    if words[0] == "reward" and "--max_steps" not in words:
+        words = [*words, "--max_steps", "2"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            status = cli.main(words)
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+    return status, said.getvalue()
+
+
+def run_shell(text: str, folder: Path) -> None:
+    ask, shell_asks = os.pipe()
+    shell_hears, answer = os.pipe()
+    said = folder / "programs" / "said"
+    environment = os.environ | {
+        "PATH": f"{folder / 'programs'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHON": sys.executable,
+        "ASK": str(shell_asks),
+        "ANSWER": str(shell_hears),
+        "SAID": str(said),
+    }
+    shell = subprocess.Popen(
+        ["/bin/bash", "-e", "-o", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        pass_fds=(shell_asks, shell_hears),
+    )
+    os.close(shell_asks)
+    os.close(shell_hears)
+    with os.fdopen(ask) as asked, os.fdopen(answer, "w") as answers:
+        for line in asked:  # until the shell has ended
+            status, output = called(line.rstrip("\n").split(SEPARATOR)[:-1])
+            said.write_text(output)
+            print(status, file=answers, flush=True)
+    assert shell.wait() == 0, text
+
+
+def check_flags(words: list[str]) -> None:
+    """Let a command's own parser read its words, without the file of `--config`, which need not be there."""
+    command, *words = words
+    if "--config" in words:
+        at = words.index("--config")
+        words = words[:at] + words[at + 2 :]
+    unknown = MAKE_PARSER[command]().parse_known_args(words)[1]
+    assert not unknown, f"trl-tpu {command} has no {unknown}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [block for block in pages.blocks(ROOT / name) if block.runs]
+    if not found:
+        pytest.skip("it has none")
+    monkeypatch.chdir(checkout(tmp_path))
+    monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 16)
+    monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
+    torch.set_num_threads(2)
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in found:
+        if block.language == "bash":
+            run_shell(block.text, tmp_path)
+        elif block.language == "python":
+            code = "\n" * (block.line - 1) + block.text
+            exec(compile(code, str(ROOT / name), "exec"), names)
+        elif block.language == "yaml":
+            file = re.match(r"# (\S+\.yaml)\n", block.text)
+            assert file is not None, "the first line names the file that a block of YAML is"
+            (tmp_path / file[1]).write_text(block.text)
+        else:
+            assert block.language == "text", f"line {block.line}: a block of {block.language} is not tested"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_does_not_run_says_why_and_has_flags_that_there_are(name: str) -> None:
+    for block in pages.blocks(ROOT / name):
+        if not block.runs:
+            assert block.text.startswith(pages.NOT_RUN)
+            for words in pages.commands(block):
+                check_flags(words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_links_and_files_in_the_text_are_there(name: str) -> None:
+    page = ROOT / name
+    known = {option for make in MAKE_PARSER.values() for action in make()._actions for option in action.option_strings}
+    spans = pages.quoted(pages.prose(page))
+    assert {span.split()[0] for span in spans if span.startswith("--")} <= known | {"--config"}
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
+    paths = [span for span in spans if re.fullmatch(r"(trl_tpu|tests|examples)/[\w/.]+", span)]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_guide_is_linked_in_the_readme_and_names_no_old_one() -> None:
+    links = re.findall(r"\]\((examples/[^)]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {page.relative_to(ROOT).as_posix() for page in EXAMPLES.rglob("*.md")} <= set(links)
+
+
+def test_the_readmes_own_two_commands_are_these() -> None:
+    assert any(block.text == "make quickstart\nmake test\n" for block in pages.blocks(ROOT / "README.md"))
+
+
+# ---- facts that the pages copy
+
+
+def messages() -> list[str]:
+    headings = re.findall(r"^### (.+)$", (GUIDES / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    inline = re.findall(r"^- (`.+?`):", (GUIDES / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    reasons = re.findall(r"^\| (`.+?) \| ", pages.prose(GUIDES / "packing.md"), re.MULTILINE)
+    others = {"RESOURCE_EXHAUSTED", "CUDA out of memory", "trl-tpu score"}
+    return [span for line in [*headings, *inline, *reasons] for span in pages.quoted(line) if span not in others]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return pages.said_in(ROOT / "trl_tpu")
+
+
+@pytest.mark.parametrize("message", messages())
+def test_messages_that_are_quoted_are_the_programs_own(message: str, texts: list[str]) -> None:
+    parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
+    pattern = re.compile(".*".join(parts), re.DOTALL)
+    assert any(pattern.search(text) for text in texts), message
+
+
+def test_the_models_that_are_said_to_be_packed_are_those_that_are_proven() -> None:
+    (row,) = re.findall(r"^\| (.+?) \| packed \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(pages.quoted(row)) == PROVEN_TYPES
+
+
+def test_the_fields_that_trl_has_not_are_fields() -> None:
+    (fields,) = re.findall(
+        r"`RewardConfig` has (.+?)\.\n- ", pages.prose(GUIDES / "differences_from_trl.md"), re.DOTALL
+    )
+    assert set(pages.quoted(fields)) <= {each.name for each in dataclasses.fields(RewardConfig)}
+
+
+def test_the_sharding_plan_that_is_shown_fits_a_llama(tmp_path: Path) -> None:
+    (block,) = [each for each in pages.blocks(GUIDES / "sharding_and_slices.md") if "plan.yaml" in each.text[:20]]
+    (tmp_path / "plan.yaml").write_text(block.text)
+    model = synthetic.tiny_model(synthetic.tiny_tokenizer())
+    Rules.read(tmp_path / "plan.yaml").check(["score.weight", *(name for name, _ in model.named_parameters())])
+
+
+def script(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    drawn = script(GUIDES / "packed_pair.py").picture()
+    assert (GUIDES / "packed_pair.svg").read_text(encoding="utf-8") == f"{drawn}\n"
+
+
+def test_the_table_of_slices_is_what_its_command_prints(capsys: pytest.CaptureFixture) -> None:
+    script(EXAMPLES / "slice_memory.py").main()
+    printed = capsys.readouterr().out
+    assert printed.count("\n") > 10
+    assert printed in (GUIDES / "sharding_and_slices.md").read_text()
+
+
+def test_slices_that_are_recommended_leave_a_fifth_of_a_chip_free() -> None:
+    memory = script(EXAMPLES / "slice_memory.py")
+    rows = memory.table()
+    assert len(rows) == len(memory.CHOICES)
+    for name, slice_name, _, _, state, inputs, of in rows:
+        assert state + inputs < 0.8 * of, (name, slice_name)
+
+
+def test_state_is_sixteen_bytes_a_trained_parameter_and_four_a_frozen_one() -> None:
+    memory = script(EXAMPLES / "slice_memory.py")
+    model = memory.model_without_weights("Qwen2.5-0.5B")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    full, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, 1.0)
+    frozen, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, 0.0)
+    assert full == pytest.approx(16 * count / 8 / 1e9, rel=1e-3)
+    assert frozen == pytest.approx(4 * count / 8 / 1e9, rel=1e-3)

@@ -1,0 +1,17 @@
+"""What a user can put right: settings, files, data and models that cannot work. The message names rule, value and fix.
+
+The command prints these in one line and ends with status 2; every other exception keeps its traceback. They are made
+of one message, so that they come back whole from worker processes.
+"""
+
+
+class UserError(ValueError):
+    """Something that the user gave cannot work."""
+
+
+class UserTypeError(UserError, TypeError):
+    """As `UserError`, for a value of the wrong type, where TRL's API promises a TypeError."""
+
+
+class UserFileError(UserError, FileNotFoundError):
+    """As `UserError`, for a file that is not where the user says."""

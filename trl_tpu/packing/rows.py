@@ -1,0 +1,86 @@
+"""Packed rows, from the packing of token ids to attention on a device: one class, one name for each tensor.
+
+Packing makes them of numpy arrays, the collator maps these to torch tensors, and a loader those to tensors on the
+device. `trl_tpu.packing.pack` and `trl_tpu.packing.expand` tell what the numbers mean.
+
+Letters: P pairs, R rows, L length of a row, 2 chosen and rejected.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from .trie import Tree
+
+Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
+Other = TypeVar("Other")
+
+
+class Movable:
+    """Moves to a device as a tensor does: accelerate calls `to`, and a DataLoader that pins memory `pin_memory`."""
+
+    def map_tensors(self, function: Callable[[Any], Any]) -> Any:
+        """Return the same with ``function`` of each tensor in its place."""
+        raise NotImplementedError
+
+    def to(self, device: Any, non_blocking: bool = False) -> Self:
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
+
+
+class Expansion(NamedTuple, Generic[Array]):
+    """Where the tokens of packed rows lie in expanded rows, int32: see `trl_tpu.packing.expand`."""
+
+    gather_R2L: Array
+    """The column of the packed row whose token is copied to each place; -1 for padding."""
+    segment_R2L: Array
+    """A number for each dialogue of a row; 0 for padding."""
+    scatter_R2L: Array
+    """The column that takes its output from each place; -1 where none does, as it has another copy or is padding."""
+    inverse_RL: Array
+    """For each token, the place in the two rows, flattened, that its output is taken from; -1 for padding."""
+
+
+@dataclass(frozen=True)
+class PackedRows(Movable, Generic[Array]):
+    """The packed rows of one micro-batch, which hold some or all pairs of a batch.
+
+    Rows of one `RowShape` have tensors of the same shapes, whatever the batch. Padding columns hold the pad token at
+    position 0 and see only themselves. Pairs of the batch that are not in these rows, and those that a short batch
+    lacks, have a false `pair_mask_P`, last tokens (0, 0), no tokens and margin 0.
+    """
+
+    input_ids_RL: Array
+    """Token ids, int32."""
+    position_ids_RL: Array
+    """The index of each token in its dialogue, int32."""
+    subtree_end_RL: Array
+    """Token q sees token k exactly when ``k <= q < subtree_end[k]``, int32."""
+    last_row_P2: Array
+    """The row of the token that scores the chosen and the rejected dialogue, int32."""
+    last_column_P2: Array
+    """Its column, int32."""
+    pair_mask_P: Array
+    """True for the pairs in these rows."""
+    tokens_P: Array
+    """How many tokens the pair's two dialogues have, as if nothing were shared, int32."""
+    margin_P: Array | None
+    """The target margin, float32; None where the data has none."""
+    batch_pairs_1: Array
+    """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
+    expansion: Expansion[Array] | None = None
+    """Where the tokens lie in rows of whole dialogues, for models that attend there."""
+    trees: tuple[Tree, ...] | None = None
+    """Where the trees of a tight row lie, which attend one by one; None where whole rows are masked."""
+
+    def named_tensors(self) -> dict[str, Array]:
+        """Return all tensors that are there by their fields' names."""
+        own = {name: value for name, value in vars(self).items() if hasattr(value, "dtype")}
+        return own if self.expansion is None else own | self.expansion._asdict()
+
+    def map_tensors(self, function: Callable[[Array], Other]) -> "PackedRows[Other]":
+        own = {name: function(value) for name, value in vars(self).items() if hasattr(value, "dtype")}
+        expansion = None if self.expansion is None else Expansion(*map(function, self.expansion))
+        return PackedRows(**{**vars(self), **own, "expansion": expansion})

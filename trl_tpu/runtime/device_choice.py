@@ -1,0 +1,163 @@
+"""Which device trains, chosen as a user would expect, and made known to libraries that choose by themselves.
+
+PyTorch/XLA where a TPU is attached or ``PJRT_DEVICE`` is set; else plain torch, on a GPU where there is one. That
+torch_xla is installed says nothing: its wheels come with this package. But transformers and accelerate train on XLA
+wherever they find it, unless ``USE_TORCH_XLA=0``. This module imports nothing, so that it can settle the choice first.
+"""
+
+import glob
+import os
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+#: What torch_xla takes for a TPU: devices on the PCI bus of this vendor with these numbers. (torch_xla._internal.tpu)
+PCI_VENDOR = "0x1ae0"
+PCI_DEVICES = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076"})
+
+#: What torch_xla sets in the environment while it is imported, before it sets ``PJRT_DEVICE``.
+SET_BY_TORCH_XLA = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "GRPC_VERBOSITY")
+
+_SWITCH = "USE_TORCH_XLA"
+_INSTALL = "pip install 'trl-tpu[tpu]'"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the choice depends on."""
+
+    has_torch_xla: bool
+    has_libtpu: bool
+    tpu_chips: int = 0
+    """TPU chips of this host."""
+    pjrt_device: str | None = None
+    """The variable ``PJRT_DEVICE``, if it was set on purpose."""
+    switch: str | None = None
+    """The variable ``USE_TORCH_XLA``, if it was set on purpose."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which runtime trains, and the reason and how to change it, for the log."""
+
+    name: Literal["xla", "native"]
+    reason: str
+
+
+def choose(facts: Facts) -> Choice:
+    """Return the choice: the first rule that applies."""
+    if facts.switch is not None and facts.switch.upper() not in ("1", "ON", "YES", "TRUE"):
+        return Choice("native", f"{_SWITCH}={facts.switch} turns PyTorch/XLA off")
+    if facts.has_torch_xla and facts.pjrt_device:
+        return Choice("xla", f"PJRT_DEVICE={facts.pjrt_device} is set; {_SWITCH}=0 would choose plain torch")
+    if facts.has_torch_xla and facts.tpu_chips and facts.has_libtpu:
+        return Choice("xla", f"a TPU is attached; {_SWITCH}=0 would choose plain torch")
+    lacks = "libtpu" if facts.has_torch_xla else "torch_xla"
+    if facts.tpu_chips:
+        return Choice("native", f"a TPU is attached, but {lacks} is not installed: {_INSTALL} to train on it")
+    if facts.pjrt_device:
+        return Choice("native", f"PJRT_DEVICE={facts.pjrt_device} is set, but {lacks} is not installed: {_INSTALL}")
+    if not facts.has_torch_xla:
+        return Choice("native", "no TPU is attached, and torch_xla is not installed")
+    return Choice("native", "no TPU is attached; PJRT_DEVICE=CPU would choose PyTorch/XLA on the CPU")
+
+
+class _Settled:
+    """What was chosen in this process."""
+
+    choice: Choice | None = None
+    set_switch = False
+    """Whether ``USE_TORCH_XLA`` was set here."""
+    came_late = False
+    """Whether XLA had been started when plain torch was chosen."""
+
+
+def settle() -> None:
+    """Choose by the environment as it is now: when this package is imported, and again for whoever changes it then.
+
+    Once transformers is imported, what it was told stays.
+    """
+    if _Settled.choice is not None and "transformers" in sys.modules:
+        return
+    if _Settled.set_switch and os.environ.get(_SWITCH) == "0":
+        del os.environ[_SWITCH]
+    facts = _facts()
+    _Settled.choice = choose(facts)
+    _Settled.set_switch = _Settled.choice.name == "native" and facts.has_torch_xla and facts.switch is None
+    if _Settled.set_switch:
+        torch_xla = sys.modules.get("torch_xla")
+        _Settled.came_late = torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
+        _turn_xla_off()
+
+
+def choice() -> Choice:
+    """Return what this process trains on.
+
+    Raises:
+        RuntimeError: It is plain torch, but XLA had been started before.
+    """
+    if _Settled.choice is None:
+        settle()
+    assert _Settled.choice is not None
+    if _Settled.came_late:
+        raise RuntimeError(
+            f"This process is to train on plain torch, since {_Settled.choice.reason}. But XLA's devices were started "
+            "before trl_tpu was imported: accelerate does that wherever torch_xla is installed. Import trl_tpu before "
+            f"anything makes an Accelerator or TrainingArguments, or set {_SWITCH}=0 in the environment; or set "
+            "PJRT_DEVICE=CPU there to train on PyTorch/XLA."
+        )
+    return _Settled.choice
+
+
+def _facts() -> Facts:
+    return Facts(
+        has_torch_xla=find_spec("torch_xla") is not None,
+        has_libtpu="TPU_LIBRARY_PATH" in os.environ or find_spec("libtpu") is not None,
+        tpu_chips=sum(map(_is_tpu, glob.glob("/sys/bus/pci/devices/*"))),
+        pjrt_device=_asked_device(),
+        switch=os.environ.get(_SWITCH),
+    )
+
+
+def _is_tpu(device: str) -> bool:
+    try:
+        vendor, number = (Path(device, name).read_text(encoding="utf-8").strip() for name in ("vendor", "device"))
+    except OSError:  # unplugged meanwhile, or hidden
+        return False
+    return vendor == PCI_VENDOR and number in PCI_DEVICES
+
+
+def _asked_device() -> str | None:
+    """Return ``PJRT_DEVICE``; None if torch_xla set it, which sets "CPU" when it is imported and finds no TPU.
+
+    The environment keeps the order in which variables were set: torch_xla sets this one last.
+    """
+    device = os.environ.get("PJRT_DEVICE")
+    if device != "CPU" or "torch_xla" not in sys.modules:
+        return device
+    order = list(os.environ)
+    others = [order.index(name) for name in SET_BY_TORCH_XLA if name in order]
+    return device if order.index("PJRT_DEVICE") < max(others, default=0) else None
+
+
+def _turn_xla_off() -> None:
+    """Let transformers and accelerate train on plain torch too.
+
+    Each reads the switch once, when it is imported, and keeps its answer. What was imported before is corrected: the
+    variable that it read the switch into, and the answer.
+    """
+    os.environ[_SWITCH] = "0"
+    transformers, accelerate = (
+        sys.modules.get(name) for name in ("transformers.utils.import_utils", "accelerate.utils.imports")
+    )
+    if transformers is not None:
+        transformers.USE_TORCH_XLA = "0"  # type: ignore[attr-defined]
+        transformers.is_torch_xla_available.cache_clear()
+    if accelerate is not None:
+        accelerate._torch_xla_available = False  # type: ignore[attr-defined]
+        accelerate.is_torch_xla_available.cache_clear()
+
+
+__all__ = ["PCI_DEVICES", "PCI_VENDOR", "SET_BY_TORCH_XLA", "Choice", "Facts", "choice", "choose", "settle"]

@@ -1,0 +1,73 @@
+"""Plans the shapes of a dataset's batches for a device that compiles each: rows to pack pairs in, or lengths."""
+
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from ..data.collators import bucket_lengths
+from ..data.measure import longer_dialogues, pair_sizes, shared_prefix_length
+from ..packing.schedule import RowPlan, plan_rows
+from .reward_config import RewardConfig
+
+
+def plan_rows_of(
+    dataset: Dataset,
+    hidden_size: int,
+    pairs: int,
+    shards: int,
+    args: RewardConfig,
+    expands: bool = False,
+    multiple: int = 32,
+) -> RowPlan:
+    """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
+
+    Args:
+        expands: Whether attention reads rows of whole dialogues: then what all dialogues share takes room in each.
+        multiple: Lengths are multiples of this.
+
+    Raises:
+        UserError: For too short a `row_length`.
+    """
+    names = ["chosen_ids", "rejected_ids"]
+    chunks = [chunk for chunk in dataset.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
+    sizes = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks])
+    return plan_rows(
+        sizes,
+        pairs,
+        shards,
+        max_shapes=args.max_shapes,
+        shared_prefix=0 if expands else shared_prefix_length(chunk[name] for chunk in chunks for name in names),
+        attention_crossover_length=attention_crossover_length(hidden_size),
+        multiple=multiple,
+        row_length=args.row_length,
+    )
+
+
+def attention_crossover_length(hidden_size: int) -> float:
+    """Return the row length at which attention takes as many operations as the linear layers of a plain transformer.
+
+    Of a layer's multiplications a token takes 12 H^2 in its linear layers and 2 H L in attention over L others.
+    """
+    return 6 * hidden_size
+
+
+def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
+    """Choose the row lengths of padded batches of ``dataset`` on a device that compiles once per length.
+
+    A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
+    """
+    longest = _longest(dataset)
+    longest = args.max_length if longest is None else longest
+    if not longest:
+        return None
+    if multiple := args.pad_to_multiple_of:
+        assert isinstance(multiple, int)  # the config has read its text forms
+        return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
+    return bucket_lengths(longest, args.max_shapes)
+
+
+def _longest(dataset: Any) -> int | None:
+    if not isinstance(dataset, Dataset):
+        return None  # a stream
+    return int(longer_dialogues(dataset).max()) if len(dataset) else None

@@ -1,0 +1,144 @@
+"""Stops that are not the end, by a SIGTERM or a time limit: both save at the end of the step, to go on from there.
+
+SIGTERM is what a machine that is taken away sends: Compute Engine and Kubernetes directly, and torch_xla's own
+preemption notice (`PreemptionSyncManager`) is a handler of that signal and nothing else. We handle it ourselves, since
+its handler could neither be taken back nor let a second signal through.
+"""
+
+import contextlib
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+from ..checkpoint.background import NOT_SAVED
+from ..errors import UserError
+
+#: The exit status of a run that stopped with a checkpoint and should be started again: EX_TEMPFAIL of sysexits.h.
+UNFINISHED = 75
+
+SIGTERM = "SIGTERM"
+TIME_LIMIT = "training_time_limit"
+SAVE_INTERVAL = "save_interval_minutes"
+
+_DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
+
+
+class Unfinished(SystemExit):
+    """Training was stopped before its end and has saved a checkpoint to go on from; uncaught, the exit status is 75.
+
+    Where that checkpoint could not be saved, the status is 74, and an earlier one is to go on from.
+
+    `train()` raises it after a SIGTERM: what a script does after training is for a trained model, and takes time that
+    a process told to end does not have.
+
+    Attributes:
+        reason: What stopped it.
+        checkpoint: The folder, or URL, to resume from.
+        saved: Whether it could be saved.
+    """
+
+    def __init__(self, reason: str, checkpoint: str, saved: bool = True) -> None:
+        super().__init__(UNFINISHED if saved else NOT_SAVED)
+        self.reason = reason
+        self.checkpoint = checkpoint
+        self.saved = saved
+
+    def __str__(self) -> str:
+        outcome = "is to go on from" if self.saved else "could not be saved"
+        return f"{self.reason} stopped training; {self.checkpoint} {outcome}"
+
+
+class EvaluationCutShort(Exception):
+    """An evaluation that is not waited for, since the process was told to end."""
+
+
+class Preemption:
+    """Knows what asks this process to save, and to stop, before its time: a SIGTERM, a time limit, an interval.
+
+    What it wishes is decided on by all processes together (`HostAgreement`).
+
+    Args:
+        time_limit: How long one `train()` may take; None for as long as it takes.
+        save_interval: How long after the last save to save again; None for never.
+    """
+
+    def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
+        self._time_limit, self._save_interval = time_limit, save_interval
+        self.start()
+
+    def start(self) -> None:
+        """Begin to train."""
+        self.stopped_by: str | None = None
+        self.told_to_stop = False
+        self.wishes = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
+        """What this process wished at the end of the last step."""
+        self._saved_step = -1
+        self._started = self._last_save = time.monotonic()
+
+    @contextlib.contextmanager
+    def hearing_sigterm(self, listens: bool) -> Iterator[None]:
+        """Note the first SIGTERM; a second does what it would have done without us.
+
+        Args:
+            listens: False where somebody else handles it. Only the main thread may have a handler.
+        """
+        if not listens or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        # None is a handler that Python did not install and cannot put back
+        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+        def note(*_: object) -> None:
+            self.told_to_stop = True
+            signal.signal(signal.SIGTERM, before)
+
+        signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def note_step(self, step: int, max_steps: int) -> None:
+        """Note the end of ``step``, and what is wished by then."""
+        now = time.monotonic()
+        self.wishes = {
+            SIGTERM: self.told_to_stop,
+            TIME_LIMIT: _is_over(self._time_limit, now - self._started) and step < max_steps,
+            SAVE_INTERVAL: _is_over(self._save_interval, now - self._last_save),
+        }
+
+    def pass_on_sigterm(self) -> None:
+        """Do what a SIGTERM does without us."""
+        signal.raise_signal(signal.SIGTERM)
+
+    def note_save(self, step: int) -> None:
+        """Note that a checkpoint of ``step`` was begun."""
+        self._saved_step, self._last_save = step, time.monotonic()
+
+    def has_saved(self, step: int) -> bool:
+        """Return whether a checkpoint of ``step`` was begun."""
+        return self._saved_step == step
+
+
+def _is_over(patience: timedelta | None, seconds: float) -> bool:
+    return patience is not None and seconds >= patience.total_seconds()
+
+
+def parse_duration(text: object) -> timedelta:
+    """Return a duration such as "2h30m", "1d" or "90m".
+
+    Raises:
+        UserError: Any other spelling.
+    """
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    if not match or not match[0]:
+        raise UserError(
+            f"{text!r} is no duration: write whole numbers of days, hours and minutes with d, h and m, in this order "
+            "and without spaces, and leave out what is 0: '2h30m', '1d', '90m'."
+        )
+    days, hours, minutes = (int(part or 0) for part in match.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes)
