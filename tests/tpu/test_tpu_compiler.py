@@ -1,15 +1,17 @@
-"""The real TPU compiler takes the trainer's programs: chips of three generations, one to 256 of them.
+"""Programs of the trainer are taken by the real TPU compiler, for every kind of chip and the layouts of a mesh.
 
-Their memory and their traffic are held against what the mesh and the mathematics need.
+Their memory and their traffic are held against what the trainer means them to have.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 import pytest
 from ahead import AT_ONCE, asked_for
-from transformers import LlamaConfig
+from tpu_programs import LARGE, LENGTH, SETTINGS, config, config_of, trace
 
 from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.preflight.case import Case, Job
@@ -18,26 +20,18 @@ from trl_tpu.preflight.compile import CompiledProgram, compile_for
 from trl_tpu.preflight.lengths import PairLengths
 from trl_tpu.preflight.model_shape import model_without_weights
 from trl_tpu.preflight.needs import least_traffic, needed_flops
-from trl_tpu.preflight.trace import StepRequest, TracedProgram, trace_step
+from trl_tpu.preflight.search import memory_refused
+from trl_tpu.preflight.trace import TracedProgram
+from trl_tpu.runtime import Remat, libtpu
 
-LENGTH = 256
-EXPANDED = {"packed_attention": "expanded"}
-PADDED = {"packing": "false"}
-LARGE = {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 8, "num_key_value_heads": 8}
-SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
-    "packed": (1, EXPANDED),
-    "long rows": (1, EXPANDED | {"length": 4096}),
-    "padded": (1, PADDED | {"remat": "none"}),
-    "adapters, tensor parallel": (8, EXPANDED | {"adapters": True, "mesh": "fsdp=4,tensor=2", "remat": "dots"}),
-    "large weights, a loop": (16, EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
-    "packed, two axes": (256, EXPANDED | {"mesh": "data=4,fsdp=64"}),
-}
 CASES = [
     ("packed", "v5p:2x2x1"),
     ("long rows", "v5e:2x2"),
     ("padded", "v5e:2x2"),
     ("adapters, tensor parallel", "v5e:2x4"),
-    ("large weights, a loop", "v6e:4x4"),
+    ("loop, tensor parallel", "v6e:2x4"),
+    ("large weights", "v6e:4x4"),
+    ("large weights, many chips", "v5p:4x4x4"),
     ("packed, two axes", "v6e:16x16"),
 ]
 
@@ -45,33 +39,6 @@ CASES = [
 class Made(NamedTuple):
     traced: TracedProgram
     compiled: CompiledProgram
-
-
-def config(layers: int = 1, **sizes: int) -> LlamaConfig:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    usual = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
-    return LlamaConfig(num_labels=1, **heads | usual | sizes)
-
-
-def config_of(name: str) -> LlamaConfig:
-    settings = SETTINGS[name][1]
-    return config(layers=2 if "scan_layers" in settings else 1, **settings.get("sizes", {}))
-
-
-def trace(name: str) -> TracedProgram:
-    chips, settings = SETTINGS[name]
-    arguments: dict[str, Any] = {"per_device_train_batch_size": 1} | settings
-    peft = lora() if arguments.pop("adapters", False) else None
-    length, _ = arguments.pop("length", LENGTH), arguments.pop("sizes", None)
-    pairs = parse_mesh(arguments.get("mesh", "fsdp=-1"), chips).batch_shards
-    rows = None if settings.get("packing") == "false" else pairs
-    return trace_step(StepRequest(config_of(name), chips, pairs, length, rows, arguments, peft))
-
-
-def lora() -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(r=8, task_type="SEQ_CLS", target_modules="all-linear", modules_to_save=["score"])
 
 
 def compile_one(traced: Future[TracedProgram], topology: str) -> Made:
@@ -110,22 +77,105 @@ def test_a_program_of_the_trainer_compiles(
 def test_nothing_grows_with_the_square_of_the_length(
     name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
 ) -> None:
-    length, heads = SETTINGS[name][1]["length"], config().num_attention_heads
-    assert programs[name, topology].result().compiled.temporary < heads * length**2
+    length = SETTINGS[name][1]["length"]
+    (_, largest), *_ = programs[name, topology].result().compiled.largest_buffers
+    assert length * config().hidden_size <= largest < length**2
 
 
-@pytest.mark.parametrize(("name", "topology"), [("large weights, a loop", "v6e:4x4")])
-def test_large_weights_are_gathered_twice_and_their_gradients_go_where_they_stay(
+class Sent(NamedTuple):
+    """What one kind of collective gives each chip of arrays that are alike, in bytes."""
+
+    kind: str
+    dtype: str
+    one: int
+    bytes: float
+
+
+def sent_over(axes: str, compiled: CompiledProgram) -> list[Sent]:
+    found = []
+    for what, size in compiled.received[axes].items():
+        match = re.fullmatch(r"([\w-]+) ([a-z]+)(\d+)\[([\d,]*)\]", what)
+        assert match is not None, what
+        kind, letters, bits, shape = match.groups()
+        one = prod(map(int, filter(None, shape.split(",")))) * int(bits) // 8
+        found.append(Sent(kind, letters + bits, one, size))
+    return found
+
+
+@pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v6e:2x4")])
+def test_blocks_are_added_up_over_tensor_once(
     name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
 ) -> None:
-    """In bfloat16, for every turn of the loop; a gradient that is added up whole would come twice."""
-    chips, settings = SETTINGS[name]
-    job = Job(model_without_weights(config_of(name), "float32"), PairLengths.of_size(settings["length"]))
-    case = Case(job, parse_topology(topology), parse_mesh("fsdp=-1", chips), "full", 1)
-    received = programs[name, topology].result().compiled.received["fsdp"]
-    assert 0.95 <= sum(received.values()) / least_traffic(case)["fsdp"] <= 1.2
-    in_bfloat16 = sum(size for kind, size in received.items() if kind.endswith("bf16"))
-    assert in_bfloat16 >= 0.9 * sum(received.values())
+    """Two blocks of a layer in the forward, the first again for the backward, and two there; in bfloat16."""
+    block, layers = LENGTH * config().hidden_size * 2, 2
+    sent = [each for each in sent_over("tensor", programs[name, topology].result().compiled) if each.one >= block]
+    added = [each for each in sent if each.kind == "all-reduce"]
+    assert {each.dtype for each in added} == {"bf16"}
+    assert sum(each.bytes for each in added) == 5 * layers * block  # half of it twice
+
+
+ONE = LARGE["hidden_size"] * LARGE["intermediate_size"] * 2
+"""Bytes of a large weight in bfloat16. A layer has three."""
+
+
+@pytest.mark.parametrize(("name", "topology"), [("large weights", "v6e:4x4")])
+def test_a_large_weight_is_gathered_twice_and_its_gradient_goes_where_it_stays(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    """In bfloat16; nowhere is such a gradient added up whole."""
+    chips, layers = SETTINGS[name][0], 2
+    sent = sent_over("fsdp", programs[name, topology].result().compiled)
+    gathered = [each for each in sent if each.kind == "all-gather" and each.one >= ONE]
+    assert {each.dtype for each in gathered} == {"bf16"}
+    assert sum(each.bytes for each in gathered) == 2 * 3 * layers * ONE * (1 - 1 / chips)
+    assert all(each.one < ONE for each in sent if each.kind == "all-reduce")
+    scattered = [each for each in sent if each.kind == "collective-permute" and each.one >= ONE // chips]
+    assert {each.dtype for each in scattered} == {"bf16"}
+    moved = sum(each.bytes for each in scattered)
+    assert 1 - 1 / chips <= moved / (3 * layers * ONE) <= 1 + 1 / chips
+    job = Job(model_without_weights(config_of(name), "float32"), PairLengths.of_size(2048))
+    case = Case(job, parse_topology(topology), parse_mesh("fsdp=-1", chips), Remat.FULL, 1)
+    assert 0.95 <= sum(each.bytes for each in sent) / least_traffic(case)["fsdp"] <= 1.2
+
+
+@pytest.mark.parametrize(("name", "topology"), [("large weights, many chips", "v5p:4x4x4")])
+def test_over_many_chips_a_large_gradient_is_scattered_first_and_then_added_up_in_parts(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    """Over 64 chips: in bfloat16 over 32 of them, and then what each of these has over two.
+
+    libtpu pads what it scatters, so that parts do not begin within a tile: by some percent.
+    """
+    layers, part = 2, 32
+    sent = sent_over("fsdp", programs[name, topology].result().compiled)
+    assert all(each.one < ONE for each in sent if each.kind == "all-reduce")
+    scattered = [each for each in sent if each.kind == "reduce-scatter" and each.one >= ONE]
+    assert {each.dtype for each in scattered} == {"bf16"}
+    assert 1 <= sum(each.bytes for each in scattered) / (3 * layers * ONE * (1 - 1 / part)) <= 1.05
+
+
+@pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v6e:2x4")])
+def test_a_program_fits_in_what_the_plan_says_and_not_in_less(
+    name: str,
+    topology: str,
+    programs: Mapping[tuple[str, str], Future[Made]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The statistics that jax hands on say more of temporary memory.
+
+    With hardly enough memory libtpu orders the program otherwise, and may need a little more or less for it.
+    """
+    traced, compiled = programs[name, topology].result()
+
+    def in_memory_of(size: float) -> CompiledProgram:
+        monkeypatch.setenv(libtpu.VARIABLE, f"--xla_tpu_max_hbm_size_mib={int(size // 2**20)}")
+        return compile_for(traced, topology)
+
+    in_memory_of(compiled.arguments + compiled.temporary + compiled.generated_code + 2**20)
+    with pytest.raises(RuntimeError) as error:
+        in_memory_of(compiled.arguments + 0.75 * compiled.temporary)
+    needed = memory_refused(str(error.value))
+    assert needed == pytest.approx(compiled.temporary, rel=0.15)
 
 
 @pytest.mark.parametrize(("name", "topology"), [("padded", "v5e:2x2")])
@@ -134,7 +184,7 @@ def test_its_operations_are_those_of_the_formula(
 ) -> None:
     """Plain attention computes every query with every key; the compiler counts single elements' operations too."""
     job = Job(model_without_weights(config(), "float32"), PairLengths.of([(0, LENGTH, LENGTH)]), is_packed=False)
-    flops = needed_flops(Case(job, parse_topology("v5e:1x1"), parse_mesh("fsdp=-1", 1), "none", 1))
+    flops = needed_flops(Case(job, parse_topology("v5e:1x1"), parse_mesh("fsdp=-1", 1), Remat.NONE, 1))
     model = job.model
     all_with_all = 2 * model.heads * sum(model.head_dims) * 2 * LENGTH**2 * model.layers
     needed = flops.needed + 3 * (all_with_all - flops.attention)

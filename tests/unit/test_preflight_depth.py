@@ -20,9 +20,10 @@ def program(layers: int) -> CompiledProgram:
         flops=1e6 + 2e5 * layers,
         bytes_moved=1e3 + 1e2 * layers,
         compile_seconds=2.0 + layers,
-        received={"fsdp": {"all-gather bf16": 100.0 * layers, "all-to-all f32": 64.0}},
+        received={"fsdp": {"all-gather bf16[8]": 100.0 * layers, "all-to-all f32": 64.0}},
         state={"weight": 4 + 2 * layers, "optimizer": 6 + 4 * layers},
         idle=3 * layers,
+        largest_buffers=(("bf16[8,128] fusion", 2048),),
     )
 
 

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from trl_tpu.preflight.hlo import axes_of, bytes_moved, groups_of, read_visits, received
+from trl_tpu.preflight.hlo import axes_of, bytes_moved, groups_of, largest_buffers, read_visits, received
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
 FSDP = "replica_groups={{0,2,4,6},{1,3,5,7}}"
@@ -50,8 +50,8 @@ def test_a_chip_receives_all_but_its_own_part_and_sums_twice() -> None:
     """
     whole, part, there = 32 * 128 * 2 * 3 / 4, 2 * 128 * 2 * 3, 8 * 128 * 4 * 3 / 4
     assert sent(module(lines)) == {
-        "fsdp": {"all-gather bf16": whole, "reduce-scatter bf16": part, "all-to-all f32": there},
-        "tensor": {"all-reduce f32": 2 * 8 * 128 * 4 / 2},
+        "fsdp": {"all-gather bf16[32,128]": whole, "reduce-scatter bf16[2,128]": part, "all-to-all f32[8,128]": there},
+        "tensor": {"all-reduce f32[8,128]": 2 * 8 * 128 * 4 / 2},
     }
 
 
@@ -68,11 +68,11 @@ def test_a_start_and_its_done_are_one_and_tuples_count_each_of_their_arrays() ->
     one = 8 * 128 * 4
     assert sent(module(lines)) == {
         "fsdp+tensor": {
-            "all-gather f32": 8 * one * 7 / 8,
-            "all-reduce f32": 2 * one * 7 / 8,
-            "all-reduce bf16": one * 7 / 8,
+            "all-gather f32[64,128]": 8 * one * 7 / 8,
+            "all-reduce f32[8,128]": 2 * one * 7 / 8,
+            "all-reduce bf16[8,128]": one * 7 / 8,
         },
-        "tensor": {"collective-permute f32": one},
+        "tensor": {"collective-permute f32[8,128]": one},
     }
 
 
@@ -89,7 +89,7 @@ def test_pieces_of_one_chain_inside_fusions_are_one_gather(chains: tuple[int, ..
         f"%f.{number} = bf16[8,128] fusion(%p), kind=kCustom, calls=%piece.{number}" for number in range(3)
     )
     assert sent(module(f"%p = bf16[2,128] parameter(0)\n{calls}", pieces)) == {
-        "fsdp": {"all-gather bf16": gathers * 8 * 128 * 2 * 3 / 4}
+        "fsdp": {"all-gather bf16[8,128]": gathers * 8 * 128 * 2 * 3 / 4}
     }
 
 
@@ -104,7 +104,9 @@ def test_a_sum_of_which_a_chip_keeps_its_part_is_a_reduce_scatter() -> None:
         """,
     )
     lines = "%p = bf16[8,128] parameter(0)\nROOT %f = bf16[2,128] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.7.clone"
-    assert sent(module(lines, fused)) == {"fsdp": {"reduce-scatter bf16": (8 + 16) * 128 * 2 * 3 / 4}}
+    assert sent(module(lines, fused)) == {
+        "fsdp": {f"reduce-scatter bf16[{size},128]": size * 128 * 2 * 3 / 4 for size in (8, 16)}
+    }
 
 
 def test_one_chip_alone_sends_nothing() -> None:
@@ -169,7 +171,7 @@ def looped(attributes: str = "") -> str:
 
 @pytest.mark.parametrize(("attributes", "turns"), [("", 24), (', backend_config={"known_trip_count":{"n":"12"}}', 12)])
 def test_a_loop_counts_its_turns_as_written_down_or_compared_with(attributes: str, turns: int) -> None:
-    assert sent(looped(attributes)) == {"fsdp": {"all-gather bf16": turns * 8 * 128 * 2 * 3 / 4}}
+    assert sent(looped(attributes)) == {"fsdp": {"all-gather bf16[8,128]": turns * 8 * 128 * 2 * 3 / 4}}
 
 
 def test_of_a_stack_of_all_layers_each_turn_writes_its_own() -> None:
@@ -200,3 +202,17 @@ def test_a_copy_that_begins_and_ends_is_one_and_to_the_chip_it_is_only_read(plac
         ROOT %d = f32[8,128]{{1,0:T(8,128){place}}} slice-done(%s)
     """
     assert moved(lines) == times * 4 * 8 * 128
+
+
+def test_the_largest_buffers_are_those_in_memory_by_what_makes_them() -> None:
+    lines = """
+        %a = f32[1024,256]{1,0:T(8,128)} parameter(0)
+        %near = f32[1024,256]{1,0:T(8,128)S(1)} add(%a, %a)
+        %b = bf16[1024,256]{1,0} convert(%near), metadata={op_name="layer.3"}
+        ROOT %c = f32[4]{0} custom-call(%b), custom_call_target="TopK"
+    """
+    assert largest_buffers(read_visits(module(lines))) == (
+        ("bf16[1024,256] convert layer.3", 2 * 1024 * 256),
+        ("f32[4] custom-call", 16),
+    )
+    assert len(largest_buffers(read_visits(module(lines)), 1)) == 1

@@ -27,7 +27,8 @@ class Job:
     Args:
         module: The model on torch's meta device, with its adapters.
         lengths: The pairs of the dataset, or one that stands for all.
-        notes: What they rest on, and more to say in a report.
+        basis: What the lengths rest on, in words.
+        notes: More to say in a report.
         is_packed: Whether a row holds whole pairs, or one dialogue.
         packed_attention: As in `RewardConfig`.
         row_settings: As for `plan_rows`.
@@ -39,6 +40,7 @@ class Job:
 
     module: Any
     lengths: PairLengths
+    basis: str = ""
     notes: tuple[str, ...] = ()
     is_packed: bool = True
     packed_attention: str = "auto"

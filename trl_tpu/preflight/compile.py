@@ -33,6 +33,7 @@ class CompiledProgram:
         received: See `hlo.received`.
         state: "weight", "optimizer" and "gradient" (buffers to add up in): what stays on the chip between steps.
         idle: What of it this program does not take.
+        largest_buffers: See `hlo.largest_buffers`.
     """
 
     arguments: int
@@ -46,6 +47,7 @@ class CompiledProgram:
     received: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     state: Mapping[str, int] = field(default_factory=dict)
     idle: int = 0
+    largest_buffers: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak(self) -> int:

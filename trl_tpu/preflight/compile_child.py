@@ -16,7 +16,7 @@ from jaxlib import _jax
 
 from ..errors import UserError
 from .compile import CompiledProgram
-from .hlo import Visit, bytes_moved, read_visits, received
+from .hlo import Visit, bytes_moved, largest_buffers, read_visits, received
 from .trace import TracedProgram
 
 
@@ -47,6 +47,7 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
         received=received(visits, traced.mesh),
         state=traced.state,
         idle=traced.idle,
+        largest_buffers=largest_buffers(visits),
     )
 
 

@@ -61,6 +61,8 @@ def _extended(first: Any, second: Any, times: float) -> Any:
         names = {**first, **second}
         nothing: Any = {} if isinstance(next(iter(names.values()), 0), Mapping) else 0
         return {name: _extended(first.get(name, nothing), second.get(name, nothing), times) for name in names}
+    if isinstance(first, tuple):  # buffers, which are as large in every layer
+        return second
     value = max(first + (second - first) * times, 0)
     return round(value) if isinstance(first, int) and isinstance(second, int) else value
 

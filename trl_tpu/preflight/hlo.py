@@ -1,4 +1,4 @@
-"""What a program for one chip does, read from the text of its HLO: what it sends, and what it moves."""
+"""What a program for one chip does, read from the text of its HLO: what it sends, moves and holds."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -54,6 +54,9 @@ class Array:
     def bytes(self) -> float:
         bits = re.search(r"\d+", self.dtype)  # types of numbers say them: bf16, f8e4m3fn
         return prod(self.sizes) * (int(bits[0]) / 8 if bits else 1)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
 
 
 def read_visits(hlo: str) -> list[Visit]:
@@ -125,8 +128,25 @@ def bytes_moved(visits: list[Visit]) -> float:
     return moved
 
 
+def largest_buffers(visits: list[Visit], count: int = 12) -> tuple[tuple[str, int], ...]:
+    """The largest arrays that are made in memory: what makes them, in words, and their bytes."""
+    sizes: dict[str, int] = {}
+    for visit in visits:
+        for line in visit.lines if not visit.is_fused else ():
+            operation, arrays = _made_by(line)
+            if operation in _VIEWS or operation.endswith("-start"):
+                continue
+            said = re.search(r'op_name="([^"]*)"', line)
+            for array in arrays:
+                if _ON_CHIP not in array.layout:
+                    sizes[f"{array} {operation} {said[1] if said else ''}".strip()] = round(array.bytes)
+    return tuple(sorted(sizes.items(), key=lambda each: -each[1])[:count])
+
+
 def received(visits: list[Visit], mesh: Mapping[str, int]) -> dict[str, dict[str, float]]:
     """Bytes that a chip receives over its links at least: by the mesh axes that they go over, and by what sends them.
+
+    What sends is said as an operation and an array, such as "all-gather bf16[512,256]".
 
     Devices are numbered as the mesh is laid out, its last axis fastest.
     """
@@ -152,7 +172,7 @@ def received(visits: list[Visit], mesh: Mapping[str, int]) -> dict[str, dict[str
                 kind, times = "reduce-scatter", times / 2
             for array in arrays if axes else ():
                 sent = found.setdefault(axes, {})
-                name = f"{kind} {array.dtype}"
+                name = f"{kind} {array}"
                 sent[name] = sent.get(name, 0.0) + times * array.bytes
     return found
 
@@ -175,4 +195,4 @@ def axes_of(groups_GN: np.ndarray, mesh: Mapping[str, int]) -> str:
     return "+".join(axis for axis, is_crossed in zip(mesh, crossed, strict=True) if is_crossed)
 
 
-__all__ = ["Visit", "axes_of", "bytes_moved", "groups_of", "read_visits", "received"]
+__all__ = ["Visit", "axes_of", "bytes_moved", "groups_of", "largest_buffers", "read_visits", "received"]

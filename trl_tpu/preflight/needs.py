@@ -54,11 +54,13 @@ def needed_flops(case: Case) -> Flops:
 def kernel_flops(case: Case) -> float:
     """Operations of attention kernels at least, which a compiler does not count; 0 where masks are used instead.
 
-    A kernel keeps no scores: its backward computes them once more, which makes five products of two.
+    The forward is two products. The backward is two kernels, for queries and for keys, which both begin with scores
+    and their gradients: seven products.
     """
     if case.masks:
         return 0.0
-    return needed_flops(case).attention * (4.5 if case.remat == Remat.FULL else 3.5)
+    forwards = 2 if case.remat == Remat.FULL else 1
+    return needed_flops(case).attention * (forwards + 7 / 2)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a user reads before renting a TPU, as numbers: does it fit, what limits it, how long it takes at best."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,11 @@ class Report:
             "program": program.generated_code,
         }
 
+    @property
+    def updated(self) -> int:
+        """Bytes of state that the program changes: with several passes a step only the buffers of gradients."""
+        return self.least.gradients + (0 if self.case.job.accumulation > 1 else self.least.optimizer)
+
     # ---- work
 
     @cached_property
@@ -69,9 +74,14 @@ class Report:
         return needed_flops(self.case)
 
     @cached_property
+    def flops_kernels(self) -> float:
+        """Operations of a pass that attention kernels do, over all chips: at least, by formula."""
+        return kernel_flops(self.case)
+
+    @property
     def flops_compiled(self) -> float:
-        """Operations of a pass over all chips: as the compiler counts them, and of attention kernels at least."""
-        return self.program.flops * self.case.topology.chips + kernel_flops(self.case)
+        """Operations of a pass over all chips: as the compiler counts them, and those of attention kernels."""
+        return self.program.flops * self.case.topology.chips + self.flops_kernels
 
     @cached_property
     def traffic(self) -> dict[str, dict[str, float]]:
@@ -81,6 +91,13 @@ class Report:
             axes: {"compiled": sum(received.get(axes, {}).values()), "needed": least.get(axes, 0)}
             for axes in dict.fromkeys([*least, *received])
         }
+
+    @property
+    def largest_collectives(self) -> list[tuple[str, float]]:
+        """What sends most in a pass, in words, and the bytes of it that a chip receives."""
+        received = self.program.received.items()
+        sent = [(f"{what} over {axes}", size) for axes, sizes in received for what, size in sizes.items()]
+        return sorted(sent, key=lambda each: -each[1])
 
     # ---- time: the roofline model, https://doi.org/10.1145/1498765.1498785
 
@@ -106,9 +123,9 @@ class Report:
         return max(self.seconds, key=lambda part: self.seconds[part])
 
     @property
-    def pairs_per_second(self) -> float:
-        """At best."""
-        return self.case.pairs / self.at_best
+    def pairs_per_second(self) -> tuple[float, float]:
+        """If a chip's parts work at once, and in turns."""
+        return self.case.pairs / self.at_best, self.case.pairs / self.in_turns
 
     @property
     def mfu(self) -> float:
@@ -120,8 +137,8 @@ class Report:
         """Hours of the training: if a chip's parts work at once, and in turns."""
         if self.pairs_to_train is None:
             return None
-        passes = self.pairs_to_train / self.case.pairs
-        return passes * self.at_best / 3600, passes * self.in_turns / 3600
+        at_once, in_turns = self.pairs_per_second
+        return self.pairs_to_train / at_once / 3600, self.pairs_to_train / in_turns / 3600
 
     @property
     def chip_hours(self) -> tuple[float, ...]:
@@ -133,32 +150,47 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Everything the text says, in bytes, operations and seconds."""
-        model = self.case.job.model
-        return self.case.as_json() | {
-            "chips": self.case.topology.chips,
-            "parameters": model.parameters,
-            "trained_parameters": model.trained_parameters,
-            "unique_tokens": self.case.lengths.tokens,
-            "fits": self.fits,
-            "memory_available": self.available,
-            "memory_peak": self.program.peak,
-            "memory_bound": self.least.bound,
-            "memory_by_kind": self.memory_by_kind,
+        case, program, least, chip = self.case, self.program, self.least, self.case.topology.chip
+        flops = {
             "flops_needed": self.flops.needed,
             "flops_with_remat": self.flops.needed + self.flops.recomputed,
             "flops_compiled": self.flops_compiled,
+        }
+        return case.as_json() | {
+            "chips": case.topology.chips,
+            "parameters": case.job.model.parameters,
+            "trained_parameters": case.job.model.trained_parameters,
+            "unique_tokens": case.lengths.tokens,
+            "fits": self.fits,
+            "memory_available": self.available,
+            "memory_peak": program.peak,
+            "memory_bound": least.bound,
+            "memory_by_kind": self.memory_by_kind,
+            "state_bytes": program.state["weight"] + program.state["optimizer"],
+            "updated_bytes": self.updated,
+            "aliased_bytes": program.aliased,
+            **flops,
+            **{f"{name}_per_pair": each / case.pairs for name, each in flops.items()},
+            "flops_kernels": self.flops_kernels,
             "traffic": self.traffic,
-            "seconds": self.seconds,
+            "largest_collectives": self.largest_collectives[:12],
+            "seconds_compute": self.seconds["arithmetic"],
+            "seconds_memory": self.seconds["memory"],
+            "seconds_links": self.seconds["links"],
             "seconds_step_at_best": self.at_best,
             "seconds_step_in_turns": self.in_turns,
             "limit": self.limit,
             "mfu_ceiling": self.mfu,
-            "pairs_per_second_at_best": self.pairs_per_second,
+            "pairs_per_second_at_best": self.pairs_per_second[0],
+            "pairs_per_second_in_turns": self.pairs_per_second[1],
             "hours": self.hours,
             "chip_hours": self.chip_hours or None,
             "cost": self.cost or None,
-            "program": asdict(self.program),
-            "notes": [*self.case.job.notes, UNSEEN],
+            "compile_seconds": program.compile_seconds,
+            "largest_buffers": program.largest_buffers,
+            "figures_from": chip.source,
+            "basis": case.job.basis,
+            "notes": [*case.job.notes, UNSEEN],
         }
 
 

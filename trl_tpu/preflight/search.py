@@ -62,14 +62,21 @@ class Attempt:
     def fits(self) -> bool:
         return self.report is not None and self.report.fits
 
+    @property
+    def flags(self) -> str:
+        """What to say to the training for it."""
+        case = self.case
+        return f"--mesh {case.mesh} --remat {case.remat} --per_device_train_batch_size {case.pairs_per_part}"
+
     def as_json(self) -> dict[str, Any]:
         return self.case.as_json() | {
+            "what": self.flags,
             "crash": self.crash,
             "fits": self.fits,
             "memory_needed": self.needed,
             "memory_available": self.available,
-            "pairs_per_second_at_best": self.report and self.report.pairs_per_second,
-            "limit": self.report and self.report.limit,
+            "pairs_per_second_at_best": self.report.pairs_per_second[0] if self.report and self.fits else None,
+            "limit": self.report.limit if self.report and self.fits else None,
         }
 
 
@@ -148,15 +155,16 @@ def search(
         attempts.append(attempt(case, compile_step))
         if until_one_fits and attempts[-1].fits:
             break
-    attempts.sort(key=lambda each: -each.report.pairs_per_second if each.report and each.fits else 0)
+    attempts.sort(key=lambda each: -each.report.pairs_per_second[0] if each.report and each.fits else 0)
     return Found(topology, attempts, too_large, fitting - len(attempts))
 
 
 def remedies(job: Job, topology: Topology, compile_step: CompileStep, most: int) -> Found:
-    """A way that fits a slice or, if none can by formula, the next larger ones."""
+    """A way that fits a slice or, if none does, a larger one; with at most ``most`` compiled, until one fits."""
     for each in (topology, *topology.larger()):
         found = search(job, each, compile_step, most, until_one_fits=True)
-        if found.attempts:
+        most -= len(found.attempts)
+        if most <= 0 or any(attempt.fits for attempt in found.attempts):
             break
     return found
 

@@ -2,11 +2,13 @@
 
 import textwrap
 
+from .case import Job
 from .chips import GiB, MiB
 from .report import UNSEEN, Report
 from .search import Attempt, Found
 
-_SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
+_SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_NAMES = ((1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
 
 
 def text_of(report: Report) -> str:
@@ -17,20 +19,25 @@ def text_of(report: Report) -> str:
 
 def _head(report: Report) -> str:
     case, model, rows, length = report.case, report.case.job.model, *report.case.shape
-    share = "" if model.trained_parameters == model.parameters else f", {scaled(model.trained_parameters)} trained"
+    trained = model.trained_parameters
+    share = "" if trained == model.parameters else f", {scaled(trained, _NAMES)} of them trained"
     passes = f"; {case.job.accumulation} such passes before each update" if case.job.accumulation > 1 else ""
     return (
-        f"{scaled(model.parameters)} parameters{share}, on {case.topology}: {case.topology.chips} chip(s) as mesh "
-        f"{case.mesh}, remat {case.remat}\n"
-        f"A step: {case.pairs:,} pairs in {rows:,} rows of {length:,} tokens, over all chips{passes}"
+        f"{scaled(model.parameters, _NAMES)} parameters{share}, on {case.topology}: {case.topology.chips} chip(s) as "
+        f"mesh {case.mesh}, remat {case.remat}\n"
+        f"A step: {case.pairs:,} pairs in {rows:,} rows of {length:,} tokens, over all chips{passes}\n"
+        f"{_wrap(case.job.basis)}"
     )
 
 
 def _verdict(report: Report) -> str:
     needed, there = report.program.peak, report.available
     if report.fits:
-        return f"IT FITS: {sized(needed)} of the {sized(there)} of each chip, {sized(there - needed)} are free."
-    return f"IT DOES NOT FIT: {sized(needed)} are needed on each chip, {sized(needed - there)} more than there are."
+        return (
+            f"IT FITS: {sized(needed)} of the {sized(there)} of each chip are used, {sized(there - needed)} are free."
+        )
+    over = sized(needed - there)
+    return f"IT DOES NOT FIT: {sized(needed)} are needed on each chip, {over} more than its {sized(there)}."
 
 
 def _memory(report: Report) -> str:
@@ -45,20 +52,33 @@ def _memory(report: Report) -> str:
     rows = [(kind, sized(size), explained.get(kind, "")) for kind, size in report.memory_by_kind.items()]
     times = report.program.peak / max(report.least.bound, 1)
     rows.append(("in all", sized(report.program.peak), f"{times:.2f} times the first four, which any program needs"))
-    return _table("Memory of a chip", rows)
+    notes = []
+    if report.program.aliased < 0.99 * report.updated:
+        notes.append(
+            f"Only {sized(report.program.aliased)} of the {sized(report.updated)} of state that changes are updated "
+            "in place: the rest is there twice."
+        )
+    if not report.fits:
+        notes.append("The largest arrays:")
+        notes += [f"{sized(size)} {what}" for what, size in report.program.largest_buffers[:5]]
+    return _table("Memory of a chip", rows, notes)
 
 
 def _work(report: Report) -> str:
     case, flops = report.case, report.flops
-    counted = [
-        ("needed", flops.needed, "by formula"),
-        ("with remat", flops.needed + flops.recomputed, "layers computed again"),
-        ("compiled", report.flops_compiled, "" if case.masks else "attention kernels by formula"),
-    ]
-    rows = [
-        (name, f"{scaled(each)}FLOP", f"{scaled(each / case.pairs)}FLOP a pair, {each / flops.needed:.2f} times {why}")
-        for name, each, why in counted
-    ]
+
+    def row(name: str, operations: float, why: str) -> tuple[str, str, str]:
+        return name, f"{scaled(operations)}FLOP", f"{scaled(operations / case.pairs)}FLOP a pair, {why}"
+
+    def times(operations: float) -> str:
+        return f"{operations / flops.needed:.2f} times what is needed"
+
+    rows = [row("needed", flops.needed, "by formula")]
+    if flops.recomputed:
+        with_remat = flops.needed + flops.recomputed
+        rows.append(row("with remat", with_remat, f"{times(with_remat)}: layers computed again"))
+    kernels = f"; {scaled(report.flops_kernels)}FLOP in attention kernels, by formula" if report.flops_kernels else ""
+    rows.append(row("compiled", report.flops_compiled, times(report.flops_compiled) + kernels))
     notes = []
     if (filled := case.lengths.tokens / case.columns) < 0.95:
         notes.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
@@ -68,16 +88,14 @@ def _work(report: Report) -> str:
 
 
 def _traffic(report: Report) -> str:
-    rows, notes = [], []
+    rows, is_too_much = [], False
     for axes, sizes in report.traffic.items():
         compiled, needed = sizes["compiled"], sizes["needed"]
         why = f"{compiled / needed:.2f} times the {scaled(needed)}B that the mesh needs" if needed else "not needed"
         rows.append((axes, f"{scaled(compiled)}B", why))
-        if compiled > 1.1 * needed:
-            kinds = sorted(report.program.received.get(axes, {}).items(), key=lambda each: -each[1])[:3]
-            notes.append(
-                f"Over {axes}, most is sent by: " + ", ".join(f"{kind} {scaled(size)}B" for kind, size in kinds)
-            )
+        is_too_much |= compiled > 1.1 * needed
+    largest = [f"{scaled(size)}B in {what}" for what, size in report.largest_collectives[:3]]
+    notes = ["Most is sent by:", *largest] if is_too_much else []
     return _table("Sent between chips in a step, to each chip, by mesh axis", rows, notes) if rows else ""
 
 
@@ -92,17 +110,18 @@ def _time(report: Report) -> str:
     notes = [
         f"At best {duration(report.at_best)}, limited by {report.limit}, if all of it happens at once; "
         f"{duration(report.in_turns)} if one waits for the other.",
-        f"So at most {report.pairs_per_second:,.1f} pairs a second ({report.case.pairs / report.in_turns:,.1f} in "
-        f"turns), and at most {report.mfu:.0%} of the chips' arithmetic used for the model (MFU).",
+        f"So at most {report.pairs_per_second[0]:,.1f} pairs a second ({report.pairs_per_second[1]:,.1f} in turns), "
+        f"and at most {report.mfu:.0%} of the chips' arithmetic used for the model (MFU).",
     ]
     if report.hours is not None:
         best, turns = (duration(each * 3600) for each in report.hours)
         notes.append(
-            f"{report.pairs_to_train:,.0f} pairs: at least {best}, {report.chip_hours[0]:,.4g} chip-hours ({turns}, "
-            f"{report.chip_hours[1]:,.4g} in turns)."
+            f"{report.pairs_to_train:,.0f} pairs: at least {best}, {report.chip_hours[0]:,.4g} chip-hours ({turns} "
+            f"and {report.chip_hours[1]:,.4g} in turns)."
         )
     if report.cost:
-        notes.append(f"At {report.price_per_chip_hour:g} a chip-hour: at least {report.cost[0]:,.2f}.")
+        best, turns = (f"{each:,.2f}" for each in report.cost)
+        notes.append(f"At {report.price_per_chip_hour:g} a chip-hour: at least {best} ({turns} in turns).")
     notes.append(f"Compiling took {duration(report.program.compile_seconds)} on this machine.")
     return _table(f"Time of a step at the chip's published speeds ({chip.source})", rows, notes)
 
@@ -124,22 +143,29 @@ def found_text(found: Found) -> str:
     left_out = f"{found.too_large} ways need more memory by formula than there is"
     if not found.attempts:
         return f"{head}\n\nNothing fits: all {left_out}. Name a larger slice, or train adapters (--use_peft)."
-    table = _table("The best ways, by pairs a second", [_row(each) for each in found.attempts])
-    promise = f"{found.left} promise less by formula; --compiles says how many to compile"
-    return f"{head}\n\n{table}\n\n{_wrap(f'Left out: {left_out}, and {promise}.')}"
+    table = _table("The best ways, each compiled, by pairs a second", [_row(each) for each in found.attempts])
+    promise = f"{found.left} that promise less by formula; --compiles says how many to compile"
+    parts = [head, table, _wrap(f"Left out: {left_out}, and {promise}.")]
+    if not any(each.fits for each in found.attempts):
+        parts.append("None of these fits. Allow more to be tried with --compiles, or train adapters (--use_peft).")
+    return "\n\n".join(parts)
+
+
+def search_text(found: Found, job: Job) -> str:
+    """The same, where nothing has been said before."""
+    return "\n\n".join([found_text(found), *map(_wrap, (job.basis, *job.notes, UNSEEN))])
 
 
 def _row(attempt: Attempt) -> tuple[str, str, str]:
     """An attempt by its flags, the memory that it needs, and what became of it."""
-    case, report = attempt.case, attempt.report
-    flags = f"--mesh {case.mesh} --remat {case.remat} --per_device_train_batch_size {case.pairs_per_part}"
+    report = attempt.report
     outcome = f"too much for {sized(attempt.available)}"
     if report is not None and report.fits:
-        rate = f"at most {report.pairs_per_second:,.1f} pairs a second, limited by {report.limit}"
+        rate = f"at most {report.pairs_per_second[0]:,.1f} pairs a second, limited by {report.limit}"
         outcome = f"FITS the {sized(attempt.available)}, {rate}"
     elif attempt.crash:
         outcome = "at least, by formula; the compiler crashed"
-    return flags, sized(attempt.needed), outcome
+    return attempt.flags, sized(attempt.needed), outcome
 
 
 def _table(title: str, rows: list[tuple[str, str, str]], notes: list[str] | None = None) -> str:
@@ -157,9 +183,9 @@ def sized(size: float) -> str:
     return f"{size / GiB:.2f} GiB" if abs(size) >= GiB / 10 else f"{size / MiB:.2f} MiB"
 
 
-def scaled(value: float) -> str:
+def scaled(value: float, suffixes: tuple[tuple[float, str], ...] = _SUFFIXES) -> str:
     """Three digits and a suffix: 8.03 G."""
-    size, suffix = next((each for each in _SUFFIXES if value >= each[0]), _SUFFIXES[-1])
+    size, suffix = next((each for each in suffixes if value >= each[0]), (1.0, ""))
     return f"{value / size:.3g} {suffix}"
 
 

@@ -8,47 +8,20 @@ import argparse
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass, field
 
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 
 
-@dataclass
-class PlanArguments:
-    """What to plan for, beside the arguments of the training."""
-
-    topology: str = field(metadata={"help": "The slice: chip and shape, such as v5e:2x4, v5p:2x2x4 or v6e:4x4."})
-    pairs_in_dataset: int | None = field(
-        default=None, metadata={"help": "Pairs to train on, for the hours. By default those of the dataset, if named."}
-    )
-    price_per_chip_hour: float | None = field(
-        default=None, metadata={"help": "What an hour of a chip costs you, in any currency, for the cost."}
-    )
-    search: bool = field(
-        default=False, metadata={"help": "Look for the best mesh, remat policy and batch size for the slice."}
-    )
-    compiles: int = field(
-        default=6, metadata={"help": "How many programs a search, or a way that does not fit, may compile."}
-    )
-    all_layers: bool = field(
-        default=False,
-        metadata={"help": "Compile all layers of a deep model, which takes long, and not two depths of it."},
-    )
-    json: bool = field(default=False, metadata={"help": "Print JSON: bytes, operations and seconds."})
-    plot: str | None = field(
-        default=None, metadata={"help": "A file (.png, .svg, .pdf) for a picture of memory and speed."}
-    )
-
-
 def run(argv: list[str]) -> int:
     """The command ``trl-tpu plan``; returns the exit status."""
     pretend_devices(argv)
-    from trl_tpu.scripts import plan_job
+    from trl_tpu.scripts import plan_command, plan_request
 
+    asked = plan_request.parse(plan_request.make_parser(), argv)
     try:
-        return plan_job.main(plan_job.parse(plan_job.make_parser(), argv))
+        return plan_command.main(asked)
     except RuntimeError as error:  # of the processes that trace and compile, which say what failed
         print(f"trl-tpu plan: error: {error}", file=sys.stderr)
         return 2
