@@ -44,12 +44,15 @@ def test_the_compilers_arguments_are_the_state_that_the_plan_counts_and_the_batc
 
 
 def test_without_checkpointing_memory_is_what_the_backward_waits_for(tmp_path: Path) -> None:
-    """Layers with heads of 64 features and a table of 112 a chip, which fill no 128 lanes."""
+    """Layers with heads of 64 features and a table of 112 a chip, which fill no 128 lanes, take at most 1.15 of it.
+
+    It was 1.23 while copies of the table's moments were held all step, and by each layer what its kept tensors are
+    made of.
+    """
     sizes = {"hidden_size": 448, "intermediate_size": 2432, "num_hidden_layers": 6, "vocab_size": 32768}
     heads = {"num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True}
     AutoConfig.for_model("qwen2", **sizes, **heads).save_pretrained(tmp_path)
     rows = "--topology v5e:2x2 --row_length 2048 --per_device_train_batch_size 1"
     status, said = planned(str(tmp_path), f"{rows} --gradient_checkpointing false --all_layers true")
     assert status == 0
-    # the bound has what products give, and not what they take
-    assert 0.9 <= said["memory_peak"] / said["memory_bound"] <= 1.5
+    assert 0.9 <= said["memory_peak"] / said["memory_bound"] <= 1.15

@@ -6,6 +6,7 @@ A compiler needs more of each; how much more, only compiling says.
 from dataclasses import dataclass
 
 from ..parallel.mesh import AXES, names_of
+from ..parallel.sharding_plan import bare_name
 from ..runtime import Remat
 from .case import Case
 from .model_shape import Weight
@@ -71,8 +72,7 @@ class Memory:
         weights: As the trainer keeps them.
         optimizer: Adam's two moments, or what another optimizer keeps.
         gradients: Of the trained weights, all at once.
-        activations: What the backward waits for: of each layer its input, and unless it is computed again what its
-            products give.
+        activations: What the backward waits for of each layer, see `Remat`.
     """
 
     weights: int
@@ -99,23 +99,44 @@ def optimizer_copies(optim: str) -> int:
 
 
 def _activations(case: Case) -> int:
+    """Kept of all layers: the input; unless remat is full what products give, and with none also what they take."""
     model, columns = case.job.model, case.columns_per_part
-    kept = model.residual_bytes * model.hidden * model.layers * columns
+    inputs = model.residual_bytes * model.hidden * model.layers * columns
     if case.remat == Remat.FULL:
-        return kept
-    features = sum(_features_given(case, weight) for weight in model.weights if weight.in_layer)
+        return inputs
+    products = [weight for weight in model.weights if weight.in_layer and weight.kind in ("matrix", "experts")]
+    features = sum(_copies(weight) * _features(case, weight, -2) for weight in products)
+    if case.remat == Remat.NONE:
+        features += _features_taken(case, products)
     scores = case.shape[1] * model.heads // case.mesh.tensor * model.layers if case.masks else 0
-    return kept + int((features + scores) * columns * case.job.compute_bytes)
+    between_blocks = inputs if case.remat == Remat.NONE else 0
+    return inputs + between_blocks + int((features + scores) * columns * case.job.compute_bytes)
 
 
-def _features_given(case: Case, weight: Weight) -> float:
-    """Features of a token that a product with ``weight`` gives, on one chip."""
-    if weight.kind not in ("matrix", "experts"):
-        return 0
+def _features_taken(case: Case, products: list[Weight]) -> float:
+    """Features of a token that products take, on one chip: all of a block share their input, but for its last one."""
+    blocks: dict[str, list[Weight]] = {}
+    for weight in products:
+        if ".lora_" not in weight.name:
+            block = bare_name(weight.name).removesuffix(".weight").rpartition(".")[0]
+            blocks.setdefault(block, []).append(weight)
+    taken = 0.0
+    for *first, last in blocks.values():
+        taken += sum({weight.shape[-1]: _features(case, weight, -1) for weight in first}.values())
+        taken += _copies(last) * _features(case, last, -1)
+    return taken
+
+
+def _copies(weight: Weight) -> float:
+    """How many of a stack of experts a token is multiplied with; 1 of other weights."""
+    return weight.used * (weight.shape[0] if len(weight.shape) == 3 else 1)
+
+
+def _features(case: Case, weight: Weight, dim: int) -> float:
+    """Features of dimension ``dim`` on one chip."""
     axes = case.placements[weight.name].axes
-    is_cut = "tensor" in names_of(axes[-2]) or (weight.kind == "experts" and "tensor" in names_of(axes[0]))
-    experts = weight.shape[0] * weight.used if len(weight.shape) == 3 else weight.used
-    return experts * weight.shape[-2] / (case.mesh.tensor if is_cut else 1)
+    is_cut = "tensor" in names_of(axes[dim]) or (weight.kind == "experts" and "tensor" in names_of(axes[0]))
+    return weight.shape[dim] / (case.mesh.tensor if is_cut else 1)
 
 
 def least_traffic(case: Case) -> dict[str, int]:
