@@ -63,7 +63,7 @@ def test_a_program_of_the_trainer_compiles(
     # the compiler pads small arrays to tiles, so that it may need more; but never the whole of what is split
     state = traced.state["weight"] + traced.state["optimizer"]
     assert compiled.state == traced.state and compiled.idle == 0
-    batch = 64 * settings.get("length", LENGTH)
+    batch = 32 * chips * settings.get("length", LENGTH)  # of which some may be on every chip
     assert state <= compiled.arguments <= 1.1 * (state + batch) + 4096 * len(traced.shardings)
     # what changes is overwritten in place
     trained = state if "adapters" not in settings else traced.state["optimizer"]
@@ -79,7 +79,7 @@ def test_nothing_grows_with_the_square_of_the_length(
 ) -> None:
     length = SETTINGS[name][1]["length"]
     (_, largest), *_ = programs[name, topology].result().compiled.largest_buffers
-    assert length * config().hidden_size <= largest < length**2
+    assert length * config().hidden_size <= largest < 2 * length**2  # a score of two bytes for each two tokens
 
 
 class Sent(NamedTuple):
@@ -106,12 +106,14 @@ def sent_over(axes: str, compiled: CompiledProgram) -> list[Sent]:
 def test_blocks_are_added_up_over_tensor_once(
     name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
 ) -> None:
-    """Two blocks of a layer in the forward, the first again for the backward, and two there; in bfloat16."""
+    """Two blocks of a layer in the forward, the first again for the backward, and two there; in bfloat16.
+
+    Embeddings are added up in float32. A sum comes twice, and half of it a chip has itself.
+    """
     block, layers = LENGTH * config().hidden_size * 2, 2
-    sent = [each for each in sent_over("tensor", programs[name, topology].result().compiled) if each.one >= block]
-    added = [each for each in sent if each.kind == "all-reduce"]
-    assert {each.dtype for each in added} == {"bf16"}
-    assert sum(each.bytes for each in added) == 5 * layers * block  # half of it twice
+    sent = sent_over("tensor", programs[name, topology].result().compiled)
+    added = {each.dtype: each.bytes for each in sent if each.kind == "all-reduce" and each.one >= block}
+    assert added == {"bf16": 5 * layers * block, "f32": 2 * block}
 
 
 ONE = LARGE["hidden_size"] * LARGE["intermediate_size"] * 2

@@ -5,11 +5,12 @@ The trainer itself is run, with placeholders in the place of weights and batches
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from .apart import call_apart
+
+if TYPE_CHECKING:  # a process that compiles reads this module too, and needs no model
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class StepRequest:
         dtype: The weights', as torch names it.
     """
 
-    model: PretrainedConfig
+    model: "PretrainedConfig"
     chips: int
     pairs: int
     length: int
