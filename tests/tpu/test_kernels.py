@@ -45,7 +45,7 @@ def test_forward_and_backward_compile(
 ) -> None:
     """The backward has two kernels, for queries and for keys.
 
-    Many rows, and long ones, are a loop over groups, since lists of their blocks fill scalar memory; rows that are left
-    over have kernels of their own.
+    Many rows, and long ones, are a loop over groups, since lists of their blocks fill scalar memory; rows that are
+    left over have kernels of their own.
     """
     assert counts[topology, rows, length].result() == kernels
