@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 from trl_tpu.data.measure import pair_sizes, shared_prefix_length
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
+from trl_tpu.modeling.chat_template import set_chat_template
+from trl_tpu.modeling.load import set_eos_token, set_pad_token
 from trl_tpu.packing.shapes import round_up
 from trl_tpu.preflight.case import LONG_ROW, Case, Job
 from trl_tpu.preflight.compile import CompiledProgram, compile_for, missing
@@ -24,7 +26,7 @@ from trl_tpu.runtime import Remat
 from trl_tpu.scripts.datafiles import pick_split
 from trl_tpu.scripts.plan_request import PlanRequest
 from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
-from trl_tpu.trainer.builders import RewardModel, build_dataset, build_reward_model
+from trl_tpu.trainer.builders import build_dataset
 from trl_tpu.trainer.packing_option import Packing
 from trl_tpu.trainer.planned_shapes import attention_crossover_length
 
@@ -54,22 +56,21 @@ def job_of(request: PlanRequest, folder: str) -> Job:
         "row_length": args.row_length,
     }
     if has_data(request):
-        built = build_reward_model(model, args, AutoTokenizer.from_pretrained(name, **loading), None, peft_config)
-        model = built.model
-        lengths, rows["shared_prefix"] = _lengths_of_data(request, built)
+        tokenizer = AutoTokenizer.from_pretrained(name, **loading)
+        lengths, rows["shared_prefix"] = _lengths_of_data(request, model, tokenizer)
         basis = (
             f"Lengths of {len(lengths):,} pairs of the dataset: {lengths.sizes_P.mean():,.0f} unique tokens on "
             f"average, {lengths.sizes_P.max():,} at most. Compiled is the largest of the shapes that they are packed "
             "in."
         )
     else:
-        if peft_config is not None:
-            model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
         lengths, rows["row_length"] = _made_up_lengths(request)
         basis = (
             f"No data is named: every pair is taken to have {lengths.tokens:,} unique tokens, a third of them prompt "
             "and a third in each answer."
         )
+    if peft_config is not None:
+        model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
     depths = depths_of(request, config)
     return Job(
         model,
@@ -109,13 +110,21 @@ def _made_up_lengths(request: PlanRequest) -> tuple[PairLengths, int]:
     return PairLengths.of_size(min(size, length)), length
 
 
-def _lengths_of_data(request: PlanRequest, built: RewardModel) -> tuple[PairLengths, int]:
-    """The lengths of the named dataset's pairs, and how many first tokens all dialogues share."""
+def _lengths_of_data(request: PlanRequest, model: Any, tokenizer: Any) -> tuple[PairLengths, int]:
+    """The lengths of the named dataset's pairs, and how many first tokens all dialogues share.
+
+    Raises:
+        UserError: A stream, and what the trainer refuses in data.
+    """
+    args = request.training
     what = "the mixture" if request.data.datasets else str(request.script.dataset_name)
     dataset = pick_split(load_data(request.script, request.data), request.script.dataset_train_split, what)
     if not isinstance(dataset, Dataset):
         raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
-    tokens = build_dataset(dataset, built.model, built.processing_class, request.training, "train", False)
+    tokenizer = set_eos_token(model, tokenizer, args.eos_token)
+    _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
+    tokenizer = set_pad_token(model, tokenizer, args.pad_token)
+    tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     names = ["chosen_ids", "rejected_ids"]
     chunks = [chunk for chunk in tokens.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
     sizes_P = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks]).astype(np.int64)
