@@ -174,6 +174,31 @@ def test_a_loop_counts_its_turns_as_written_down_or_compared_with(attributes: st
     assert sent(looped(attributes)) == {"fsdp": {"all-gather bf16[8,128]": turns * 8 * 128 * 2 * 3 / 4}}
 
 
+def test_a_loop_whose_counter_goes_by_two_turns_half_as_often() -> None:
+    """As libtpu's loops of products and permutes do, which do two steps a turn."""
+    condition = computation(
+        "condition",
+        """
+        %end = u32[]{:T(128)} constant(8)
+        %counter = u32[]{:T(128)} get-tuple-element(%s), index=1
+        ROOT %below = pred[] compare(%counter, %end), direction=LT
+        """,
+    )
+    body = computation(
+        "body",
+        """
+        %mask = u32[]{:T(128)} constant(15)
+        %two = u32[]{:T(128)} constant(2)
+        %before = u32[]{:T(128)} get-tuple-element(%t), index=1
+        %after = u32[]{:T(128)} add(%before, %two)
+        %sent = bf16[8,128]{1,0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+        ROOT %out = (bf16[8,128]{1,0}, /*index=1*/u32[]{:T(128)}) tuple(%sent, /*index=1*/%after)
+        """,
+    )
+    loop = "%w = (bf16[8,128]{1,0}, u32[]{:T(128)}) while(%in), condition=%condition, body=%body"
+    assert sent(module(loop, condition + body)) == {"tensor": {"collective-permute bf16[8,128]": 4 * 8 * 128 * 2}}
+
+
 def test_of_a_stack_of_all_layers_each_turn_writes_its_own() -> None:
     one = 8 * 128 * 4
     assert bytes_moved(read_visits(looped())) == 24 * (2 * one + 2 * one)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import numpy as np
 
@@ -87,11 +87,31 @@ def _visits(computations: Mapping[str, list[str]], visit: Visit) -> Iterator[Vis
 
 
 def _turns(loop: str, computations: Mapping[str, list[str]]) -> int:
-    """How often a loop turns: as the compiler wrote down, or up to the number that its condition compares with."""
+    """How often a loop turns: as the compiler wrote down, or until its counter is what its condition compares with."""
     if written := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop):
         return int(written[1])
-    condition = "".join(computations[re.findall(r"\bcondition=%?([\w.\-]+)", loop)[0]])
-    return max(map(int, re.findall(r" constant\((\d+)\)", condition)), default=1)
+    condition, body = (
+        "\n".join(computations[name]) for name in re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", loop)
+    )
+    end = max(map(int, re.findall(r" constant\((\d+)\)", condition)), default=1)
+    return ceil(end / _step(condition, body))
+
+
+def _step(condition: str, body: str) -> int:
+    """What a turn adds to the counter that a loop's condition compares; 1 where it is more than an addition."""
+
+    def found(pattern: str, text: str) -> str:
+        match = re.search(pattern, text)
+        return match[1] if match else "nothing"
+
+    counter = found(r" compare\(%([\w.\-]+), .*direction=LT", condition)
+    place = found(rf"%{re.escape(counter)} = .* get-tuple-element\(.*index=(\d+)", condition)
+    carried = re.findall(r"%([\w.\-]+)", found(r"ROOT .* tuple\((.*?)\)", body))
+    if not place.isdigit() or int(place) >= len(carried):
+        return 1
+    added = found(rf"%{re.escape(carried[int(place)])} = \S+ add\(%[\w.\-]+, %([\w.\-]+)\)", body)
+    step = found(rf"%{re.escape(added)} = \S+ constant\((\d+)\)", body)
+    return int(step) if step.isdigit() else 1
 
 
 def _made_by(line: str) -> tuple[str, list[Array]]:

@@ -211,8 +211,8 @@ def seconds_of(case: Case, flops: float, moved: float, received: float) -> dict[
 
 
 def estimated_pairs_per_second(case: Case) -> float:
-    """The rate at best by formula: all columns of the rows computed, what memory holds read and written once."""
-    flops = needed_flops(case)
+    """The rate at best by formula: all columns of the rows computed, state and gradients read and written once."""
+    flops, least = needed_flops(case), least_memory(case)
     computed = (flops.needed + flops.recomputed) * max(case.columns / max(case.lengths.tokens, 1), 1)
-    moved, received = 2 * least_memory(case).bound, sum(least_traffic(case).values())
+    moved, received = 2 * least.weights + 6 * least.gradients, sum(least_traffic(case).values())
     return case.pairs / max(seconds_of(case, computed / case.topology.chips, moved, received).values())
