@@ -8,13 +8,14 @@ layer needs while it is computed comes on top: leave a fifth of a chip free.
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig
 
 from trl_tpu.parallel.mesh import parse_mesh
+from trl_tpu.preflight.case import Case, Job
 from trl_tpu.preflight.chips import parse_topology
-from trl_tpu.preflight.job import FullRows, Job
-from trl_tpu.preflight.memory import least_memory
+from trl_tpu.preflight.lengths import PairLengths
+from trl_tpu.preflight.model_shape import model_without_weights
+from trl_tpu.preflight.needs import least_memory
 
 # the sizes that the models' own configs have
 MODELS: dict[str, dict[str, Any]] = {
@@ -60,28 +61,22 @@ CHOICES = [
 TOKENS_A_DEVICE_GROUP = 8192  # what one part of the batch has after packing: about four pairs of 2,048 tokens
 
 
-def model_without_weights(name: str) -> Any:
-    config = AutoConfig.for_model(**MODELS[name], num_labels=1)
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config)
-
-
 def gigabytes_a_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> tuple[float, float]:
     """GB a chip of weights, gradients and optimizer state, and of the layers' inputs that the backward keeps.
 
     Raises:
-        ValueError: The mesh does not fit the chips, or the model's heads.
+        UserError: The mesh does not fit the chips, or the model's heads.
     """
-    job = Job(model, FullRows(TOKENS_A_DEVICE_GROUP))
+    job = Job(model, PairLengths.of_size(TOKENS_A_DEVICE_GROUP))
     some_slice = parse_topology("v6e:1x1")  # memory is the same on all
-    memory = least_memory(job.case(some_slice, parse_mesh(mesh_spec, chips), remat="full", pairs_per_part=1))
+    memory = least_memory(Case(job, some_slice, parse_mesh(mesh_spec, chips), "full", 1))
     state = memory.weights + trained * (memory.gradients + memory.optimizer)
     return state / 1e9, memory.activations / 1e9
 
 
 def table() -> list[tuple[str, str, str, float, float, float, int]]:
     """Model, slice, mesh, share trained, GB of state, GB of layer inputs, GB there are."""
-    models = {name: model_without_weights(name) for name in MODELS}
+    models = {name: model_without_weights(AutoConfig.for_model(**MODELS[name]), "float32") for name in MODELS}
     rows = []
     for name, slice_name, mesh, trained in CHOICES:
         chips, memory = SLICES[slice_name]

@@ -5,8 +5,8 @@ from typing import Any
 
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.chips import GiB
-from trl_tpu.preflight.memory import least_memory
-from trl_tpu.preflight.program import Collective, CompiledProgram
+from trl_tpu.preflight.compile import CompiledProgram
+from trl_tpu.preflight.needs import least_memory
 
 # what libtpu 0.0.21 said of programs for v6e, and of one for v5e with an array that is larger than the memory
 REFUSAL = """jaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in \
@@ -42,16 +42,16 @@ ONE_ARRAY_REFUSED = (
 def compiled(case: Case, **changes: Any) -> CompiledProgram:
     """What a good compiler would say of ``case``."""
     least = least_memory(case)
-    state = least.weights + least.optimizer
     program = CompiledProgram(
-        arguments=state + 1000,
-        outputs=state + 10,
-        aliased=state,
+        arguments=least.weights + least.optimizer + 1000,
+        results=10,
+        aliased=least.weights + least.optimizer,
         temporary=least.gradients + least.activations + GiB,
         generated_code=2**20,
         flops=1e14,
-        bytes_accessed=1e11,
-        collectives=(Collective("all-gather", 16 * 10**9, "bf16", (1,), (), count=2),),
+        bytes_moved=1e11,
         compile_seconds=12.0,
+        received={"fsdp": {"all-gather bf16[512,256]": 30e9}} if case.mesh.devices > 1 else {},
+        state={"weight": least.weights, "optimizer": least.optimizer},
     )
     return dataclasses.replace(program, **changes)

@@ -4,28 +4,23 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from trl_tpu.preflight.trace import Rows, StepRequest, TracedProgram, trace_step
+from trl_tpu.parallel.mesh import parse_mesh
+from trl_tpu.preflight.trace import StepRequest, TracedProgram, trace_step
 
 LENGTH = 256
 EXPANDED = {"packed_attention": "expanded"}
-PADDED = {"packing": "false"}
-ADAPTERS = {"adapters": True}
 LARGE = {"hidden_size": 1024, "intermediate_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 8}
-SETTINGS: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "packed": (1, "train", EXPANDED),
-    "long rows": (1, "train", EXPANDED | {"length": 4096}),
-    "padded": (1, "train", PADDED | {"remat": "none"}),
-    "adapters, tensor parallel": (8, "train", EXPANDED | ADAPTERS | {"mesh": "fsdp=4,tensor=2", "remat": "dots"}),
-    "layers as a loop": (8, "train", EXPANDED | {"scan_layers": True}),
-    "large weights": (16, "train", EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
-    "large weights, many chips": (64, "train", EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
-    "large weights, many chips, one by one": (64, "train", EXPANDED | {"length": 2048, "sizes": LARGE}),
-    "loop, tensor parallel": (8, "train", EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
-    "evaluation": (8, "evaluate", EXPANDED),
-    "packed, two axes": (256, "train", EXPANDED | {"mesh": "data=4,fsdp=64"}),
-    "padded, adapters": (256, "train", PADDED | ADAPTERS),
-    "padded, evaluation": (256, "evaluate", PADDED),
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "packed": (1, EXPANDED),
+    "long rows": (1, EXPANDED | {"length": 4096}),
+    "padded": (1, {"packing": "false", "remat": "none"}),
+    "adapters, tensor parallel": (8, EXPANDED | {"adapters": True, "mesh": "fsdp=4,tensor=2", "remat": "dots"}),
+    "loop, tensor parallel": (8, EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
+    "large weights": (16, EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
+    "large weights, many chips": (64, EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
+    "packed, two axes": (256, EXPANDED | {"mesh": "data=4,fsdp=64"}),
 }
+"""How many chips each takes, and arguments of the trainer; "length" is of its rows, and "sizes" are of its model."""
 
 
 def config(layers: int = 1, **sizes: int) -> LlamaConfig:
@@ -34,14 +29,19 @@ def config(layers: int = 1, **sizes: int) -> LlamaConfig:
     return LlamaConfig(num_labels=1, **heads | usual | sizes)
 
 
+def config_of(name: str) -> LlamaConfig:
+    settings = SETTINGS[name][1]
+    return config(layers=2 if "scan_layers" in settings else 1, **settings.get("sizes", {}))
+
+
 def trace(name: str) -> TracedProgram:
-    chips, what, settings = SETTINGS[name]
-    arguments: dict[str, Any] = {f"per_device_{each}_batch_size": 1 for each in ("train", "eval")} | settings
+    chips, settings = SETTINGS[name]
+    arguments: dict[str, Any] = {"per_device_train_batch_size": 1} | settings
     peft = lora() if arguments.pop("adapters", False) else None
-    pairs = chips // (2 if "tensor=2" in arguments.get("mesh", "") else 1)
-    rows = Rows(pairs, arguments.pop("length", LENGTH), None if settings.get("packing") == "false" else pairs)
-    model = config(layers=2 if "scan_layers" in settings else 1, **arguments.pop("sizes", {}))
-    return trace_step(StepRequest(model, chips, rows, arguments, peft, what))  # type: ignore[arg-type]
+    length, _ = arguments.pop("length", LENGTH), arguments.pop("sizes", None)
+    pairs = parse_mesh(arguments.get("mesh", "fsdp=-1"), chips).batch_shards
+    rows = None if settings.get("packing") == "false" else pairs
+    return trace_step(StepRequest(config_of(name), chips, pairs, length, rows, arguments, peft))
 
 
 def lora() -> Any:

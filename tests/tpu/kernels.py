@@ -1,6 +1,6 @@
-"""Compiles attention of expanded rows, forward and backward, by one of jax's kernels for one chip of a topology.
+"""Compiles attention of expanded rows, forward and backward, by the trainer's kernel for one chip of a topology.
 
-Prints how many kernels the program runs. Arguments: the topology, "flash" or "splash", how many rows, their length.
+Prints how many kernels the program runs. Arguments: the topology, how many rows, their length.
 """
 
 import sys
@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.sharding import SingleDeviceSharding
 
 from trl_tpu.runtime.kernels import splash
@@ -18,19 +17,8 @@ from trl_tpu.runtime.placeholder import write_kernels_for_libtpu
 HEADS, SIZE = 4, 64
 
 
-def flash(q: Any, k: Any, v: Any, segment: Any) -> Any:
-    """The gradients of the sum of attention's outputs, by jax's kernel."""
-    segments = flash_attention.SegmentIds(segment, segment)
-
-    def total(q: Any, k: Any, v: Any) -> Any:
-        output = flash_attention.flash_attention(q, k, v, segment_ids=segments, causal=True, sm_scale=SIZE**-0.5)
-        return output.astype(jnp.float32).sum()
-
-    return jax.grad(total, (0, 1, 2))(q, k, v)
-
-
-def block_sparse(*given: Any) -> Any:
-    """The same by the trainer's."""
+def gradients(*given: Any) -> Any:
+    """The gradients of queries, keys and values, where the output's are 1."""
     given = (*given, jnp.ones_like(given[-1]))
     forward, backward = splash.attention_functions(SIZE**-0.5, None, None, given[0].shape)
     output, logsumexp = forward(*given)
@@ -39,9 +27,7 @@ def block_sparse(*given: Any) -> Any:
 
 def main() -> None:
     write_kernels_for_libtpu()
-    topology, kernel = sys.argv[1:3]
-    rows, length = map(int, sys.argv[3:])
-    gradients = {"flash": flash, "splash": block_sparse}[kernel]
+    topology, (rows, length) = sys.argv[1], map(int, sys.argv[2:])
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
     def given(*shape: int, dtype: Any = jnp.bfloat16) -> Any:

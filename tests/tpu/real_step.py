@@ -19,8 +19,4 @@ if __name__ == "__main__":
 
     request.model.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(request.model, dtype=getattr(torch, request.dtype))
-    trainer = trainer_of(request, model)
-    if request.what == "train":
-        trainer.train()
-    else:
-        trainer.evaluate()
+    trainer_of(request, model).train()

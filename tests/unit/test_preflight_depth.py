@@ -1,43 +1,30 @@
 """What two depths cost is extended to all layers, exactly where costs are a straight line."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from trl_tpu.preflight.compile import CompiledProgram
 from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
-from trl_tpu.preflight.program import Collective, CompiledProgram
-from trl_tpu.preflight.report import peak_memory
-
-PAIRS, ALL = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
 
 
 def program(layers: int) -> CompiledProgram:
-    gathers = [Collective("all-gather", 100, "bf16", (50,), PAIRS, count=layers)]
-    # what compilers combine: one operation of other shape at each depth
-    combined = [Collective("all-reduce", 8 + 4 * layers, "f32", (2 + layers,), ALL)]
-    once = [Collective("all-to-all", 64, "f32", (16,), ALL)]
     return CompiledProgram(
         arguments=10 + 3 * layers,
-        outputs=9 + 3 * layers,
+        results=1,
         aliased=8 + 3 * layers,
         temporary=1000 + 7 * layers,
         generated_code=5 + layers,
         flops=1e6 + 2e5 * layers,
-        bytes_accessed=1e3 + 1e2 * layers,
-        collectives=(*gathers, *combined, *once),
+        bytes_moved=1e3 + 1e2 * layers,
         compile_seconds=2.0 + layers,
-        weights=4 + 2 * layers,
-        optimizer=6 + 4 * layers,
-        gradients=2 * layers,
+        received={"fsdp": {"all-gather bf16[8]": 100.0 * layers, "all-to-all f32": 64.0}},
+        state={"weight": 4 + 2 * layers, "optimizer": 6 + 4 * layers},
         idle=3 * layers,
-        largest_buffers=((f"{layers} layers", 7),),
+        largest_buffers=(("bf16[8,128] fusion", 2048),),
     )
-
-
-def totals(made: CompiledProgram) -> dict[str, int]:
-    return {each.kind: each.bytes * each.count for each in made.collectives}
 
 
 @pytest.mark.parametrize("depths", [(2, 4), (6, 12)])
@@ -48,23 +35,16 @@ def test_a_straight_line_is_extended_exactly(depths: tuple[int, int]) -> None:
         asked.append(layers)
         return program(layers)
 
-    made, whole = compile_deep(compile_layers, depths, 48), program(48)
+    assert compile_deep(compile_layers, depths, 48) == program(48)
     assert asked == list(depths)
-    combined = ("collectives", "largest_buffers")
-    for name in (each.name for each in fields(CompiledProgram) if each.name not in combined):
-        assert getattr(made, name) == getattr(whole, name), name
-    assert totals(made) == totals(whole)
-    assert {each.groups for each in made.collectives} == {PAIRS, ALL}
 
 
-def test_what_shrinks_with_depth_does_not_become_negative() -> None:
-    def shrinking(layers: int) -> CompiledProgram:
-        moved = Collective("all-to-all", 100 - 20 * layers, "f32", (1,), ALL)
-        return CompiledProgram(0, 0, 0, 100 - 20 * layers, 0, 0.0, 0.0, (moved,), 1.0)
-
-    made = compile_deep(shrinking, (2, 4), 48)
+def test_what_only_one_depth_has_is_extended_from_nothing_and_nothing_becomes_negative() -> None:
+    shallow = replace(program(2), temporary=60, received={"data": {"all-reduce f32": 10.0}})
+    deep = replace(program(4), temporary=40, received={"fsdp": {"all-gather bf16": 5.0}})
+    made = compile_deep({2: shallow, 4: deep}.__getitem__, (2, 4), 48)
     assert made.temporary == 0
-    assert made.collectives == ()
+    assert made.received == {"data": {"all-reduce f32": 0.0}, "fsdp": {"all-gather bf16": 5.0 * 23}}
 
 
 def test_memory_is_no_less_than_what_all_layers_need() -> None:
@@ -72,7 +52,7 @@ def test_memory_is_no_less_than_what_all_layers_need() -> None:
     straight = compile_deep(program, (2, 4), 48)
     assert compile_deep(program, (2, 4), 48, least=1000) == straight
     raised = compile_deep(program, (2, 4), 48, least=5000)
-    assert peak_memory(raised) == 5000 + raised.generated_code
+    assert raised.peak == 5000 + raised.generated_code
     assert raised == replace(straight, temporary=raised.temporary)
 
 

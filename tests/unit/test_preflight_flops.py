@@ -11,8 +11,12 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from trl_tpu.preflight.analytic import count_flops, read_model
+from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.preflight.case import Case, Job
+from trl_tpu.preflight.chips import parse_topology
 from trl_tpu.preflight.lengths import PairLengths
+from trl_tpu.preflight.model_shape import read_model
+from trl_tpu.preflight.needs import Flops, kernel_flops, needed_flops
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -50,14 +54,20 @@ def counted_by_torch(model: Any) -> float:
     return counter.get_total_flops() - sum(sum(own.values()) for name, own in by_module if name.endswith("rotary_emb"))
 
 
+def flops_of(model: Any, pair: tuple[int, int, int], pairs: int = 1, remat: str = "none") -> Flops:
+    return needed_flops(case_of(model, pair, pairs, remat))
+
+
+def case_of(model: Any, pair: tuple[int, int, int], pairs: int = 1, remat: str = "none") -> Case:
+    return Case(Job(model, PairLengths.of([pair])), parse_topology("v5e:1x1"), MeshShape(), remat, pairs)
+
+
 def by_formula(model: Any, remat: str = "none") -> float:
-    """Of the same. Eager attention computes every query with every key, and transformers' head scores every token."""
-    shape = read_model(model)
-    flops = count_flops(shape, PairLengths.of([(0, LENGTH, LENGTH)] * (DIALOGUES // 2)), remat)
+    """Of the same. Eager attention computes every query with every key."""
+    flops, shape = flops_of(model, (0, LENGTH, LENGTH), DIALOGUES // 2, remat), read_model(model)
     all_with_all = 2 * shape.heads * sum(shape.head_dims) * DIALOGUES * LENGTH**2 * shape.layers
-    unscored = DIALOGUES * (LENGTH - 1)
     passes = 4 if remat == "full" else 3
-    return flops.with_remat + passes * (all_with_all - flops.attention) + 3 * 2 * shape.hidden * unscored
+    return flops.needed + flops.recomputed + passes * (all_with_all - flops.attention)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -104,19 +114,29 @@ def test_a_common_prefix_is_computed_once_and_attention_is_what_masks_allow(
     assert pairs.tokens == sum(map(sum, sizes))
 
 
-def test_pairs_alike_have_the_size_that_was_asked_for() -> None:
-    pairs = PairLengths.alike(3, 1001)
-    assert pairs.sizes_P.tolist() == [1001] * 3
-    assert pairs.chosen_P.tolist() == pairs.rejected_P.tolist() == [250] * 3
+def test_pairs_are_drawn_alike_each_time() -> None:
+    pairs = PairLengths.of([(10, 3, 4), (20, 5, 6)])
+    assert set(pairs.drawn(50).sizes_P.tolist()) == {17, 31}
+    assert pairs.drawn(50).tokens == pairs.drawn(50).tokens
+    assert PairLengths.of_size(1001).drawn(3).sizes_P.tolist() == [1001] * 3
+    assert pairs.longest_dialogue == 26
 
 
 def test_a_windowed_layer_costs_less_only_where_texts_are_longer_than_the_window() -> None:
-    shape = read_model(tiny("gemma3_text"))
+    model = tiny("gemma3_text")
+    shape, short, long = read_model(model), PairLengths.of([(0, 4, 4)]), PairLengths.of([(0, 40, 40)])
     assert shape.windows == (4, None, 4)
-    short, long = PairLengths.of([(0, 4, 4)]), PairLengths.of([(0, 40, 40)])
     one_layer = 2 * shape.heads * sum(shape.head_dims)
-    assert count_flops(shape, short).attention == 3 * one_layer * short.attended()
-    assert count_flops(shape, long).attention == one_layer * (long.attended() + 2 * long.attended(4))
+    assert flops_of(model, (0, 4, 4)).attention == 3 * one_layer * short.attended()
+    assert flops_of(model, (0, 40, 40)).attention == one_layer * (long.attended() + 2 * long.attended(4))
+
+
+def test_a_kernel_computes_scores_once_more_and_masks_are_in_the_program() -> None:
+    long, model = (1024, 512, 512), tiny("llama")
+    attention = flops_of(model, long).attention
+    assert kernel_flops(case_of(model, long)) == (2 + 7) / 2 * attention
+    assert kernel_flops(case_of(model, long, remat="full")) == (2 + 2 + 7) / 2 * attention
+    assert kernel_flops(case_of(model, (8, 4, 4))) == 0
 
 
 def test_experts_count_by_those_that_a_token_is_routed_to() -> None:

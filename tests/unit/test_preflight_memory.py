@@ -9,15 +9,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.parallel.shard import plan_model
 from trl_tpu.parallel.sharding_plan import Placement
-from trl_tpu.preflight.analytic import read_model
-from trl_tpu.preflight.case import Case
+from trl_tpu.preflight.case import Case, Job
 from trl_tpu.preflight.chips import parse_topology
 from trl_tpu.preflight.lengths import PairLengths
-from trl_tpu.preflight.memory import least_memory, optimizer_copies
-from trl_tpu.preflight.program import Collective
-from trl_tpu.preflight.traffic import axes_of, compiled_traffic, least_traffic, received
+from trl_tpu.preflight.model_shape import read_model
+from trl_tpu.preflight.needs import least_memory, least_traffic, optimizer_copies
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -36,12 +33,12 @@ def real(model_type: str = "llama", **sizes: Any) -> Any:
     return AutoModelForSequenceClassification.from_config(config)
 
 
-def case_of(model: Any, mesh: MeshShape, **settings: Any) -> Case:
-    plan = plan_model(model, mesh)
-    placements = {name: plan.place(name, tuple(each.shape)) for name, each in model.named_parameters()}
-    lengths = PairLengths.alike(ROWS, LENGTH)
-    topology = parse_topology("v6e:2x4")
-    return Case(topology, mesh, read_model(model), placements, ROWS, ROWS, LENGTH, lengths, **settings)
+def case_of(model: Any, mesh: MeshShape, remat: str = "full", attention: str = "expanded") -> Case:
+    """One pair to a row."""
+    job = Job(model, PairLengths.of_size(LENGTH), packed_attention=attention, row_settings={"row_length": LENGTH})
+    case = Case(job, parse_topology("v6e:2x4"), mesh, remat, ROWS // mesh.batch_shards)
+    assert case.shape == (ROWS, LENGTH)
+    return case
 
 
 def on_first_device(tensor: torch.Tensor, placement: Placement, mesh: MeshShape) -> torch.Tensor:
@@ -130,9 +127,9 @@ def test_activations_are_split_over_batch_axes_and_inner_features_over_tensor() 
 
 def test_masks_add_a_score_for_each_head_query_and_key() -> None:
     plain = least_memory(case_of(real(), MeshShape(fsdp=2), remat="dots")).activations
-    masks = least_memory(case_of(real(), MeshShape(fsdp=2), remat="dots", masks=True)).activations
+    masks = least_memory(case_of(real(), MeshShape(fsdp=2), remat="dots", attention="masks")).activations
     assert masks - plain == 2 * (ROWS // 2) * 4 * LENGTH**2 * 2
-    full = [least_memory(case_of(real(), MeshShape(), masks=masks)).activations for masks in (False, True)]
+    full = [least_memory(case_of(real(), MeshShape(), attention=each)).activations for each in ("expanded", "masks")]
     assert full[0] == full[1]
 
 
@@ -146,48 +143,13 @@ def test_of_experts_those_that_tokens_are_routed_to_are_kept() -> None:
 # ---- traffic
 
 
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        (((0, 1), (2, 3), (4, 5), (6, 7)), "tensor"),
-        (((0, 2), (1, 3), (4, 6), (5, 7)), "fsdp"),
-        (((0, 4), (1, 5), (2, 6), (3, 7)), "data"),
-        (((0, 1, 2, 3), (4, 5, 6, 7)), "fsdp+tensor"),
-        (((0, 2, 4, 6), (1, 3, 5, 7)), "data+fsdp"),
-        (((0, 1, 2, 3, 4, 5, 6, 7),), "data+fsdp+tensor"),
-        ((), "data+fsdp+tensor"),
-        (((0,), (1,)), ""),
-    ],
-)
-def test_groups_of_devices_are_the_axes_along_which_they_differ(groups: Any, axes: str) -> None:
-    assert axes_of(groups, MeshShape(data=2, fsdp=2, tensor=2)) == axes
-
-
-def test_all_devices_are_the_axes_that_the_mesh_has() -> None:
-    assert axes_of((), MeshShape(fsdp=8)) == "fsdp"
-
-
-def test_compiled_bytes_are_those_that_come_over_links_in_every_execution() -> None:
-    """What a chip has itself does not come, and what is added up comes twice."""
-    mesh = MeshShape(data=2, fsdp=2)
-    gather = Collective("all-gather", 100, "bf16", (50,), ((0, 1), (2, 3)), count=3)
-    reduce = Collective("all-reduce", 40, "f32", (10,), ((0, 2), (1, 3)))
-    alone = Collective("all-reduce", 8, "f32", (2,), ((0,), (1,), (2,), (3,)))
-    assert compiled_traffic([gather, reduce, alone], mesh) == {"data": 40, "fsdp": 150}
-    assert received(gather, mesh) == 150
-    assert received(reduce, mesh) == 40
-    assert received(alone, mesh) == 0
-    moved = Collective("collective-permute", 10, "f32", (3,), ((0, 1),))
-    assert received(moved, mesh) == 10
-
-
 def test_fsdp_gathers_weights_twice_and_scatters_gradients_once() -> None:
     model = real()
     matrices = vectors = 0
     for name, parameter in model.named_parameters():
         if "embed" not in name:
-            matrices += parameter.numel() * (parameter.dim() > 1 and "score" not in name)
-            vectors += parameter.numel() * (parameter.dim() == 1 or "score" in name)
+            matrices += parameter.numel() * (parameter.dim() > 1)
+            vectors += parameter.numel() * (parameter.dim() == 1)
     lookups = ROWS * LENGTH // 8 * 32 * 4  # a chip's own tokens, in float32; and their gradients
     moved = 3 * (2 * matrices + 4 * vectors) + 2 * lookups
     assert least_traffic(case_of(model, MeshShape(fsdp=8))) == {"fsdp": moved * 7 // 8}  # an eighth is there already
@@ -205,9 +167,7 @@ def test_frozen_weights_are_gathered_but_not_scattered() -> None:
 
 def test_data_adds_up_gradients_and_tensor_what_blocks_give() -> None:
     model = real()
-    parameters = sum(
-        p.numel() * (2 if p.dim() > 1 and n != "score.weight" else 4) for n, p in model.named_parameters()
-    )
+    parameters = sum(p.numel() * (2 if p.dim() > 1 else 4) for p in model.parameters())
     embedding = model.model.embed_tokens.weight.numel() * 2  # not in products: float32
     assert least_traffic(case_of(model, MeshShape(data=8)))["data"] == 2 * (parameters + embedding) * 7 // 8
     one = ROWS * LENGTH * 32 * 2  # of which half comes from the other chip, and half of the sum

@@ -10,7 +10,7 @@ from math import prod
 
 from trl_tpu.errors import UserError
 
-GB, MiB, GiB = 10**9, 2**20, 2**30
+MiB, GiB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Chip:
         memory_bandwidth: In bytes a second.
         link_bandwidth: Of all links to other chips together, in bytes a second in one direction: half of what is
             published as bidirectional.
-        shapes: Slices that can be rented, or the largest of them.
-        source: Where the figures are from.
+        shapes: Slices that can be rented, from small to large.
     """
 
     name: str
@@ -35,7 +34,11 @@ class Chip:
     memory_bandwidth: float
     link_bandwidth: float
     shapes: tuple[str, ...]
-    source: str
+
+    @property
+    def source(self) -> str:
+        """Where the figures are from."""
+        return f"https://cloud.google.com/tpu/docs/{self.name}"
 
 
 _2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -43,16 +46,10 @@ _3D = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
     *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
-
 CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 819e9, 400e9 / 2, _2D, "https://cloud.google.com/tpu/docs/v5e"),
-        Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 2765e9, 1200e9 / 2, _3D, "https://cloud.google.com/tpu/docs/v5p"),
-        Chip(
-            "v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 1600e9, 800e9 / 2, _2D, "https://cloud.google.com/tpu/docs/v6e"
-        ),
-    )
+    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 819e9, 400e9 / 2, _2D),
+    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 2765e9, 1200e9 / 2, _3D),
+    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 1600e9, 800e9 / 2, _2D),
 }
 
 
@@ -61,24 +58,24 @@ class Topology:
     """A slice: its chips and how they are arranged."""
 
     chip: Chip
-    shape: tuple[int, ...]
+    shape: str
 
     @property
     def chips(self) -> int:
-        return prod(self.shape)
+        return prod(map(int, self.shape.split("x")))
 
     def __str__(self) -> str:
-        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        return f"{self.chip.name}:{self.shape}"
 
     @property
     def compiled_as(self) -> str:
         """The slice to name to libtpu, which knows none of one chip: the smallest one, and one chip of it."""
         return f"{self.chip.name}:2x2" if self.chips == 1 else str(self)
 
-    def larger(self) -> "Topology | None":
-        """The next larger slice of these chips."""
-        slices = [parse_topology(f"{self.chip.name}:{shape}") for shape in self.chip.shapes]
-        return next((each for each in sorted(slices, key=lambda each: each.chips) if each.chips > self.chips), None)
+    def larger(self) -> "list[Topology]":
+        """The larger slices of these chips, the next one first."""
+        slices = (Topology(self.chip, shape) for shape in self.chip.shapes)
+        return [each for each in slices if each.chips > self.chips]
 
 
 def parse_topology(text: str) -> Topology:
@@ -91,8 +88,8 @@ def parse_topology(text: str) -> Topology:
     kind, colon, shape = text.strip().partition(":")
     chip = CHIPS.get(kind.lower())
     if chip is None or not colon:
-        count = re.fullmatch(r"(v\d\w*?)(?:itepod)?-(\d+)", text.strip())
-        hint = f" {text!r} is the name of a slice; a topology says its shape." if count else ""
+        is_name = re.fullmatch(r"v\d\w*?(itepod)?-\d+", text.strip())
+        hint = f" {text!r} is the name of a slice; a topology says its shape." if is_name else ""
         raise UserError(
             f"topology {text!r} is not of the form CHIP:SHAPE, as in v6e:4x4, with a chip of {', '.join(CHIPS)}.{hint}"
         )
@@ -100,4 +97,4 @@ def parse_topology(text: str) -> Topology:
         raise UserError(
             f"topology {text!r}: slices of {chip.name} have the shapes {', '.join(chip.shapes)} ({chip.source})."
         )
-    return Topology(chip, tuple(int(size) for size in shape.split("x")))
+    return Topology(chip, shape)

@@ -1,24 +1,58 @@
 """A traced program through the TPU's own compiler, on a machine without a TPU.
 
-libtpu compiles ahead of time for a topology that is only named; jax has the way in. It takes programs in MLIR, where
-it is written to the arguments how they are laid out, which placeholders cannot say, and which of them are donated,
-which gets lost on the way.
+libtpu compiles ahead of time for a topology that is only named; jax has the way in.
 https://docs.jax.dev/en/latest/aot.html
 """
 
 import importlib.util
 import os
-import pickle
-import tempfile
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ..runtime import libtpu
-from .program import CompiledProgram
-from .trace import TracedProgram, run_apart
+from .apart import call_apart
+from .trace import TracedProgram
 
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """The environment of a process that compiles. jax would otherwise look for a TPU; and several processes may use libtpu
 at once, since none has one."""
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What the TPU's compiler says of one program. All figures are for one chip, and all sizes in bytes.
+
+    Args:
+        arguments: Its arguments.
+        results: What it returns, but for what takes the place of a donated argument.
+        aliased: What takes such a place.
+        temporary: What it needs for what it computes.
+        generated_code: Its instructions.
+        flops: Operations by XLA's own count, each loop turn by turn, without kernels.
+        bytes_moved: See `hlo.bytes_moved`.
+        received: See `hlo.received`.
+        state: "weight", "optimizer" and "gradient" (buffers to add up in): what stays on the chip between steps.
+        idle: What of it this program does not take.
+        largest_buffers: See `hlo.largest_buffers`.
+    """
+
+    arguments: int
+    results: int
+    aliased: int
+    temporary: int
+    generated_code: int
+    flops: float
+    bytes_moved: float
+    compile_seconds: float
+    received: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    state: Mapping[str, int] = field(default_factory=dict)
+    idle: int = 0
+    largest_buffers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a chip's memory at the peak."""
+        return self.arguments + self.idle + self.results + self.temporary + self.generated_code
 
 
 def missing() -> str | None:
@@ -29,27 +63,20 @@ def missing() -> str | None:
     return None
 
 
-def compile_for(traced: TracedProgram, topology: str, *, keep: Path | None = None) -> CompiledProgram:
+def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
     """What the TPU's compiler makes of ``traced``.
 
     Args:
         traced: For as many chips as the topology has, or fewer.
         topology: As Google names it: "v6e:4x4", "v5p:2x2x4". A chip is what XLA sees as a device.
-        keep: A file for the compiled HLO.
 
     Raises:
         RuntimeError: If libtpu does not know the topology or cannot compile; with what it says.
     """
     if (reason := missing()) is not None:
         raise RuntimeError(f"Compiling for {topology}: {reason}")
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "traced"), Path(folder, "compiled")
-        asked.write_bytes(pickle.dumps(traced))
-        environment = {**WITHOUT_A_TPU, libtpu.VARIABLE: flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))}
-        arguments = [topology, str(asked), str(answer), *([str(keep)] if keep is not None else [])]
-        run_apart("trl_tpu.preflight.compile_child", arguments, environment)
-        compiled: CompiledProgram = pickle.loads(answer.read_bytes())
-    return compiled
+    environment = {**WITHOUT_A_TPU, libtpu.VARIABLE: flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))}
+    return call_apart("compile_child:compile_here", traced, topology, environment=environment)
 
 
 def flags_for(topology: str, given: str = "") -> str:
@@ -58,4 +85,4 @@ def flags_for(topology: str, given: str = "") -> str:
     return libtpu.with_flags(given, {**libtpu.torch_xla_flags(version), **libtpu.FLAGS})
 
 
-__all__ = ["WITHOUT_A_TPU", "compile_for", "flags_for", "missing"]
+__all__ = ["WITHOUT_A_TPU", "CompiledProgram", "compile_for", "flags_for", "missing"]

@@ -1,13 +1,12 @@
-"""Compiles in a process of its own: ``python -m trl_tpu.preflight.compile_child TOPOLOGY TRACED COMPILED [HLO]``."""
+"""Compiles, in a process of its own: see `compile.compile_for`."""
 
-import pickle
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
@@ -16,14 +15,13 @@ from jax.experimental import topologies
 from jaxlib import _jax
 
 from ..errors import UserError
-from .collectives import collectives_of, largest_buffers
-from .counts import flops_of, memory_traffic
-from .program import CompiledProgram
+from .compile import CompiledProgram
+from .hlo import Visit, bytes_moved, largest_buffers, read_visits, received
 from .trace import TracedProgram
 
 
-def compile_here(traced: TracedProgram, topology: str) -> tuple[CompiledProgram, str]:
-    """See `compile.compile_for`; and the compiled HLO as text."""
+def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
+    """See `compile.compile_for`."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     if traced.chips > len(devices):
         raise UserError(f"The program is for {traced.chips} chips, but {topology} has {len(devices)}.")
@@ -36,40 +34,52 @@ def compile_here(traced: TracedProgram, topology: str) -> tuple[CompiledProgram,
         temporary = _temporary(Path(dump))
     memory = executable.get_compiled_memory_stats()
     hlo = executable.hlo_modules()[0].to_string()
-    state = traced.state_per_chip()
-    program = CompiledProgram(
+    visits = read_visits(hlo)
+    return CompiledProgram(
         arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporary=temporary,
         generated_code=memory.generated_code_size_in_bytes,
-        flops=flops_of(hlo),
-        bytes_accessed=memory_traffic(hlo),
-        collectives=collectives_of(hlo),
+        flops=_flops(hlo, visits),
+        bytes_moved=bytes_moved(visits),
         compile_seconds=seconds,
-        weights=state.get("weight", 0),
-        optimizer=state.get("optimizer", 0),
-        gradients=state.get("gradient", 0),
-        idle=sum(each.bytes_per_chip for each in traced.beside),
-        largest_buffers=largest_buffers(hlo),
+        received=received(visits, traced.mesh),
+        state=traced.state,
+        idle=traced.idle,
+        largest_buffers=largest_buffers(visits),
     )
-    return program, hlo
 
 
 def _module(traced: TracedProgram) -> bytes:
-    """The program in the form that the client takes, its arguments marked: their layouts, and which are donated."""
+    """The program in the form that the client takes, its arguments marked: their layouts, which placeholders cannot
+    say, and which are donated, which gets lost on the way."""
     text = _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(traced.hlo))
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
         main = next(each for each in module.body.operations if each.attributes["sym_name"].value == "main")
         marked = []
-        for argument in traced.arguments:
-            marks = {"jax.buffer_donor": ir.BoolAttr.get(True)} if argument.donated else {}
+        for sharding, is_donated in zip(traced.shardings, traced.donated, strict=True):
+            marks = {"jax.buffer_donor": ir.BoolAttr.get(True)} if is_donated else {}
             if traced.chips > 1:
-                marks["mhlo.sharding"] = ir.StringAttr.get(argument.sharding)
+                marks["mhlo.sharding"] = ir.StringAttr.get(sharding)
             marked.append(ir.DictAttr.get(marks))
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(marked)
         return mlir.module_to_bytecode(module)
+
+
+def _options(chips: int, dump: str) -> Any:
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    for each in (options, build):
+        each.num_replicas, each.num_partitions = 1, chips
+    build.use_spmd_partitioning = chips > 1
+    build.debug_options.xla_dump_to = dump
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(chips).reshape(1, chips))
+    if chips > 1:
+        # as torch_xla does: else every new weight would come out whole on every chip
+        build.allow_spmd_sharding_propagation_to_output = [True]
+    return options
 
 
 def _temporary(dump: Path) -> int:
@@ -88,27 +98,17 @@ def _temporary(dump: Path) -> int:
     raise RuntimeError("libtpu compiled the program, but did not write down which memory it takes.")
 
 
-def _options(chips: int, dump: str) -> Any:
-    options = xla_client.CompileOptions()
-    build = options.executable_build_options
-    for each in (options, build):
-        each.num_replicas, each.num_partitions = 1, chips
-    build.use_spmd_partitioning = chips > 1
-    build.debug_options.xla_dump_to = dump
-    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(chips).reshape(1, chips))
-    if chips > 1:
-        # as torch_xla does: else every new weight would come out whole on every chip
-        build.allow_spmd_sharding_propagation_to_output = [True]
-    return options
+def _flops(hlo: str, visits: list[Visit]) -> float:
+    """Operations by XLA's own count, which takes one turn of each loop: the others are added, turn by turn."""
+    client = jax.devices()[0].client
 
+    def counted(module: str) -> float:
+        return _jax.hlo_module_cost_analysis(client, _jax.hlo_module_from_text(module))["flops"]
 
-def main() -> None:
-    topology, asked, answer, *keep = sys.argv[1:]
-    program, hlo = compile_here(pickle.loads(Path(asked).read_bytes()), topology)
-    Path(answer).write_bytes(pickle.dumps(program))
-    for file in keep:
-        Path(file).write_text(hlo)
-
-
-if __name__ == "__main__":
-    main()
+    computations = "HloModule body\n" + hlo.partition("\n")[2].replace("\nENTRY ", "\n")
+    return counted(hlo) + sum(
+        (visit.times - visit.times // visit.turns)
+        * counted(computations.replace(f"\n%{visit.name} (", f"\nENTRY %{visit.name} ("))
+        for visit in visits[1:]
+        if not visit.is_fused
+    )

@@ -4,13 +4,11 @@ Compiling all layers of a large model takes long; what two depths need is extend
 """
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
-from .program import Collective, CompiledProgram
-from .report import peak_memory
+from .compile import CompiledProgram
 
 _FEW = 8  # layers that are compiled as they are
 
@@ -48,51 +46,25 @@ def compile_deep(
         least: Bytes that all layers need at least. Where few layers need most for something else, as for embeddings,
             the straight line says less.
     """
-    less, more = depths
-    first, second = compile_layers(less), compile_layers(more)
-    times = (layers - less) / (more - less)
-
-    def extended(name: str) -> float:
-        start, end = getattr(first, name), getattr(second, name)
-        return max(start + (end - start) * times, 0)
-
-    made = CompiledProgram(
-        arguments=round(extended("arguments")),
-        outputs=round(extended("outputs")),
-        aliased=round(extended("aliased")),
-        temporary=round(extended("temporary")),
-        generated_code=round(extended("generated_code")),
-        flops=extended("flops"),
-        bytes_accessed=extended("bytes_accessed"),
-        collectives=_extended(first.collectives, second.collectives, times),
-        compile_seconds=extended("compile_seconds"),
-        weights=round(extended("weights")),
-        optimizer=round(extended("optimizer")),
-        gradients=round(extended("gradients")),
-        idle=round(extended("idle")),
-        largest_buffers=second.largest_buffers,
-    )
-    missing = least + made.generated_code - peak_memory(made)
-    return replace(made, temporary=made.temporary + max(missing, 0))
+    first, second = map(compile_layers, depths)
+    times = (layers - depths[0]) / (depths[1] - depths[0])
+    extended = {
+        each.name: _extended(getattr(first, each.name), getattr(second, each.name), times)
+        for each in fields(CompiledProgram)
+    }
+    made = CompiledProgram(**extended)
+    return replace(made, temporary=made.temporary + max(least + made.generated_code - made.peak, 0))
 
 
-def _extended(first: Iterable[Collective], second: Iterable[Collective], times: float) -> tuple[Collective, ...]:
-    """All bytes of a kind, type and grouping together, since compilers combine them differently at each depth."""
-    start, end = _bytes(first), _bytes(second)
-    made = []
-    for kind, dtype, groups in dict.fromkeys([*start, *end]):
-        key = (kind, dtype, groups)
-        size = round(start[key] + (end[key] - start[key]) * times)
-        if size > 0:
-            made.append(Collective(kind, size, dtype, (), groups))
-    return tuple(made)
-
-
-def _bytes(collectives: Iterable[Collective]) -> Counter:
-    sums: Counter = Counter()
-    for each in collectives:
-        sums[each.kind, each.dtype, each.groups] += each.bytes * each.count
-    return sums
+def _extended(first: Any, second: Any, times: float) -> Any:
+    if isinstance(first, Mapping):
+        names = {**first, **second}
+        nothing: Any = {} if isinstance(next(iter(names.values()), 0), Mapping) else 0
+        return {name: _extended(first.get(name, nothing), second.get(name, nothing), times) for name in names}
+    if isinstance(first, tuple):  # buffers, which are as large in every layer
+        return second
+    value = max(first + (second - first) * times, 0)
+    return round(value) if isinstance(first, int) and isinstance(second, int) else value
 
 
 def depth_note(depths: tuple[int, int], layers: int) -> str:

@@ -1,111 +1,218 @@
-"""HLO in its text form: computations and their instructions. No library is needed."""
+"""What a program for one chip does, read from the text of its HLO: what it sends, moves and holds."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from math import ceil, prod
 
-_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .+ \{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+)$")
-_BYTES = {"pred": 1.0, "token": 0.0, "opaque": 0.0}
+import numpy as np
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<shape>\(.*?\)|\S+) (?P<operation>[\w\-]+)\(")
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\](\{[^{}]*\})?")
+_CALLED = re.compile(r"\b(?:calls|body)=%?([\w.\-]+)")
+_VIEWS = ("parameter", "bitcast", "tuple", "get-tuple-element", "while", "constant")
+_ON_CHIP = "S(1)"  # in a layout: a memory on the chip itself
+
+# Bytes that each of n chips receives for each of a result's: all but its own part, and twice that of what is added up
+# everywhere. https://doi.org/10.1016/j.jpdc.2008.09.002
+_RECEIVED: Mapping[str, Callable[[int], float]] = {
+    "all-gather": lambda n: 1 - 1 / n,
+    "all-reduce": lambda n: 2 * (1 - 1 / n),
+    "reduce-scatter": lambda n: n - 1,
+    "all-to-all": lambda n: 1 - 1 / n,
+    "collective-permute": lambda n: 1,
+}
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """One line of HLO: what it makes (its shape, as written), by which operation, from what."""
+class Visit:
+    """A computation where it is executed.
+
+    Args:
+        times: How often in one execution of the program.
+        turns: Of the loop that it is in.
+        is_fused: Whether its results stay on the chip, being inside of one instruction.
+    """
 
     name: str
-    shape: str
-    operation: str
-    rest: str
-    """Operands and attributes."""
+    lines: list[str]
+    times: int
+    turns: int
+    is_fused: bool
 
-    @cached_property
-    def operands(self) -> list[str]:
-        """The names of its operands."""
-        return re.findall(r"%([\w.\-]+)", in_parentheses(self.rest))
 
-    def attribute(self, name: str) -> str:
-        """An attribute whose value is one word; "" if it has none."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+@dataclass(frozen=True)
+class Array:
+    """One array of a result: its type, its sizes, and where the compiler lays it."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    layout: str
 
     @property
-    def op_name(self) -> str:
-        """What the compiler remembers it was made for."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+    def bytes(self) -> float:
+        bits = re.search(r"\d+", self.dtype)  # types of numbers say them: bf16, f8e4m3fn
+        return prod(self.sizes) * (int(bits[0]) / 8 if bits else 1)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
 
 
-@dataclass(frozen=True)
-class Computation:
-    """Instructions by name, in order; the last is the root where the text does not say otherwise."""
-
-    name: str
-    is_entry: bool
-    instructions: Mapping[str, Instruction]
-    root: Instruction
-
-
-def read_computations(hlo: str) -> dict[str, Computation]:
-    """All computations of a module by name."""
-    found: dict[str, Computation] = {}
-    header = ""
-    lines: list[str] = []
+def read_visits(hlo: str) -> list[Visit]:
+    """All that one execution of a module runs, its entry first."""
+    computations: dict[str, list[str]] = {}
+    entry = ""
     for line in hlo.splitlines():
-        if header and line.startswith("}"):
-            name = _COMPUTATION.match(header)
-            assert name is not None
-            found[name[1]] = _computation(name[1], header.startswith("ENTRY"), lines)
-            header, lines = "", []
-        elif header:
+        if header := _HEADER.match(line):
+            lines = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif computations and _INSTRUCTION.match(line):
             lines.append(line)
-        elif _COMPUTATION.match(line):
-            header = line
+    return list(_visits(computations, Visit(entry, computations[entry], 1, 1, False)))
+
+
+def _visits(computations: Mapping[str, list[str]], visit: Visit) -> Iterator[Visit]:
+    yield visit
+    for line in visit.lines:
+        called = _CALLED.search(line)
+        if called is None or "-done(" in line:  # which names what its start ran
+            continue
+        name, lines = called[1], computations[called[1]]
+        if " while(" in line:
+            turns = _turns(line, computations)
+            yield from _visits(computations, Visit(name, lines, visit.times * turns, turns, visit.is_fused))
+        else:
+            yield from _visits(computations, Visit(name, lines, visit.times, visit.turns, True))
+
+
+def _turns(loop: str, computations: Mapping[str, list[str]]) -> int:
+    """How often a loop turns: as the compiler wrote down, or until its counter is what its condition compares with."""
+    if written := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop):
+        return int(written[1])
+    condition, body = (
+        "\n".join(computations[name]) for name in re.findall(r"\b(?:condition|body)=%?([\w.\-]+)", loop)
+    )
+    end = max(map(int, re.findall(r" constant\((\d+)\)", condition)), default=1)
+    return ceil(end / _step(condition, body))
+
+
+def _step(condition: str, body: str) -> int:
+    """What a turn adds to the counter that a loop's condition compares; 1 where it is more than an addition."""
+
+    def found(pattern: str, text: str) -> str:
+        match = re.search(pattern, text)
+        return match[1] if match else "nothing"
+
+    counter = found(r" compare\(%([\w.\-]+), .*direction=LT", condition)
+    place = found(rf"%{re.escape(counter)} = .* get-tuple-element\(.*index=(\d+)", condition)
+    carried = re.findall(r"%([\w.\-]+)", found(r"ROOT .* tuple\((.*?)\)", body))
+    if not place.isdigit() or int(place) >= len(carried):
+        return 1
+    added = found(rf"%{re.escape(carried[int(place)])} = \S+ add\(%[\w.\-]+, %([\w.\-]+)\)", body)
+    step = found(rf"%{re.escape(added)} = \S+ constant\((\d+)\)", body)
+    return int(step) if step.isdigit() else 1
+
+
+def _made_by(line: str) -> tuple[str, list[Array]]:
+    """The operation of an instruction, and what it makes."""
+    found = _INSTRUCTION.match(line)
+    assert found is not None, line
+    arrays = [
+        Array(dtype, tuple(map(int, filter(None, sizes.split(",")))), layout)
+        for dtype, sizes, layout in _ARRAY.findall(found["shape"])
+    ]
+    return found["operation"], arrays
+
+
+def bytes_moved(visits: list[Visit]) -> float:
+    """Bytes that one execution moves to and from a chip's memory, to about a tenth.
+
+    What is made there is written and read once, what is copied to the chip itself is read once, and what is computed
+    on the chip costs nothing. libtpu's own figure counts that too, and is many times as large.
+    """
+    moved = 0.0
+    for visit in visits:
+        for line in visit.lines if not visit.is_fused else ():
+            operation, arrays = _made_by(line)
+            if operation in _VIEWS or operation.endswith("-start"):
+                continue
+            for array in arrays:
+                size = array.bytes * visit.times
+                if visit.turns > 1 and array.sizes[:1] == (visit.turns,):
+                    size /= visit.turns  # a stack of what all layers have, of which each turn replaces its own
+                if _ON_CHIP not in array.layout:
+                    moved += 2 * size
+                elif operation.endswith("-done"):
+                    moved += size
+    return moved
+
+
+def largest_buffers(visits: list[Visit], count: int = 12) -> tuple[tuple[str, int], ...]:
+    """The largest arrays that are made in memory: what makes them, in words, and their bytes."""
+    sizes: dict[str, int] = {}
+    for visit in visits:
+        for line in visit.lines if not visit.is_fused else ():
+            operation, arrays = _made_by(line)
+            if operation in _VIEWS or operation.endswith("-start"):
+                continue
+            said = re.search(r'op_name="([^"]*)"', line)
+            for array in arrays:
+                if _ON_CHIP not in array.layout:
+                    sizes[f"{array} {operation} {said[1] if said else ''}".strip()] = round(array.bytes)
+    return tuple(sorted(sizes.items(), key=lambda each: -each[1])[:count])
+
+
+def received(visits: list[Visit], mesh: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """Bytes that a chip receives over its links at least: by the mesh axes that they go over, and by what sends them.
+
+    What sends is said as an operation and an array, such as "all-gather bf16[512,256]".
+
+    Devices are numbered as the mesh is laid out, its last axis fastest.
+    """
+    found: dict[str, dict[str, float]] = {}
+    chains = set()
+    for visit in visits:
+        for line in visit.lines:
+            operation, arrays = _made_by(line)
+            kind = operation.removesuffix("-start")
+            if kind not in _RECEIVED:
+                continue
+            if chain := re.search(r'\bchannel_id=(\d+)\b.*\bchain_id="(\d+)"', line):
+                if chain.groups() in chains:
+                    continue  # one gather is begun, waited for and ended by several fusions
+                chains.add(chain.groups())
+            if operation.endswith("-start") and kind != "all-reduce":  # it lists operands, results, and numbers
+                arrays = [array for array in arrays if array.sizes]
+                arrays = arrays[len(arrays) // 2 :]
+            groups_GN = groups_of(line, prod(mesh.values()))
+            axes = axes_of(groups_GN, mesh)
+            times = visit.times * _RECEIVED[kind](groups_GN.shape[1])
+            if visit.name.startswith("all-reduce-scatter"):  # of a sum only the chip's own part is kept
+                kind, times = "reduce-scatter", times / 2
+            for array in arrays if axes else ():
+                sent = found.setdefault(axes, {})
+                name = f"{kind} {array}"
+                sent[name] = sent.get(name, 0.0) + times * array.bytes
     return found
 
 
-def _computation(name: str, is_entry: bool, lines: list[str]) -> Computation:
-    instructions, root = {}, None
-    for line in lines:
-        each = _instruction(line)
-        if each is not None:
-            instructions[each.name] = each
-            root = each if root is None or line.lstrip().startswith("ROOT") else root
-    assert root is not None, f"computation {name} is empty"
-    return Computation(name, is_entry, instructions, root)
+def groups_of(line: str, chips: int) -> np.ndarray:
+    """The devices that take part together, as the rows of an array; of a permutation, who sends to whom."""
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{(.*?)\}\}", line):
+        return np.array([group.split(",") for group in listed[1].split("},{")], int)
+    tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if tiled is None:
+        return np.arange(chips)[None]
+    shape, sizes, order = ([int(each) for each in part.split(",")] if part else None for part in tiled.groups())
+    return np.arange(chips).reshape(sizes).transpose(order).reshape(shape)
 
 
-def _instruction(line: str) -> Instruction | None:
-    match = _INSTRUCTION.match(line)
-    if match is None:
-        return None
-    name, text = match.groups()
-    shape = in_parentheses(text) if text.startswith("(") else text.split(" ", 1)[0]
-    operation, _, rest = text[len(shape) :].strip().partition("(")
-    return Instruction(name, shape, operation, f"({rest}")
+def axes_of(groups_GN: np.ndarray, mesh: Mapping[str, int]) -> str:
+    """The mesh axes along which devices of one group differ, joined by "+"."""
+    places = np.unravel_index(groups_GN, tuple(mesh.values()))
+    crossed = [(place_GN != place_GN[:, :1]).any() for place_GN in places]
+    return "+".join(axis for axis, is_crossed in zip(mesh, crossed, strict=True) if is_crossed)
 
 
-def in_parentheses(text: str) -> str:
-    """The first pair of parentheses with what is in it, of a text that begins with one."""
-    depth = 0
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return text[: match.end()]
-    return text
-
-
-def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
-    """The arrays in a shape, which may be a tuple: the type and the sizes of each."""
-    plain = re.sub(r"\{[^{}]*\}", "", shape)  # layouts
-    return [(dtype, tuple(int(size) for size in sizes.split(",") if size)) for dtype, sizes in _SHAPE.findall(plain)]
-
-
-def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """The size of an array in bytes. Types of numbers say their bits: bf16, f8e4m3fn."""
-    bits = re.search(r"\d+", dtype)
-    size = _BYTES.get(dtype, int(bits[0]) / 8 if bits else 1.0)
-    return int(prod(shape) * size)
+__all__ = ["Visit", "axes_of", "bytes_moved", "groups_of", "largest_buffers", "read_visits", "received"]

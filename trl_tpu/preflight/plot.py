@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 from .chips import GiB
@@ -32,46 +33,27 @@ def plot_report(report: Report, path: str) -> None:
     figure.suptitle(f"{report.case.topology}: {report.case}")
     memory, time = figure.subplots(1, 2)
     _draw_memory(memory, report)
-    _draw_roofline(time, report)
+    _draw_time(time, report)
     figure.savefig(path, dpi=150)
 
 
-def _draw_memory(axes: object, report: Report) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _draw_memory(axes: Any, report: Report) -> None:
     start = 0.0
-    for kind, size in report.memory_by_kind().items():
-        if size > 0:
-            axes.bar(0, size / GiB, bottom=start, label=f"{kind}: {size / GiB:.2f}", width=0.6)
-            start += size / GiB
-    there = report.case.topology.chip.memory / GiB
+    for kind, size in report.memory_by_kind.items():
+        axes.bar(0, size / GiB, bottom=start, label=f"{kind}: {size / GiB:.2f}", width=0.6)
+        start += size / GiB
+    there = report.available / GiB
     axes.axhline(there, color="black", linestyle="--", label=f"there is: {there:.0f}")
     axes.axhline(report.least.bound / GiB, color="gray", linestyle=":", label="least: state and activations")
     axes.set(xlim=(-0.5, 1.6), xticks=[], ylabel="GiB of a chip", title="Memory")
     axes.legend(loc="center right", fontsize=8)
 
 
-def _draw_roofline(axes: object, report: Report) -> None:
-    """Attainable speed over operations for each byte of memory; the program is a point below the roof."""
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    chip, program, times = report.case.topology.chip, report.program, report.times
-    ridge = chip.peak_flops / chip.memory_bandwidth
-    intensity = times.compute * chip.peak_flops / max(program.bytes_accessed, 1.0)
-    ends = sorted((min(ridge, intensity) / 10, max(ridge, intensity) * 10))
-    points = [ends[0], ridge, ends[1]]
-    roof = [min(chip.peak_flops, each * chip.memory_bandwidth) / 1e12 for each in points]
-    axes.plot(points, roof, color="black", label=f"{chip.name}: {chip.peak_flops / 1e12:.0f} TFLOP/s")
-    flops = times.compute * chip.peak_flops / 1e12
-    axes.plot([intensity], [flops / times.fastest], "o", label=f"at best, limited by {times.limit}")
-    axes.plot([intensity], [flops / times.slowest], "v", label="if each waits for the other")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="operations for each byte of memory",
-        ylabel="TFLOP/s of a chip",
-        title=f"Speed: at most {times.most_pairs_per_second:,.1f} pairs/s, MFU {times.most_mfu:.0%}",
-    )
+def _draw_time(axes: Any, report: Report) -> None:
+    for part, seconds in report.seconds.items():
+        axes.barh(part, seconds)
+    axes.axvline(report.at_best, color="black", linestyle="--", label="at best")
+    axes.axvline(report.in_turns, color="gray", linestyle=":", label="if each waits for the other")
+    rate = f"at most {report.pairs_per_second[0]:,.1f} pairs/s, MFU {report.mfu:.0%}"
+    axes.set(xlabel="seconds of a step, at published speeds", title=f"Speed: {rate}, limited by {report.limit}")
     axes.legend(loc="lower right", fontsize=8)

@@ -1,38 +1,19 @@
-"""What a user reads before renting a TPU: does it fit, what limits it, how long it takes at best."""
+"""What a user reads before renting a TPU, as numbers: does it fit, what limits it, how long it takes at best."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .analytic import Flops, count_flops
-from .attention_blocks import kernel_flops
 from .case import Case
-from .memory import Memory, least_memory
-from .program import CompiledProgram
-from .roofline import Roofline, compiled_roofline
-from .traffic import axes_of, compiled_traffic, least_traffic
+from .compile import CompiledProgram
+from .needs import Flops, Memory, kernel_flops, least_memory, least_traffic, needed_flops
 
 UNSEEN = (
     "What compiling ahead of time cannot show: how near the chips come to their published speeds, and how much of the "
-    "traffic hides behind arithmetic; other jobs' traffic on shared networks; reading, tokenising and uploading data; "
+    "traffic hides behind arithmetic; other jobs' traffic on shared networks; reading, tokenizing and uploading data; "
     "evaluation, checkpoints, logs and restarts. Real steps take longer than these bounds. The first minutes of a run "
     "on the TPU itself are the test."
 )
-
-
-@dataclass(frozen=True)
-class Training:
-    """How much is trained, and what a chip costs.
-
-    Args:
-        pairs: In the dataset; None leaves the hours out.
-        epochs: Times that it is gone through.
-        price_per_chip_hour: In any currency; None leaves the cost out.
-    """
-
-    pairs: int | None = None
-    epochs: float = 1.0
-    price_per_chip_hour: float | None = None
 
 
 @dataclass(frozen=True)
@@ -40,165 +21,198 @@ class Report:
     """What the compiler says of one case, beside what the case needs at least.
 
     Args:
-        basis: What the lengths of the pairs rest on.
-        notes: More to say, such as how a deep program was compiled.
+        pairs_to_train: All of the training, each as often as it is gone through; None leaves the hours out.
+        price_per_chip_hour: In any currency; None leaves the cost out.
     """
 
     case: Case
     program: CompiledProgram
-    training: Training = Training()
-    basis: str = ""
-    notes: tuple[str, ...] = ()
+    pairs_to_train: float | None = None
+    price_per_chip_hour: float | None = None
+
+    # ---- memory
 
     @cached_property
     def least(self) -> Memory:
-        """What the case needs at least: of state what the trainer was seen to keep, the rest by formula."""
-        least, traced = least_memory(self.case), self.program
-        if not traced.weights:
-            return least
-        gradients = traced.gradients or least.gradients
-        return replace(least, weights=traced.weights, optimizer=traced.optimizer, gradients=gradients)
+        return least_memory(self.case)
 
     @property
-    def updated(self) -> int:
-        """Bytes of state that the program changes: with several passes a step only the gradients' buffers."""
-        return self.least.gradients + (0 if self.case.accumulation > 1 else self.least.optimizer)
-
-    @cached_property
-    def flops(self) -> Flops:
-        return count_flops(self.case.model, self.case.lengths, self.case.remat)
-
-    @cached_property
-    def times(self) -> Roofline:
-        return compiled_roofline(self.case, self.program)
-
-    @property
-    def flops_compiled(self) -> float:
-        """Operations of a pass over all chips: of the program's products, and of its kernels for these pairs."""
-        return self.program.flops * self.case.topology.chips + kernel_flops(self.case)
-
-    @property
-    def peak(self) -> int:
-        """Bytes of a chip's memory that the program takes."""
-        return peak_memory(self.program)
-
-    @property
-    def free(self) -> int:
-        """Bytes that are left; negative if it does not fit."""
-        return self.case.topology.chip.memory - self.peak
+    def available(self) -> int:
+        return self.case.topology.chip.memory
 
     @property
     def fits(self) -> bool:
-        return self.free >= 0
+        return self.program.peak <= self.available
 
+    @cached_property
     def memory_by_kind(self) -> dict[str, int]:
-        """Bytes on a chip, in all `peak`. Activations, and gradients without buffers, are by formula."""
-        least, program = self.least, self.program
-        state = least.weights + least.optimizer
-        in_arguments = least.gradients if self.case.accumulation > 1 else 0
-        temporary = program.temporary + program.outputs - program.aliased
-        activations = min(least.activations, temporary)
-        gradients = in_arguments or min(least.gradients, temporary - activations)
+        """Bytes on a chip, in all the program's peak. Activations, and gradients without buffers, are by formula."""
+        program, state = self.program, self.program.state
+        temporary = program.temporary + program.results
+        activations = min(self.least.activations, temporary)
+        buffers = state.get("gradient", 0)
+        gradients = 0 if buffers else min(self.least.gradients, temporary - activations)
         return {
-            "weights": least.weights,
-            "optimizer": least.optimizer,
-            "gradients": gradients,
+            "weights": state["weight"],
+            "optimizer": state["optimizer"],
+            "gradients": buffers or gradients,
             "activations": activations,
-            "batch and other inputs": program.arguments + program.idle - state - in_arguments,
-            "working space": temporary - activations - (0 if in_arguments else gradients),
+            "batch and other inputs": program.arguments + program.idle - sum(state.values()),
+            "working space": temporary - activations - gradients,
             "program": program.generated_code,
         }
 
     @property
-    def traffic(self) -> dict[str, tuple[int, int]]:
-        """Bytes of a pass by axes: compiled, and needed."""
-        compiled, least = compiled_traffic(self.program.collectives, self.case.mesh), least_traffic(self.case)
-        return {axes: (compiled.get(axes, 0), least.get(axes, 0)) for axes in dict.fromkeys([*least, *compiled])}
+    def updated(self) -> int:
+        """Bytes of state that the program changes: with several passes a step only the buffers of gradients."""
+        return self.least.gradients + (0 if self.case.job.accumulation > 1 else self.least.optimizer)
 
-    def largest_collectives(self, count: int = 3) -> list[tuple[str, int]]:
-        """What sends most in a pass, in words, and its bytes in all executions."""
-        sent = sorted(self.program.collectives, key=lambda each: -each.bytes * each.count)[:count]
-        return [
-            (
-                f"{each.count} x {each.kind} {each.dtype}[{','.join(map(str, each.shape))}] over "
-                f"{axes_of(each.groups, self.case.mesh) or 'nothing'} {each.op_name}".strip(),
-                each.bytes * each.count,
-            )
-            for each in sent
-        ]
+    # ---- work
+
+    @cached_property
+    def flops(self) -> Flops:
+        return needed_flops(self.case)
+
+    @cached_property
+    def flops_kernels(self) -> float:
+        """Operations of a pass that attention kernels do, over all chips: at least, by formula."""
+        return kernel_flops(self.case)
 
     @property
-    def hours(self) -> tuple[float, float] | None:
-        """Hours for the dataset: if a chip's parts work at once, and in turns."""
-        if self.training.pairs is None:
-            return None
-        pairs = self.training.pairs * self.training.epochs
-        return (
-            pairs / self.times.most_pairs_per_second / 3600,
-            pairs / self.times.pairs_per_second_in_turns / 3600,
-        )
+    def flops_compiled(self) -> float:
+        """Operations of a pass over all chips: as the compiler counts them, and those of attention kernels."""
+        return self.program.flops * self.case.topology.chips + self.flops_kernels
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything the text says, in bytes, operations and seconds."""
-        case, chips = self.case, self.case.topology.chips
-        hours = self.hours
+    @cached_property
+    def traffic(self) -> dict[str, dict[str, float]]:
+        """Bytes that a chip receives in a pass, by mesh axes: compiled, and needed."""
+        least, received = least_traffic(self.case), self.program.received
         return {
-            "topology": str(case.topology),
-            "chips": chips,
-            "mesh": case.mesh.sizes,
-            "remat": case.remat,
-            "parameters": case.model.parameters,
-            "trained_parameters": case.model.trained_parameters,
-            "pairs": case.pairs,
-            "rows": case.rows,
-            "row_length": case.length,
-            "unique_tokens": case.lengths.tokens,
-            "fits": self.fits,
-            "memory_available": case.topology.chip.memory,
-            "memory_peak": self.peak,
-            "memory_bound": self.least.bound,
-            "memory_by_kind": self.memory_by_kind(),
-            "state_bytes": self.least.weights + self.least.optimizer,
-            "updated_bytes": self.updated,
-            "aliased_bytes": self.program.aliased,
-            "flops_compiled": self.flops_compiled,
-            "flops_kernels": kernel_flops(case),
-            "flops_needed": self.flops.useful,
-            "flops_with_remat": self.flops.with_remat,
-            "flops_compiled_per_pair": self.flops_compiled / case.pairs,
-            "flops_needed_per_pair": self.flops.useful / case.pairs,
-            "flops_with_remat_per_pair": self.flops.with_remat / case.pairs,
-            "traffic": {
-                axes: {"compiled": compiled, "needed": needed} for axes, (compiled, needed) in self.traffic.items()
-            },
-            "largest_collectives": [list(each) for each in self.largest_collectives(12)],
-            "seconds_compute": self.times.compute,
-            "seconds_memory": self.times.memory,
-            "seconds_links": self.times.links,
-            "seconds_step_at_best": self.times.fastest,
-            "seconds_step_in_turns": self.times.slowest,
-            "mfu_ceiling": self.times.most_mfu,
-            "pairs_per_second_at_best": self.times.most_pairs_per_second,
-            "pairs_per_second_in_turns": self.times.pairs_per_second_in_turns,
-            "hours": hours,
-            "chip_hours": hours and [each * chips for each in hours],
-            "cost": hours and self.price and [each * chips * self.price for each in hours],
-            "compile_seconds": self.program.compile_seconds,
-            "largest_buffers": [list(each) for each in self.program.largest_buffers],
-            "figures_from": case.topology.chip.source,
-            "basis": self.basis,
-            "notes": [*self.notes, UNSEEN],
+            axes: {"compiled": sum(received.get(axes, {}).values()), "needed": least.get(axes, 0)}
+            for axes in dict.fromkeys([*least, *received])
         }
 
     @property
-    def price(self) -> float | None:
-        return self.training.price_per_chip_hour
+    def largest_collectives(self) -> list[tuple[str, float]]:
+        """What sends most in a pass, in words, and the bytes of it that a chip receives."""
+        received = self.program.received.items()
+        sent = [(f"{what} over {axes}", size) for axes, sizes in received for what, size in sizes.items()]
+        return sorted(sent, key=lambda each: -each[1])
+
+    # ---- time: the roofline model, https://doi.org/10.1145/1498765.1498785
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """What a pass takes each part of a chip at its published speed."""
+        sizes = self.flops_compiled / self.case.topology.chips, self.program.bytes_moved
+        return seconds_of(self.case, *sizes, sum(each["compiled"] for each in self.traffic.values()))
+
+    @property
+    def at_best(self) -> float:
+        """Seconds of a pass if all parts work at the same time."""
+        return max(self.seconds.values())
+
+    @property
+    def in_turns(self) -> float:
+        """Seconds of a pass if they take turns. It is no upper limit: nothing works at its published speed."""
+        return sum(self.seconds.values())
+
+    @property
+    def limit(self) -> str:
+        """What takes longest."""
+        return max(self.seconds, key=lambda part: self.seconds[part])
+
+    @property
+    def pairs_per_second(self) -> tuple[float, float]:
+        """If a chip's parts work at once, and in turns."""
+        return self.case.pairs / self.at_best, self.case.pairs / self.in_turns
+
+    @property
+    def mfu(self) -> float:
+        """The ceiling on model FLOPs utilization."""
+        return self.flops.needed / self.case.topology.chips / self.case.topology.chip.peak_flops / self.at_best
+
+    @property
+    def hours(self) -> tuple[float, float] | None:
+        """Hours of the training: if a chip's parts work at once, and in turns."""
+        if self.pairs_to_train is None:
+            return None
+        at_once, in_turns = self.pairs_per_second
+        return self.pairs_to_train / at_once / 3600, self.pairs_to_train / in_turns / 3600
+
+    @property
+    def chip_hours(self) -> tuple[float, ...]:
+        return tuple(each * self.case.topology.chips for each in self.hours or ())
+
+    @property
+    def cost(self) -> tuple[float, ...]:
+        return tuple(each * self.price_per_chip_hour for each in self.chip_hours if self.price_per_chip_hour)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything the text says, in bytes, operations and seconds."""
+        case, program, least, chip = self.case, self.program, self.least, self.case.topology.chip
+        flops = {
+            "flops_needed": self.flops.needed,
+            "flops_with_remat": self.flops.needed + self.flops.recomputed,
+            "flops_compiled": self.flops_compiled,
+        }
+        return case.as_json() | {
+            "chips": case.topology.chips,
+            "parameters": case.job.model.parameters,
+            "trained_parameters": case.job.model.trained_parameters,
+            "unique_tokens": case.lengths.tokens,
+            "fits": self.fits,
+            "memory_available": self.available,
+            "memory_peak": program.peak,
+            "memory_bound": least.bound,
+            "memory_by_kind": self.memory_by_kind,
+            "state_bytes": program.state["weight"] + program.state["optimizer"],
+            "updated_bytes": self.updated,
+            "aliased_bytes": program.aliased,
+            **flops,
+            **{f"{name}_per_pair": each / case.pairs for name, each in flops.items()},
+            "flops_kernels": self.flops_kernels,
+            "traffic": self.traffic,
+            "largest_collectives": self.largest_collectives[:12],
+            "seconds_compute": self.seconds["arithmetic"],
+            "seconds_memory": self.seconds["memory"],
+            "seconds_links": self.seconds["links"],
+            "seconds_step_at_best": self.at_best,
+            "seconds_step_in_turns": self.in_turns,
+            "limit": self.limit,
+            "mfu_ceiling": self.mfu,
+            "pairs_per_second_at_best": self.pairs_per_second[0],
+            "pairs_per_second_in_turns": self.pairs_per_second[1],
+            "hours": self.hours,
+            "chip_hours": self.chip_hours or None,
+            "cost": self.cost or None,
+            "compile_seconds": program.compile_seconds,
+            "largest_buffers": program.largest_buffers,
+            "figures_from": chip.source,
+            "basis": case.job.basis,
+            "notes": [*case.job.notes, UNSEEN],
+        }
 
 
-def peak_memory(program: CompiledProgram) -> int:
-    """Bytes of a chip's memory at the peak: results in the place of donated arguments take none of their own."""
-    results = program.outputs - program.aliased
-    return program.arguments + program.idle + results + program.temporary + program.generated_code
+def seconds_of(case: Case, flops: float, moved: float, received: float) -> dict[str, float]:
+    """Seconds that each part of a chip takes at its published speed.
+
+    Args:
+        flops: Operations of one chip.
+        moved: Bytes to and from its memory.
+        received: Bytes over its links to other chips.
+    """
+    chip = case.topology.chip
+    return {
+        "arithmetic": flops / chip.peak_flops,
+        "memory": moved / chip.memory_bandwidth,
+        "links": received / chip.link_bandwidth,
+    }
 
 
-__all__ = ["UNSEEN", "Report", "Training", "peak_memory"]
+def estimated_pairs_per_second(case: Case) -> float:
+    """The rate at best by formula: all columns of the rows computed, state and gradients read and written once."""
+    flops, least = needed_flops(case), least_memory(case)
+    computed = (flops.needed + flops.recomputed) * max(case.columns / max(case.lengths.tokens, 1), 1)
+    moved, received = 2 * least.weights + 6 * least.gradients, sum(least_traffic(case).values())
+    return case.pairs / max(seconds_of(case, computed / case.topology.chips, moved, received).values())

@@ -1,29 +1,29 @@
 """What would fit, and what would be fast: other ways to train the same, each tried with the compiler.
 
 Nothing here is guessed but the order in which ways are tried: a way whose least memory is more than a chip has cannot
-fit, and is left out; the others are compiled, those first that are fastest by formula.
+fit, and is left out; the others are compiled.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from ..errors import UserError
 from ..parallel.mesh import MeshShape
-from .case import Case
+from ..runtime import Remat
+from .apart import Crashed
+from .case import Case, Job
 from .chips import Topology
-from .job import Job
-from .memory import least_memory
-from .program import CompiledProgram
-from .report import peak_memory
-from .roofline import Roofline, compiled_roofline, estimated_roofline
-from .trace import Crashed
+from .compile import CompiledProgram
+from .needs import least_memory
+from .report import Report, estimated_pairs_per_second
 
 #: Compiles one case. A program that the compiler refuses for its memory raises an error that says so.
 CompileStep = Callable[[Case], CompiledProgram]
 
-REMATS = ("none", "dots", "full")
 PAIRS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_TENSOR = 8
 _NEARLY = 0.98
@@ -32,7 +32,6 @@ _NEARLY = 0.98
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _ARGUMENTS = re.compile(r"^\s+arguments\s+([\d.]+)([KMGT]?)", re.MULTILINE)  # which "used" has in it
 _TOO_LARGE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -40,21 +39,19 @@ class Attempt:
     """A case and what the compiler said.
 
     Args:
-        program: None if the compiler refused it for its memory, crashed, or was not asked.
         needed: Bytes of a chip's memory: of the program, by the compiler's refusal, or at least by formula.
-        available: Bytes that there are.
-        what: What was changed, in words.
-        compiled: Whether the compiler was asked.
-        crash: What is known of a crash of the compiler; whether it would fit is then open.
+        report: None if the compiler refused it for its memory, or crashed.
+        crash: What is known of a crash of the compiler.
     """
 
     case: Case
-    program: CompiledProgram | None
     needed: int
-    available: int
-    what: str = ""
-    compiled: bool = True
+    report: Report | None = None
     crash: str = ""
+
+    @property
+    def available(self) -> int:
+        return self.case.topology.chip.memory
 
     @property
     def is_open(self) -> bool:
@@ -63,117 +60,55 @@ class Attempt:
 
     @property
     def fits(self) -> bool:
-        return self.program is not None and self.needed <= self.available
+        return self.report is not None and self.report.fits
 
     @property
-    def times(self) -> Roofline:
-        if self.program is None:
-            return estimated_roofline(self.case)
-        return compiled_roofline(self.case, self.program)
+    def flags(self) -> str:
+        """What to say to the training for it."""
+        case = self.case
+        return f"--mesh {case.mesh} --remat {case.remat} --per_device_train_batch_size {case.pairs_per_part}"
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "what": self.what,
-            "topology": str(self.case.topology),
-            "mesh": self.case.mesh.sizes,
-            "remat": self.case.remat,
-            "pairs": self.case.pairs,
-            "rows": self.case.rows,
-            "row_length": self.case.length,
-            "compiled": self.compiled,
+        return self.case.as_json() | {
+            "what": self.flags,
             "crash": self.crash,
             "fits": self.fits,
             "memory_needed": self.needed,
             "memory_available": self.available,
-            "pairs_per_second_at_best": self.times.most_pairs_per_second if self.fits else None,
-            "limit": self.times.limit if self.fits else None,
+            "pairs_per_second_at_best": self.report.pairs_per_second[0] if self.report and self.fits else None,
+            "limit": self.report.limit if self.report and self.fits else None,
         }
 
 
-def attempt(case: Case, compile_step: CompileStep, what: str = "") -> Attempt:
+def attempt(case: Case, compile_step: CompileStep) -> Attempt:
     """Ask the compiler.
 
     Raises:
         RuntimeError: If it fails for another reason than memory, unless it crashes.
     """
-    available, least = case.topology.chip.memory, least_memory(case)
+    least = least_memory(case)
     try:
-        program = compile_step(case)
+        report = Report(case, compile_step(case))
     except Crashed as error:
-        return Attempt(case, None, least.bound, available, what, crash=str(error))
+        return Attempt(case, least.bound, crash=str(error))
     except RuntimeError as error:
         temporary = memory_refused(str(error))
         if temporary is None:
             raise
-        return Attempt(case, None, max(temporary + least.weights + least.optimizer, least.bound), available, what)
-    return Attempt(case, program, peak_memory(program), available, what)
+        return Attempt(case, max(temporary + least.weights + least.optimizer, least.bound))
+    return Attempt(case, report.program.peak, report)
 
 
 def memory_refused(message: str) -> int | None:
-    """Bytes that a program needs besides its arguments, from the error of a compiler that ran out of memory.
-
-    None for other errors.
-    """
-    if found := _OUT_OF_MEMORY.search(message):
-        arguments = _ARGUMENTS.search(message)
-        return _bytes(found) - (_bytes(arguments) if arguments else 0)
-    found = _TOO_LARGE.search(message)
-    return int(found[1]) if found else None
+    """Bytes besides arguments at which the compiler refused a program, by its message; None for another error."""
+    if array := _TOO_LARGE.search(message):
+        return int(array[1])
+    used, arguments = _OUT_OF_MEMORY.search(message), _ARGUMENTS.search(message)
+    return None if used is None else _bytes(used) - (_bytes(arguments) if arguments else 0)
 
 
-def _bytes(found: re.Match[str]) -> int:
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
-def remedies(job: Job, case: Case) -> Iterator[tuple[str, Case]]:
-    """Changes that need less memory, from the mildest: each alone first, and then together."""
-    pairs = case.pairs // case.mesh.batch_shards
-    mesh, topology = case.mesh, case.topology
-
-    def changed(what: str, **changes: Any) -> Iterator[tuple[str, Case]]:
-        settings: dict[str, Any] = {"topology": topology, "mesh": mesh, "remat": case.remat, "pairs_per_part": pairs}
-        settings |= changes
-        try:
-            yield what, job.case(**settings)
-        except ValueError:
-            return  # such a mesh does not fit the model
-
-    whole = MeshShape(fsdp=mesh.devices // mesh.tensor, tensor=mesh.tensor)
-    for remat in REMATS[REMATS.index(case.remat) + 1 :]:
-        yield from changed(f"--remat {remat}", remat=remat)
-    if mesh.data > 1:
-        yield from changed(f"--mesh {whole}", mesh=whole)
-    halved = pairs
-    while halved > 1:
-        halved //= 2
-        yield from changed(f"--per_device_train_batch_size {halved}", pairs_per_part=halved)
-    if pairs > 1 or case.remat != "full" or mesh.data > 1:
-        together = f"--mesh {whole} --remat full --per_device_train_batch_size 1"
-        yield from changed(together, mesh=whole, remat="full", pairs_per_part=1)
-    larger = topology.larger()
-    while larger is not None:
-        if larger.chips % mesh.tensor == 0:
-            all_split = MeshShape(fsdp=larger.chips // mesh.tensor, tensor=mesh.tensor)
-            yield from changed(f"--topology {larger} --mesh {all_split}", topology=larger, mesh=all_split)
-        larger = larger.larger()
-
-
-def try_remedies(job: Job, case: Case, compile_step: CompileStep, most: int = 4) -> list[Attempt]:
-    """Compile changes until one fits, at most ``most``; those that cannot fit are listed, but not compiled."""
-    tried: list[Attempt] = []
-    asked = 0
-    for what, changed in remedies(job, case):
-        least, available = least_memory(changed).bound, changed.topology.chip.memory
-        if least > available:
-            tried.append(Attempt(changed, None, least, available, what, compiled=False))
-            continue
-        if asked == most:
-            break
-        asked += 1
-        tried.append(attempt(changed, compile_step, what))
-        if tried[-1].fits:
-            break
-    return tried
+def _bytes(size: re.Match[str]) -> int:
+    return int(float(size[1]) * 1024 ** " KMGT".index(size[2].upper() or " "))
 
 
 @dataclass(frozen=True)
@@ -186,49 +121,62 @@ class Found:
         left: How many more might fit, but were not compiled.
     """
 
-    attempts: tuple[Attempt, ...]
+    topology: Topology
+    attempts: list[Attempt]
     too_large: int
     left: int
 
-
-def meshes(chips: int) -> list[MeshShape]:
-    """All ways to arrange ``chips``."""
-    sizes = [size for size in range(1, chips + 1) if chips % size == 0]
-    return [
-        MeshShape(data, chips // data // tensor, tensor)
-        for tensor in sizes
-        for data in sizes
-        if tensor <= _MOST_TENSOR and chips % (data * tensor) == 0
-    ]
+    def as_json(self) -> dict[str, Any]:
+        attempts = [each.as_json() for each in self.attempts]
+        return {"attempts": attempts, "too_large": self.too_large, "not_compiled": self.left}
 
 
-def search(job: Job, topology: Topology, compile_step: CompileStep, most: int = 6) -> Found:
+def search(
+    job: Job, topology: Topology, compile_step: CompileStep, most: int = 6, *, until_one_fits: bool = False
+) -> Found:
     """The best meshes, remat policies and batch sizes for a slice, by pairs a second.
 
     Args:
-        most: How many to compile: the fastest by formula among those that fit by formula.
+        most: How many to compile: the fastest by formula among those that fit by formula, of each mesh and policy the
+            smallest batch that is nearly as fast as its fastest.
     """
     chosen: list[tuple[float, Case]] = []
-    counted = too_large = 0
-    for mesh, remat in product(meshes(topology.chips), REMATS):
-        try:
-            cases = [job.case(topology, mesh, remat, pairs) for pairs in PAIRS]
-        except ValueError:
-            continue  # the mesh does not fit the model
+    fitting = too_large = 0
+    for mesh, remat in product(_meshes(job, topology.chips), Remat):
+        cases = [Case(job, topology, mesh, remat, pairs) for pairs in PAIRS]
         may_fit = [case for case in cases if least_memory(case).bound <= topology.chip.memory]
-        counted, too_large = counted + len(may_fit), too_large + len(cases) - len(may_fit)
-        if may_fit:
-            chosen.append(_frugal(may_fit))
-    chosen.sort(key=lambda rated: -rated[0])
-    attempts = [attempt(case, compile_step) for _, case in chosen[:most]]
-    attempts.sort(key=lambda each: (not each.fits, -each.times.most_pairs_per_second))
-    return Found(tuple(attempts), too_large, counted - len(attempts))
+        rated = [(estimated_pairs_per_second(case), case) for case in may_fit]
+        best = max((rate for rate, _ in rated), default=0)
+        chosen += [(rate, case) for rate, case in rated if rate >= _NEARLY * best][:1]
+        fitting, too_large = fitting + len(may_fit), too_large + len(cases) - len(may_fit)
+    chosen.sort(key=lambda each: -each[0])
+    attempts: list[Attempt] = []
+    for _, case in chosen[:most]:
+        attempts.append(attempt(case, compile_step))
+        if until_one_fits and attempts[-1].fits:
+            break
+    attempts.sort(key=lambda each: -each.report.pairs_per_second[0] if each.report and each.fits else 0)
+    return Found(topology, attempts, too_large, fitting - len(attempts))
 
 
-def _frugal(cases: list[Case]) -> tuple[float, Case]:
-    """The smallest batch that is by formula nearly as fast as the fastest of ``cases``, and how fast."""
-    rates = [estimated_roofline(case).most_pairs_per_second for case in cases]
-    return next((rate, case) for rate, case in zip(rates, cases, strict=True) if rate >= _NEARLY * max(rates))
+def remedies(job: Job, topology: Topology, compile_step: CompileStep, most: int) -> Found:
+    """A way that fits a slice or, if none does, a larger one; with at most ``most`` compiled, until one fits."""
+    for each in (topology, *topology.larger()):
+        found = search(job, each, compile_step, most, until_one_fits=True)
+        most -= len(found.attempts)
+        if most <= 0 or any(attempt.fits for attempt in found.attempts):
+            break
+    return found
 
 
-__all__ = ["Attempt", "CompileStep", "Found", "attempt", "memory_refused", "remedies", "search", "try_remedies"]
+def _meshes(job: Job, chips: int) -> Iterator[MeshShape]:
+    """All ways to arrange ``chips`` that fit the model."""
+    for tensor, data in product(range(1, _MOST_TENSOR + 1), range(1, chips + 1)):
+        if chips % (data * tensor) == 0:
+            mesh = MeshShape(data, chips // data // tensor, tensor)
+            with contextlib.suppress(UserError):  # which says why it does not fit
+                job.placements(mesh)
+                yield mesh
+
+
+__all__ = ["Attempt", "CompileStep", "Found", "attempt", "memory_refused", "remedies", "search"]

@@ -2,7 +2,8 @@
 
 import textwrap
 
-from .chips import GB, GiB, MiB, Topology
+from .case import Job
+from .chips import GiB, MiB
 from .report import UNSEEN, Report
 from .search import Attempt, Found
 
@@ -12,132 +13,121 @@ _NAMES = ((1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
 
 def text_of(report: Report) -> str:
     """All of it, in paragraphs."""
-    parts = [
-        _head(report),
-        _verdict(report),
-        _memory(report),
-        _work(report),
-        _traffic(report),
-        _time(report),
-        *(_wrap(note) for note in report.notes),
-        _wrap(UNSEEN),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    parts = [_head(report), _verdict(report), _memory(report), _work(report), _traffic(report), _time(report)]
+    return "\n\n".join([*filter(None, parts), *map(_wrap, (*report.case.job.notes, UNSEEN))])
 
 
 def _head(report: Report) -> str:
-    case = report.case
-    trained = case.model.trained_parameters
-    share = "" if trained == case.model.parameters else f", {scaled(trained, _NAMES)} of them trained"
-    lines = [
-        f"{scaled(case.model.parameters, _NAMES)} parameters{share}, on {case.topology}: {case.topology.chips} "
-        f"chip(s) as mesh {case.mesh}, remat {case.remat}",
-        f"A step: {case.pairs:,} pairs in {case.rows:,} rows of {case.length:,} tokens, over all chips"
-        + (f"; {case.accumulation} such passes before each update" if case.accumulation > 1 else ""),
-    ]
-    return "\n".join([*lines, *([_wrap(report.basis)] if report.basis else [])])
+    case, model, rows, length = report.case, report.case.job.model, *report.case.shape
+    trained = model.trained_parameters
+    share = "" if trained == model.parameters else f", {scaled(trained, _NAMES)} of them trained"
+    passes = f"; {case.job.accumulation} such passes before each update" if case.job.accumulation > 1 else ""
+    return (
+        f"{scaled(model.parameters, _NAMES)} parameters{share}, on {case.topology}: {case.topology.chips} chip(s) as "
+        f"mesh {case.mesh}, remat {case.remat}\n"
+        f"A step: {case.pairs:,} pairs in {rows:,} rows of {length:,} tokens, over all chips{passes}\n"
+        f"{_wrap(case.job.basis)}"
+    )
 
 
 def _verdict(report: Report) -> str:
-    needed, there = sized(report.peak), sized(report.case.topology.chip.memory)
+    needed, there = report.program.peak, report.available
     if report.fits:
-        return f"IT FITS: {needed} of the {there} of each chip are used, {sized(report.free)} are free."
-    return f"IT DOES NOT FIT: {needed} are needed on each chip, {sized(-report.free)} more than its {there}."
+        return (
+            f"IT FITS: {sized(needed)} of the {sized(there)} of each chip are used, {sized(there - needed)} are free."
+        )
+    over = sized(needed - there)
+    return f"IT DOES NOT FIT: {sized(needed)} are needed on each chip, {over} more than its {sized(there)}."
 
 
 def _memory(report: Report) -> str:
     explained = {
         "weights": "as the sharding plan splits them",
-        "optimizer": f"what {report.case.optim} keeps of each trained weight",
+        "optimizer": f"what {report.case.job.optim} keeps of each trained weight",
         "gradients": "of the trained weights",
-        "activations": f"kept for the backward by remat {report.case.remat}",
-        "batch and other inputs": "",
+        "activations": f"kept for the backward by remat {report.case.remat}, at least",
         "working space": "what the compiler needs besides: gathered weights, a layer's own results",
         "program": "the instructions",
     }
-    rows = [(kind, sized(size), explained[kind]) for kind, size in report.memory_by_kind().items()]
-    times = report.peak / max(report.least.bound, 1)
-    rows.append(("in all", sized(report.peak), f"{times:.2f} times the first four, which no program can do without"))
-    lines = _table("Memory of a chip", rows)
+    rows = [(kind, sized(size), explained.get(kind, "")) for kind, size in report.memory_by_kind.items()]
+    times = report.program.peak / max(report.least.bound, 1)
+    rows.append(("in all", sized(report.program.peak), f"{times:.2f} times the first four, which any program needs"))
+    notes = []
     if report.program.aliased < 0.99 * report.updated:
-        lines += (
-            f"\n  Only {sized(report.program.aliased)} of the {sized(report.updated)} of state that changes are "
-            "updated in place: the rest is there twice."
+        notes.append(
+            f"Only {sized(report.program.aliased)} of the {sized(report.updated)} of state that changes are updated "
+            "in place: the rest is there twice."
         )
     if not report.fits:
-        lines += "".join(f"\n  {sized(size):>10}  {name}" for name, size in report.program.largest_buffers[:5])
-    return lines
+        notes.append("The largest arrays:")
+        notes += [f"{sized(size)} {what}" for what, size in report.program.largest_buffers[:5]]
+    return _table("Memory of a chip", rows, notes)
 
 
 def _work(report: Report) -> str:
     case, flops = report.case, report.flops
-    compiled = report.flops_compiled
-    counted = {"needed": flops.useful, "with remat": flops.with_remat, "compiled": compiled}
-    why = {
-        "needed": "by formula",
-        "with remat": f"{flops.with_remat / flops.useful:.2f} times what is needed: layers computed again",
-        "compiled": f"{compiled / flops.useful:.2f} times what is needed",
-    }
-    if case.remat != "full":
-        del counted["with remat"]
-    rows = [
-        (name, f"{scaled(each)}FLOP", f"{scaled(each / case.pairs)}FLOP a pair, {why[name]}")
-        for name, each in counted.items()
-    ]
-    lines = [_table("Operations of a step, of all chips", rows)]
-    if case.lengths.tokens < 0.95 * case.rows * case.length:
-        filled = case.lengths.tokens / (case.rows * case.length)
-        lines.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
+
+    def row(name: str, operations: float, why: str) -> tuple[str, str, str]:
+        return name, f"{scaled(operations)}FLOP", f"{scaled(operations / case.pairs)}FLOP a pair, {why}"
+
+    def times(operations: float) -> str:
+        return f"{operations / flops.needed:.2f} times what is needed"
+
+    rows = [row("needed", flops.needed, "by formula")]
+    if flops.recomputed:
+        with_remat = flops.needed + flops.recomputed
+        rows.append(row("with remat", with_remat, f"{times(with_remat)}: layers computed again"))
+    kernels = f"; {scaled(report.flops_kernels)}FLOP in attention kernels, by formula" if report.flops_kernels else ""
+    rows.append(row("compiled", report.flops_compiled, times(report.flops_compiled) + kernels))
+    notes = []
+    if (filled := case.lengths.tokens / case.columns) < 0.95:
+        notes.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
     if case.masks:
-        lines.append("Attention with masks computes every query of a row with every key, whoever may see whom.")
-    return "\n".join([lines[0], *(_indented(line) for line in lines[1:])])
+        notes.append("Attention with masks computes every query of a row with every key, whoever may see whom.")
+    return _table("Operations of a step, of all chips", rows, notes)
 
 
 def _traffic(report: Report) -> str:
-    rows, too_much = [], False
-    for axes, (compiled, needed) in report.traffic.items():
+    rows, is_too_much = [], False
+    for axes, sizes in report.traffic.items():
+        compiled, needed = sizes["compiled"], sizes["needed"]
         why = f"{compiled / needed:.2f} times the {scaled(needed)}B that the mesh needs" if needed else "not needed"
-        too_much |= compiled > 1.1 * needed
         rows.append((axes, f"{scaled(compiled)}B", why))
-    if not rows:
-        return ""
-    lines = _table("Sent between chips in a step, to each chip, by mesh axis", rows)
-    if too_much:
-        largest = (f"{scaled(size)}B in {what}" for what, size in report.largest_collectives())
-        lines += "".join(f"\n{_indented(line)}" for line in ("Most is sent by:", *largest))
-    return lines
+        is_too_much |= compiled > 1.1 * needed
+    largest = [f"{scaled(size)}B in {what}" for what, size in report.largest_collectives[:3]]
+    notes = ["Most is sent by:", *largest] if is_too_much else []
+    return _table("Sent between chips in a step, to each chip, by mesh axis", rows, notes) if rows else ""
 
 
 def _time(report: Report) -> str:
-    times, chip = report.times, report.case.topology.chip
-    rows = [
-        ("arithmetic", duration(times.compute), f"at {chip.peak_flops / 1e12:,.0f} TFLOP/s in bfloat16"),
-        ("memory", duration(times.memory), f"at {chip.memory_bandwidth / GB:,.0f} GB/s"),
-        ("links", duration(times.links), f"at {chip.link_bandwidth / GB:,.0f} GB/s, over all links in one direction"),
+    chip = report.case.topology.chip
+    speeds = {
+        "arithmetic": f"at {chip.peak_flops / 1e12:,.0f} TFLOP/s in bfloat16",
+        "memory": f"at {chip.memory_bandwidth / 1e9:,.0f} GB/s",
+        "links": f"at {chip.link_bandwidth / 1e9:,.0f} GB/s, over all links in one direction",
+    }
+    rows = [(part, duration(seconds), speeds[part]) for part, seconds in report.seconds.items()]
+    notes = [
+        f"At best {duration(report.at_best)}, limited by {report.limit}, if all of it happens at once; "
+        f"{duration(report.in_turns)} if one waits for the other.",
+        f"So at most {report.pairs_per_second[0]:,.1f} pairs a second ({report.pairs_per_second[1]:,.1f} in turns), "
+        f"and at most {report.mfu:.0%} of the chips' arithmetic used for the model (MFU).",
     ]
-    lines = [
-        f"At best {duration(times.fastest)}, limited by {times.limit}, if all of it happens at once; "
-        f"{duration(times.slowest)} if one waits for the other.",
-        f"So at most {times.most_pairs_per_second:,.1f} pairs a second ({times.pairs_per_second_in_turns:,.1f} in "
-        f"turns), and at most {times.most_mfu:.0%} of the chips' arithmetic used for the model (MFU).",
-    ]
-    if (hours := report.hours) is not None and report.training.pairs is not None:
-        chip_hours = [each * report.case.topology.chips for each in hours]
-        lines.append(
-            f"{report.training.pairs:,} pairs, {report.training.epochs:g} time(s): at least "
-            f"{duration(hours[0] * 3600)}, {chip_hours[0]:,.4g} chip-hours ({duration(hours[1] * 3600)} and "
-            f"{chip_hours[1]:,.4g} in turns)."
+    if report.hours is not None:
+        best, turns = (duration(each * 3600) for each in report.hours)
+        notes.append(
+            f"{report.pairs_to_train:,.0f} pairs: at least {best}, {report.chip_hours[0]:,.4g} chip-hours ({turns} "
+            f"and {report.chip_hours[1]:,.4g} in turns)."
         )
-        if report.price is not None:
-            costs = [each * report.price for each in chip_hours]
-            lines.append(f"At {report.price:g} a chip-hour: at least {costs[0]:,.2f} ({costs[1]:,.2f} in turns).")
-    lines.append(f"Compiling took {duration(report.program.compile_seconds)} on this machine.")
-    title = f"Time of a step at the chip's published speeds ({chip.source})"
-    return "\n".join([_table(title, rows), *(_indented(line) for line in lines)])
+    if report.cost:
+        best, turns = (f"{each:,.2f}" for each in report.cost)
+        notes.append(f"At {report.price_per_chip_hour:g} a chip-hour: at least {best} ({turns} in turns).")
+    notes.append(f"Compiling took {duration(report.program.compile_seconds)} on this machine.")
+    return _table(f"Time of a step at the chip's published speeds ({chip.source})", rows, notes)
 
 
 def refusal_text(attempt: Attempt) -> str:
-    """Of a program that the compiler did not make."""
+    """What is said of a program that the compiler did not make."""
     needed, there = sized(attempt.needed), sized(attempt.available)
     head = f"{attempt.case.topology}, {attempt.case}\n\n"
     if attempt.is_open:
@@ -147,59 +137,45 @@ def refusal_text(attempt: Attempt) -> str:
     return f"{head}IT DOES NOT FIT: {how.format(needed)} on each chip, which has {there}."
 
 
-def remedies_text(tried: list[Attempt]) -> str:
-    """What was tried to make it fit."""
-    rows = [(each.what, sized(each.needed), _outcome(each)) for each in tried]
-    if not rows:
-        return "Nothing smaller is left to try: name a larger slice."
-    lines = _table("What would make it fit, each compiled unless it cannot fit", rows)
-    if not any(each.fits for each in tried):
-        lines += "\n  None of these fits. Allow more to be tried with --compiles, or train adapters (--use_peft)."
-    return lines
-
-
-def _outcome(attempt: Attempt) -> str:
-    if attempt.fits:
-        return (
-            f"FITS the {sized(attempt.available)}, at most {attempt.times.most_pairs_per_second:,.1f} pairs a second"
-        )
-    if attempt.is_open:
-        return "at least, by formula; the compiler crashed"
-    if attempt.compiled and not attempt.crash:
-        return f"too much for {sized(attempt.available)}"
-    return f"at least, by formula: cannot fit {sized(attempt.available)}"
-
-
-def found_text(found: Found, topology: Topology, basis: str) -> str:
+def found_text(found: Found) -> str:
     """The best ways to use a slice."""
-    rows = []
-    for each in found.attempts:
-        case = each.case
-        pairs = case.pairs // case.mesh.batch_shards
-        flags = f"--mesh {case.mesh} --remat {case.remat} --per_device_train_batch_size {pairs}"
-        limit = f", limited by {each.times.limit}" if each.fits else ""
-        rows.append((flags, sized(each.needed), _outcome(each) + limit))
-    head = f"{topology}: {topology.chips} chip(s) of {sized(topology.chip.memory)}\n{_wrap(basis)}\n"
-    if not rows:
-        return f"{head}\nNothing fits: all {found.too_large} ways need more memory by formula. Name a larger slice."
-    lines = _table("The best ways, each compiled, by pairs a second", rows)
-    return (
-        f"{head}\n{lines}\n\n"
-        + _wrap(
-            f"Left out: {found.too_large} ways that need more memory by formula than there is, and {found.left} that "
-            "promise less by formula; --compiles says how many to compile."
-        )
-        + f"\n\n{_wrap(UNSEEN)}"
-    )
+    head = f"{found.topology}: {found.topology.chips} chip(s) of {sized(found.topology.chip.memory)}"
+    left_out = f"{found.too_large} ways need more memory by formula than there is"
+    if not found.attempts:
+        return f"{head}\n\nNothing fits: all {left_out}. Name a larger slice, or train adapters (--use_peft)."
+    table = _table("The best ways, each compiled, by pairs a second", [_row(each) for each in found.attempts])
+    promise = f"{found.left} that promise less by formula; --compiles says how many to compile"
+    parts = [head, table, _wrap(f"Left out: {left_out}, and {promise}.")]
+    if not any(each.fits for each in found.attempts):
+        parts.append("None of these fits. Allow more to be tried with --compiles, or train adapters (--use_peft).")
+    return "\n\n".join(parts)
 
 
-def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
+def search_text(found: Found, job: Job) -> str:
+    """The same, where nothing has been said before."""
+    return "\n\n".join([found_text(found), *map(_wrap, (job.basis, *job.notes, UNSEEN))])
+
+
+def _row(attempt: Attempt) -> tuple[str, str, str]:
+    """An attempt by its flags, the memory that it needs, and what became of it."""
+    report = attempt.report
+    outcome = f"too much for {sized(attempt.available)}"
+    if report is not None and report.fits:
+        rate = f"at most {report.pairs_per_second[0]:,.1f} pairs a second, limited by {report.limit}"
+        outcome = f"FITS the {sized(attempt.available)}, {rate}"
+    elif attempt.crash:
+        outcome = "at least, by formula; the compiler crashed"
+    return attempt.flags, sized(attempt.needed), outcome
+
+
+def _table(title: str, rows: list[tuple[str, str, str]], notes: list[str] | None = None) -> str:
     names, values = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
-    return "\n".join([title, *(f"  {name:<{names}}  {value:>{values}}  {why}".rstrip() for name, value, why in rows)])
+    lines = [f"  {name:<{names}}  {value:>{values}}  {why}".rstrip() for name, value, why in rows]
+    return "\n".join([title, *lines, *(_wrap(note, "  ") for note in notes or ())])
 
 
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, 119)
+def _wrap(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 119, initial_indent=indent, subsequent_indent=2 * indent, break_long_words=False)
 
 
 def sized(size: float) -> str:
@@ -209,7 +185,7 @@ def sized(size: float) -> str:
 
 def scaled(value: float, suffixes: tuple[tuple[float, str], ...] = _SUFFIXES) -> str:
     """Three digits and a suffix: 8.03 G."""
-    size, suffix = next(((size, suffix) for size, suffix in suffixes if value >= size), (1.0, ""))
+    size, suffix = next((each for each in suffixes if value >= each[0]), (1.0, ""))
     return f"{value / size:.3g} {suffix}"
 
 
@@ -218,7 +194,3 @@ def duration(seconds: float) -> str:
     units = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (0, 1e-3, "ms"))
     size, name = next((size, name) for least, size, name in units if seconds >= least)
     return f"{seconds / size:,.3g} {name}" if seconds < 3.6e6 else f"{seconds / size:,.0f} {name}"
-
-
-def _indented(text: str) -> str:
-    return textwrap.fill(text, 119, initial_indent="  ", subsequent_indent="    ", break_long_words=False)

@@ -1,55 +1,77 @@
-"""Traces one step in the process that it is run in: ``python -m trl_tpu.preflight.trace_child REQUEST PROGRAMS``."""
+"""Traces one step, in a process of its own: see `trace.trace_step`."""
 
-import pickle
-import sys
+import contextlib
 import tempfile
-from pathlib import Path
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from .. import runtime
 from ..errors import UserError
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
+from ..parallel.mesh import names_of
+from ..runtime import PartitionSpec
 from ..runtime.placeholder import Input, PlaceholderRuntime, Program
 from ..trainer.reward_config import RewardConfig
 from ..trainer.reward_trainer import RewardTrainer
-from .trace import Argument, Rows, StepRequest, TracedProgram, hlo_sharding, parts_of
+from .model_shape import model_without_weights
+from .trace import StepRequest, TracedProgram
+
+_STATE = ("weight", "optimizer", "gradient")
+
+# what a trace cannot do is turned off: logging, saving, other shapes
+_FIXED = {
+    "max_steps": 2,
+    "logging_steps": 1000,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "max_length": None,
+    "max_shapes": 1,
+    "row_length": None,
+}
 
 
 class _Traced(Exception):
     """Ends the trainer's run: the step is there."""
 
 
-def trace_here(request: StepRequest) -> tuple[TracedProgram, ...]:
-    """See `trace.trace_programs`; once in a process, which must not have used a device."""
+def trace_here(request: StepRequest) -> TracedProgram:
+    """See `trace.trace_step`; once in a process, which must not have used a device."""
     tracer = _Tracer(request.chips)
     runtime.replace(tracer.runtime)
-    trainer = trainer_of(request, model_without_weights(request))
-    mesh = dict(trainer.args.mesh_shape.sizes)
-    tracer.watch(trainer)
-    try:
-        if request.what == "train":
-            trainer.train()
-        else:
-            tracer.begin()
-            trainer.evaluate()
-    except _Traced:
-        pass
-    traced = [
-        TracedProgram(program.hlo, tuple(_argument(each, mesh) for each in program.inputs), request.chips, mesh)
-        for program in tracer.programs
-    ]
-    return tuple({program.hlo: program for program in traced}.values())
+    tracer.trainer = trainer_of(request, model_without_weights(request.model, request.dtype))
+    tracer.trainer.add_callback(_FirstStep(tracer))
+    mesh = dict(tracer.trainer.args.mesh_shape.sizes)
+    with contextlib.suppress(_Traced):
+        tracer.trainer.train()
+    # of a step's programs the one that takes a batch; each is there as often as it was run
+    programs = tracer.programs
+    over_batch = max(programs, key=lambda each: (any(_kind(given) == "batch" for given in each.inputs), len(each.hlo)))
+    state = {_name(each): each for program in programs for each in program.inputs if _kind(each) in _STATE}
+    taken = {_name(each) for each in over_batch.inputs}
+    held: dict[str, int] = {}
+    for each in state.values():
+        held[_kind(each)] = held.get(_kind(each), 0) + _bytes_per_chip(each, mesh)
+    return TracedProgram(
+        over_batch.hlo,
+        tuple(hlo_sharding(mesh, _axes(each)) for each in over_batch.inputs),
+        tuple(each.donated for each in over_batch.inputs),
+        request.chips,
+        mesh,
+        held,
+        idle=sum(_bytes_per_chip(each, mesh) for name, each in state.items() if name not in taken),
+    )
 
 
 class _Tracer:
@@ -58,23 +80,19 @@ class _Tracer:
     def __init__(self, chips: int) -> None:
         self.runtime = PlaceholderRuntime(chips, self._see)
         self.programs: list[Program] = []
+        self.trainer: Any = None
         self._begun = self._ended = False
-        self._trainer: Any = None
-
-    def watch(self, trainer: Any) -> None:
-        self._trainer = trainer
-        trainer.add_callback(_FirstStep(self))
 
     def begin(self) -> None:
         """What is recorded from now on is the step's."""
-        trainer, know = self._trainer, self.runtime.know
+        trainer, know = self.trainer, self.runtime.know
         axes_of = trainer._step_state.specs(trainer.model, trainer.shard_report.placements)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         buffers = trainer._step_state.gradient_buffers
         for name, parameter in trainer.model.named_parameters():
             axes = axes_of[parameter]
             know(parameter, name, "weight", axes)
-            for key, state in (optimizer.state.get(parameter, {}) if optimizer is not None else {}).items():
+            for key, state in optimizer.state.get(parameter, {}).items():
                 if isinstance(state, torch.Tensor) and state.device.type == "xla":
                     alike = state.shape == parameter.shape
                     know(state, f"{key} of {name}", "optimizer", axes if alike else (None,) * state.dim())
@@ -104,107 +122,76 @@ class _FirstStep(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._tracer.end()
 
-    def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        self._tracer.end()
+
+def _kind(given: Input) -> str:
+    return given.known.kind if given.known is not None else "other"
+
+
+def _name(given: Input) -> str:
+    return given.known.name if given.known is not None else ""
+
+
+def _axes(given: Input) -> PartitionSpec:
+    return given.known.axes if given.known is not None else (None,) * len(given.shape)
+
+
+def _bytes_per_chip(given: Input, mesh: Mapping[str, int]) -> int:
+    parts = prod(mesh[axis] for over in _axes(given) for axis in names_of(over))
+    return prod(given.shape) * given.dtype.itemsize // parts
+
+
+def hlo_sharding(mesh: Mapping[str, int], axes: PartitionSpec) -> str:
+    """A layout over a mesh, whose devices are numbered with the last axis fastest, in HLO's words."""
+    names = list(mesh)
+    over = [[axis for axis in names_of(each) if mesh[axis] > 1] for each in axes]
+    used = [axis for dimension in over for axis in dimension]
+    if not used:
+        return "{replicated}"
+    rest = [axis for axis in names if axis not in used]
+    copies = prod(mesh[axis] for axis in rest)
+    tiles = [prod(mesh[axis] for axis in dimension) for dimension in over] + [copies] * (copies > 1)
+    order = [names.index(axis) for axis in (*used, *rest)]
+    devices = np.arange(prod(mesh.values())).reshape(*mesh.values()).transpose(order).ravel()
+    last = " last_tile_dim_replicate" if copies > 1 else ""
+    return f"{{devices=[{','.join(map(str, tiles))}]{','.join(map(str, devices))}{last}}}"
 
 
 def trainer_of(request: StepRequest, model: PreTrainedModel) -> RewardTrainer:
-    """A trainer of ``model`` whose batches are all as requested."""
-    args = RewardConfig(**_arguments(request, tempfile.mkdtemp()))
-    batch = request.batch
-    pairs = full_pairs(batch, packed=args.packing != "false", steps=2 * args.gradient_accumulation_steps)
-    rows = RowPlan((RowShape(batch.rows or batch.pairs, batch.length),))
-    trainer_class = type("RewardTrainer", (RewardTrainer,), {"fixed_rows": rows})
-    trainer: RewardTrainer = trainer_class(
+    """A trainer of ``model`` whose micro-batches are all as requested."""
+    accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
+    fixed = _FIXED | {"output_dir": tempfile.mkdtemp(), "gradient_accumulation_steps": accumulation}
+    args = RewardConfig(**{**request.arguments, **fixed})
+    if args.train_batch_size != request.pairs:
+        raise UserError(
+            f"per_device_train_batch_size={args.per_device_train_batch_size} makes batches of {args.train_batch_size} "
+            f"pairs on {request.chips} chips, not of {request.pairs}."
+        )
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # nothing is tokenized
+    rows = RowPlan((RowShape(request.rows or request.pairs, request.length),))
+    trainer: RewardTrainer = type("RewardTrainer", (RewardTrainer,), {"fixed_rows": rows})(
         model=model,
         args=args,
-        train_dataset=pairs,
-        eval_dataset=pairs,
-        processing_class=_tokenizer(),
+        train_dataset=_full_pairs(request, 2 * accumulation),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         peft_config=request.peft,
     )
-    kind_of_batch = f"per_device_{'train' if request.what == 'train' else 'eval'}_batch_size"
-    actual = args.train_batch_size if request.what == "train" else args.eval_batch_size
-    if actual != batch.pairs:
-        raise UserError(
-            f"{kind_of_batch}={getattr(args, kind_of_batch)} makes batches of {actual} pairs on {request.chips} "
-            f"chips, not of {batch.pairs}."
-        )
+    reason = trainer.batch_plan.padded_because
+    if request.rows is not None and reason is not None:
+        raise UserError(f"Batches are padded, not packed: {reason}. Plan with --packing false.")
     return trainer
 
 
-def _arguments(request: StepRequest, folder: str) -> dict[str, Any]:
-    """Those of the request, with all that a trace cannot do turned off: logging, saving, other shapes."""
-    fixed = {
-        "output_dir": folder,
-        "max_steps": 2,
-        "logging_steps": 1000,
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "load_best_model_at_end": False,
-        "push_to_hub": False,
-        "max_length": None,
-        # all micro-batches are the same program
-        "gradient_accumulation_steps": min(2, request.arguments.get("gradient_accumulation_steps", 1)),
-        "max_shapes": 1,
-        "row_length": None,
-    }
-    return {**request.arguments, **fixed}
-
-
-def model_without_weights(request: StepRequest) -> PreTrainedModel:
-    """The reward model of a request on torch's meta device."""
-    request.model.num_labels = 1
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(request.model, dtype=getattr(torch, request.dtype))
-
-
-def full_pairs(batch: Rows, *, packed: bool, steps: int) -> Dataset:
-    """Token pairs whose batches have exactly the shape ``batch``: packed, all share out the rows evenly."""
-    if packed:
-        rows = batch.rows or batch.pairs
-        size = batch.length // -(-batch.pairs // rows)
+def _full_pairs(request: StepRequest, batches: int) -> Dataset:
+    """Token pairs whose batches have exactly the requested shape: packed, all share out the rows evenly."""
+    if request.rows is not None:
+        size = request.length // -(-request.pairs // request.rows)
         answer = max(1, size // 4)
         prompt = size - 2 * answer
     else:
-        answer = max(1, batch.length // 4)
-        prompt = batch.length - answer
-    return Dataset.from_list([_pair(number, prompt, answer) for number in range(batch.pairs * steps)])
-
-
-def _pair(number: int, prompt: int, answer: int) -> dict[str, list[int]]:
-    # pairs share no first token, nor do answers
-    begin = [2 + number % 2, *([4 + number // 2 % 2] * (prompt - 1))]
-    return {"chosen_ids": begin + [6] * answer, "rejected_ids": begin + [7] * answer}
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Nothing is tokenised; the trainer wants one for its special tokens."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
-def _argument(given: Input, mesh: dict[str, int]) -> Argument:
-    known = given.known
-    axes = known.axes if known is not None else (None,) * len(given.shape)
-    return Argument(
-        name=known.name if known is not None else "",
-        kind=known.kind if known is not None else "other",
-        shape=given.shape,
-        dtype=str(given.dtype).removeprefix("torch."),
-        bytes=torch.Size(given.shape).numel() * given.dtype.itemsize,
-        parts=parts_of(mesh, axes),
-        sharding=hlo_sharding(mesh, axes),
-        donated=given.donated,
-    )
-
-
-def main() -> None:
-    asked, answer = map(Path, sys.argv[1:])
-    answer.write_bytes(pickle.dumps(trace_here(pickle.loads(asked.read_bytes()))))
-
-
-if __name__ == "__main__":
-    main()
+        answer = max(1, request.length // 4)
+        prompt = request.length - answer
+    rows = []
+    for number in range(request.pairs * batches):  # pairs share no first token, nor do answers
+        begin = [2 + number % 2, *([4 + number // 2 % 2] * (prompt - 1))]
+        rows.append({"chosen_ids": begin + [6] * answer, "rejected_ids": begin + [7] * answer})
+    return Dataset.from_list(rows)
