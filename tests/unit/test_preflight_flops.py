@@ -16,7 +16,7 @@ from trl_tpu.preflight.case import Case, Job
 from trl_tpu.preflight.chips import parse_topology
 from trl_tpu.preflight.lengths import PairLengths
 from trl_tpu.preflight.model_shape import read_model
-from trl_tpu.preflight.needs import Flops, kernel_flops, needed_flops
+from trl_tpu.preflight.needs import Flops, kernel_flops, kernel_unit_flops, needed_flops
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -137,6 +137,8 @@ def test_a_kernel_computes_scores_once_more_and_masks_are_in_the_program() -> No
     assert kernel_flops(case_of(model, long)) == (2 + 7) / 2 * attention
     assert kernel_flops(case_of(model, long, remat="full")) == (2 + 2 + 7) / 2 * attention
     assert kernel_flops(case_of(model, (8, 4, 4))) == 0
+    (size, _) = read_model(model).head_dims  # of a vector's 128 lanes a head fills these
+    assert kernel_unit_flops(case_of(model, long)) == (2 + 7) / 2 * attention * 128 / size
 
 
 def test_experts_count_by_those_that_a_token_is_routed_to() -> None:

@@ -151,8 +151,8 @@ def test_state_that_is_not_updated_in_place_and_the_largest_arrays_of_what_does_
 
 def test_padding_is_said_to_be_computed_but_not_needed(case: Case) -> None:
     padded = changed(case, is_packed=False)
-    assert padded.shape == (64, 1366) and padded.masks
-    assert "Of the columns of the rows 75% hold a token" in text_of(Report(padded, compiled(padded)))
+    assert padded.shape == (64, 1536) and padded.masks
+    assert "Of the columns of the rows 67% hold a token" in text_of(Report(padded, compiled(padded)))
 
 
 def test_one_chip_has_no_table_of_links(job: Job) -> None:

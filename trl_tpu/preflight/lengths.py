@@ -20,8 +20,8 @@ class PairLengths:
 
     @classmethod
     def of_size(cls, size: int) -> "PairLengths":
-        """One pair of ``size`` unique tokens: a third of them prompt, a third in each answer."""
-        answer = max(1, size // 3)
+        """One pair of ``size`` unique tokens: half of them prompt, a quarter in each answer."""
+        answer = max(1, size // 4)
         return cls.of([(size - 2 * answer, answer, answer)])
 
     def drawn(self, count: int) -> "PairLengths":

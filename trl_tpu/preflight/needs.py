@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..parallel.mesh import AXES, names_of
 from ..parallel.sharding_plan import bare_name
 from ..runtime import Remat
+from ..runtime.kernels.blocks import padded
 from .case import Case
 from .model_shape import Weight
 
@@ -62,6 +63,12 @@ def kernel_flops(case: Case) -> float:
         return 0.0
     forwards = 2 if case.remat == Remat.FULL else 1
     return needed_flops(case).attention * (forwards + 7 / 2)
+
+
+def kernel_unit_flops(case: Case) -> float:
+    """What arithmetic units could do meanwhile: they are as wide as vectors, which small heads do not fill."""
+    head_dims = case.job.model.head_dims
+    return kernel_flops(case) * sum(map(padded, head_dims)) / sum(head_dims)
 
 
 @dataclass(frozen=True)
@@ -181,4 +188,13 @@ def _moved(case: Case, weight: Weight, axis: str) -> float:
     return 2 * whole * weight.trained
 
 
-__all__ = ["Flops", "Memory", "kernel_flops", "least_memory", "least_traffic", "needed_flops", "optimizer_copies"]
+__all__ = [
+    "Flops",
+    "Memory",
+    "kernel_flops",
+    "kernel_unit_flops",
+    "least_memory",
+    "least_traffic",
+    "needed_flops",
+    "optimizer_copies",
+]

@@ -6,7 +6,7 @@ from typing import Any
 
 from .case import Case
 from .compile import CompiledProgram
-from .needs import Flops, Memory, kernel_flops, least_memory, least_traffic, needed_flops
+from .needs import Flops, Memory, kernel_flops, kernel_unit_flops, least_memory, least_traffic, needed_flops
 
 UNSEEN = (
     "What compiling ahead of time cannot show: how near the chips come to their published speeds, and how much of the "
@@ -104,8 +104,9 @@ class Report:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """What a pass takes each part of a chip at its published speed."""
-        sizes = self.flops_compiled / self.case.topology.chips, self.program.bytes_moved
-        return seconds_of(self.case, *sizes, sum(each["compiled"] for each in self.traffic.values()))
+        flops = self.program.flops + kernel_unit_flops(self.case) / self.case.topology.chips
+        received = sum(each["compiled"] for each in self.traffic.values())
+        return seconds_of(self.case, flops, self.program.bytes_moved, received)
 
     @property
     def at_best(self) -> float:

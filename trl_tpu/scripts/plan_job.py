@@ -64,11 +64,7 @@ def job_of(request: PlanRequest, folder: str) -> Job:
             "in."
         )
     else:
-        lengths, rows["row_length"] = _made_up_lengths(request)
-        basis = (
-            f"No data is named: every pair is taken to have {lengths.tokens:,} unique tokens, a third of them prompt "
-            "and a third in each answer."
-        )
+        lengths, rows["row_length"], basis = _made_up_lengths(request)
     if peft_config is not None:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
     depths = depths_of(request, config)
@@ -91,23 +87,35 @@ def has_data(request: PlanRequest) -> bool:
     return bool(request.script.dataset_name or request.data.datasets)
 
 
-def _made_up_lengths(request: PlanRequest) -> tuple[PairLengths, int]:
-    """A pair of two dialogues of `max_length`, or what fits the rows that are asked for; and how long rows are.
+def _made_up_lengths(request: PlanRequest) -> tuple[PairLengths, int, str]:
+    """A pair that stands for all, how long rows are, and this in words. Packed rows are full of as many as fit.
 
     Raises:
         UserError: `rows` do not go over the mesh.
     """
     args, rows, parts = request.training, request.plan.rows, request.training.mesh_shape.batch_shards
-    size = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW  # half of a dialogue is prompt
-    length = args.row_length or int(round_up(size, 128))
-    if rows is not None:
-        if rows % parts:
-            raise UserError(
-                f"rows={rows} go over {parts} parts of the mesh '{args.mesh_shape}', but {rows} / {parts} is no whole "
-                f"number. Choose a multiple of {parts}."
-            )
-        size = length // ceil(args.per_device_train_batch_size * parts / rows)
-    return PairLengths.of_size(min(size, length)), length
+    if args.packing == Packing.FALSE:
+        length = args.row_length or args.max_length or LONG_ROW
+        answer = max(1, length // 4)
+        basis = (
+            f"Without packing, every dialogue is taken to have {length:,} tokens, three quarters of them prompt. "
+            "The prompt is computed twice, but needed once."
+        )
+        return PairLengths.of([(length - answer, answer, answer)]), length, basis
+    usual = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW  # half of a dialogue is prompt
+    length = args.row_length or int(round_up(usual, 128))
+    if rows is not None and rows % parts:
+        raise UserError(
+            f"rows={rows} go over {parts} parts of the mesh '{args.mesh_shape}', but {rows} / {parts} is no whole "
+            f"number. Choose a multiple of {parts}."
+        )
+    in_a_row = max(1, length // usual) if rows is None else ceil(args.per_device_train_batch_size * parts / rows)
+    size = length // in_a_row
+    basis = (
+        f"No data is named: every pair is taken to have {size:,} unique tokens, half of them prompt and a quarter in "
+        "each answer, and rows to be full."
+    )
+    return PairLengths.of_size(size), length, basis
 
 
 def _lengths_of_data(request: PlanRequest, model: Any, tokenizer: Any) -> tuple[PairLengths, int]:
