@@ -9,7 +9,7 @@ READY_TPU := $(VENV)/.ready-tpu
 # Tests need no network. A process can hold only one set of devices, so each set has a suite of its own, whose files two
 # processes share.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-BY_TWO := -n 2 --dist loadfile
+BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check lint typecheck long-run \
 	bench clean

@@ -15,20 +15,26 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pages
 import pytest
 import torch
 from places import EXAMPLES, ROOT
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, cli
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES
 from trl_tpu.parallel.rules import Rules
-from trl_tpu.scripts import export, plan, reward, score, synthetic
+from trl_tpu.scripts import export, plan_request, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
-MAKE_PARSER = {each.__name__.rpartition(".")[2]: each.make_parser for each in (reward, score, export, plan)}
+MAKE_PARSER: dict[str, Any] = {
+    "reward": reward.make_parser,
+    "score": score.make_parser,
+    "export": export.make_parser,
+    "plan": plan_request.make_parser,
+}
 NAMES = [page.relative_to(ROOT).as_posix() for page in pages.PAGES]
 SEPARATOR = "\x1f"
 
@@ -248,7 +254,8 @@ def test_slices_that_are_recommended_leave_a_fifth_of_a_chip_free() -> None:
 
 def test_state_is_sixteen_bytes_a_trained_parameter_and_four_a_frozen_one() -> None:
     memory = script(EXAMPLES / "slice_memory.py")
-    model = memory.model_without_weights("Qwen2.5-0.5B")
+    config = AutoConfig.for_model(**memory.MODELS["Qwen2.5-0.5B"])
+    model = memory.model_without_weights(config, "float32")
     count = sum(parameter.numel() for parameter in model.parameters())
     full, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, 1.0)
     frozen, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, 0.0)
