@@ -39,27 +39,20 @@ class Run(NamedTuple):
         return f"{self.setting}, {self.data} pairs, {'packed' if self.packing else 'padded'}"
 
 
-MADE_UP = [
-    Run("plain torch", "made up", True),
-    Run("plain torch", "made up", False),
+PLAIN = [Run("plain torch", "made up", True), Run("plain torch", "made up", False)]
+ON_XLA = [
+    Run("XLA, 1 device", "made up", False),
     Run("XLA, 8 devices", "made up", True),
+    Run("XLA, 8 devices", "made up", False),
 ]
-ALSO_LONG = [Run("XLA, 1 device", "made up", False), Run("XLA, 8 devices", "made up", False)]
-REAL = [run._replace(data="real") for run in MADE_UP + ALSO_LONG if "real" in real_pairs.SOURCES]
-
-
-def marked_long(runs: list[Run], quick: str = "") -> list[Any]:
-    """The runs, those of all settings but the quick one as tests of the long suite."""
-    return [run if run.setting == quick else pytest.param(run, marks=pytest.mark.long) for run in runs]
-
-
-FIFTY_STEPS = [*MADE_UP, *marked_long(ALSO_LONG), *marked_long(REAL, quick="plain torch")]
+REAL = [run._replace(data="real") for run in PLAIN + ON_XLA if "real" in real_pairs.SOURCES]
+FIFTY_STEPS = [*PLAIN, *(pytest.param(run, marks=pytest.mark.long) for run in ON_XLA + REAL)]
 TWO_EPOCHS = [
     Run("plain torch", "margins", True),
     Run("plain torch", "margins", False),
     Run("XLA, 1 device", "margins", True),
     Run("XLA, 8 devices", "margins", False),
-    *marked_long([Run("XLA, 8 devices", "margins", True)]),
+    pytest.param(Run("XLA, 8 devices", "margins", True), marks=pytest.mark.long),
 ]
 
 Logs = list[dict[str, float]]
