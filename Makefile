@@ -10,6 +10,7 @@ READY_TPU := $(VENV)/.ready-tpu
 # processes share.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
+BY_THREE := $(subst -n 2,-n 3,$(BY_TWO))  # many of whose tests wait for processes that they start
 
 .PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check lint typecheck long-run \
 	bench clean
@@ -43,7 +44,7 @@ test: $(READY)
 
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) $(BY_TWO) tests/unit tests/train
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) tests/unit tests/train
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)

