@@ -151,7 +151,10 @@ def test_urls_that_cannot_be_used_are_refused(
     "way",
     [
         "state",
-        *(pytest.param(way, marks=pytest.mark.long) for way in ("state bfloat16", "files", "files bfloat16", "merged")),
+        *(
+            pytest.param(way, marks=pytest.mark.long)
+            for way in ("state bfloat16", "files", "files bfloat16", "merged")
+        ),
     ],
 )
 def test_the_host_holds_the_model_once(way: str, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ def uneven_pairs(count: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize(("accumulation", "attention"), [(1, "masks"), (1, "expanded"), pytest.param(2, "masks", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("accumulation", "attention"), [(1, "masks"), (1, "expanded"), pytest.param(2, "masks", marks=pytest.mark.long)]
+)
 def test_as_many_programs_as_planned_shapes(
     config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
 ) -> None:
