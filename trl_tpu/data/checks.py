@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
+from trl_tpu.data.measure import tables_of
 from trl_tpu.errors import UserError, UserTypeError
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,14 @@ def check_margin(value: Any, where: str, *, nested: bool = False) -> None:
 
 def check_margins(dataset: Dataset, name: str, *, nested: bool = False) -> None:
     """Check every row of a dataset as `check_margin` does, where it has the column ``margin``."""
-    margins = dataset["margin"] if "margin" in dataset.column_names else ()
-    for index, value in enumerate(margins):
-        check_margin(value, row_of(index, name), nested=nested)
+    if "margin" not in dataset.column_names:
+        return
+    first = 0
+    for table in tables_of(dataset, ["margin"]):
+        column = table["margin"]
+        is_number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
+        # at once; row by row to name a bad one
+        if not (is_number and not column.null_count and pc.all(pc.less_equal(pc.abs(column), _LARGEST)).as_py()):
+            for index, value in enumerate(column.to_pylist(), start=first):
+                check_margin(value, row_of(index, name), nested=nested)
+        first += len(column)

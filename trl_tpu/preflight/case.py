@@ -12,12 +12,10 @@ from ..parallel.rules import Rules
 from ..parallel.shard import plan_model
 from ..parallel.sharding_plan import Placement
 from ..runtime import Remat
+from ..trainer.batch_plan import LONG_ROW
 from .chips import Topology
 from .lengths import PairLengths
 from .model_shape import ModelShape, read_model
-
-# rows of this length and more attend by a kernel on a TPU, see `trl_tpu.trainer.batch_plan`
-LONG_ROW = 2048
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from ..runtime import PartitionSpec
 from ..runtime.placeholder import Input, PlaceholderRuntime, Program
 from ..trainer.reward_config import RewardConfig
 from ..trainer.reward_trainer import RewardTrainer
+from ..training.optimizer import bare
 from .model_shape import model_without_weights
 from .trace import StepRequest, TracedProgram
 
@@ -87,7 +88,7 @@ class _Tracer:
         """What is recorded from now on is the step's."""
         trainer, know = self.trainer, self.runtime.know
         axes_of = trainer._step_state.specs(trainer.model, trainer.shard_report.placements)
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        optimizer = bare(trainer.optimizer)
         buffers = trainer._step_state.gradient_buffers
         for name, parameter in trainer.model.named_parameters():
             axes = axes_of[parameter]

@@ -4,11 +4,10 @@ from math import ceil
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
-from trl_tpu.data.measure import pair_sizes, shared_prefix_length
+from trl_tpu.data.measure import lengths_of, pair_sizes, shared_prefix_length, tables_of
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.chat_template import set_chat_template
@@ -134,13 +133,11 @@ def _lengths_of_data(request: PlanRequest, model: Any, tokenizer: Any) -> tuple[
     tokenizer = set_pad_token(model, tokenizer, args.pad_token)
     tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     names = ["chosen_ids", "rejected_ids"]
-    chunks = [chunk for chunk in tokens.with_format("arrow", columns=names).iter(batch_size=10_000) if len(chunk)]
-    sizes_P = np.concatenate([pair_sizes(*(chunk[name] for name in names)) for chunk in chunks]).astype(np.int64)
-    chosen_P, rejected_P = (
-        np.concatenate([pc.list_value_length(chunk[name]).to_numpy() for chunk in chunks]) for name in names
-    )
+    tables = list(tables_of(tokens, names))
+    sizes_P = np.concatenate([pair_sizes(*(table[name] for name in names)) for table in tables]).astype(np.int64)
+    chosen_P, rejected_P = np.concatenate([lengths_of(table, names) for table in tables], axis=1)
     prefix_P = chosen_P + rejected_P - sizes_P
-    shared_prefix = shared_prefix_length(chunk[name] for chunk in chunks for name in names)
+    shared_prefix = shared_prefix_length(table[name] for table in tables for name in names)
     return PairLengths(prefix_P, chosen_P - prefix_P, rejected_P - prefix_P), shared_prefix
 
 

@@ -29,7 +29,7 @@ from .reward_config import RewardConfig
 logger = logging.getLogger(__name__)
 
 # below this, a mask for each query and key costs less than moving every layer's queries, keys and values
-_LONG_ROW = 2048
+LONG_ROW = 2048
 
 
 class BatchPlan:
@@ -274,7 +274,7 @@ def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig, r
     Raises:
         ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
     """
-    long = runtime.has_attention_kernel and longest_row >= _LONG_ROW
+    long = runtime.has_attention_kernel and longest_row >= LONG_ROW
     if args.packed_attention == "masks" or (args.packed_attention == "auto" and not long):
         return False
     try:
