@@ -197,12 +197,12 @@ def check_margins(dataset: Dataset, name: str, *, nested: bool = False) -> None:
     """Check every row of a dataset as `check_margin` does, where it has the column ``margin``."""
     if "margin" not in dataset.column_names:
         return
-    first = 0
-    for table in tables_of(dataset, ["margin"]):
-        column = table["margin"]
-        is_number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
-        # at once; row by row to name a bad one
-        if not (is_number and not column.null_count and pc.all(pc.less_equal(pc.abs(column), _LARGEST)).as_py()):
-            for index, value in enumerate(column.to_pylist(), start=first):
-                check_margin(value, row_of(index, name), nested=nested)
-        first += len(column)
+    if all(_are_finite(table["margin"]) for table in tables_of(dataset, ["margin"])):  # at once
+        return
+    for index, value in enumerate(dataset["margin"]):  # to name the bad one
+        check_margin(value, row_of(index, name), nested=nested)
+
+
+def _are_finite(column: pa.ChunkedArray) -> bool:
+    is_number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
+    return is_number and not column.null_count and pc.all(pc.less_equal(pc.abs(column), _LARGEST)).as_py()
