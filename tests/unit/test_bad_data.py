@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Value
 from preference_forms import assistant, stream, tiny_tokenizer, user
 
 from trl_tpu.data.checks import check_margins, check_raw_row
@@ -161,6 +161,11 @@ def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_pr
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     for row in (asked, silent, {"chosen": [calls], "rejected": [calls]}):
         check_raw_row(row, "Row 0")
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint64", "float16", "float64"])
+def test_margins_may_be_numbers_of_any_kind(kind: str) -> None:
+    check_margins(Dataset.from_dict({"margin": [1, 2]}, Features({"margin": Value(kind)})), "train")
 
 
 def test_old_margins_may_be_lists_of_one() -> None:
