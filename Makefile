@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TPU := $(VENV)/.ready-tpu
 
-# Tests need no network. A process can hold only one set of devices, so each set has a suite of its own, whose files two
-# processes share.
+# Tests need no network. A process can hold only one set of devices, so each set has a suite of its own, whose files a few
+# processes share: in plain torch three, since many tests there wait for processes that they start.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
-BY_TWO := -n 2 --dist loadfile --no-loadscope-reorder
-BY_THREE := $(subst -n 2,-n 3,$(BY_TWO))  # many of whose tests wait for processes that they start
+BY_FILE := --dist loadfile --no-loadscope-reorder
+BY_TWO := -n 2 $(BY_FILE)
+BY_THREE := -n 3 $(BY_FILE)
 
 .PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check lint typecheck long-run \
 	bench clean

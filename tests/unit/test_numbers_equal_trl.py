@@ -14,6 +14,7 @@ import apart
 import pytest
 import real_pairs
 import tiny
+from chosen import chosen
 
 XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "XLA_FLAGS": ""}  # programs as users have them
 SETTINGS: dict[str, tuple[dict[str, str], int]] = {
@@ -61,8 +62,8 @@ Logs = list[dict[str, float]]
 @pytest.fixture(scope="module")
 def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Logs | str]:
     """What the runs of the tests that were chosen logged, and TRL's on the same data; where one failed, how."""
-    chosen = [item.callspec.params["run"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
-    runs = dict.fromkeys([*(Run("TRL", run.data, None) for run in chosen), *chosen])
+    own = chosen(request, "run")
+    runs = dict.fromkeys([*(Run("TRL", run.data, None) for run in own), *own])
     folder = tmp_path_factory.mktemp("runs")
     for name in {run.data for run in runs}:
         pairs = tiny.made_up_pairs(80, margin=True) if name == "margins" else real_pairs.pairs_from(name, 1800)

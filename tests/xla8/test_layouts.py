@@ -18,6 +18,7 @@ from typing import Any
 
 import apart
 import pytest
+from chosen import chosen
 
 RUNS = [
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
@@ -64,11 +65,10 @@ every_run = with_runs()
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
     """What happened on eight devices and on one in the runs that were chosen, side by side in two processes."""
     folder = tmp_path_factory.mktemp("layouts")
-    tests = (item for item in request.session.items if item.path == request.path)
-    chosen = list(dict.fromkeys(test.callspec.params["run"] for test in tests))  # type: ignore[attr-defined]
-    one_device = sorted({f"{run.partition(':')[0]}:fsdp=-1:padded" for run in chosen})
+    runs = chosen(request, "run")
+    one_device = sorted({f"{run.partition(':')[0]}:fsdp=-1:padded" for run in runs})
     with ThreadPoolExecutor() as pool:
-        eight = pool.submit(train, folder / "eight.json", chosen, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
+        eight = pool.submit(train, folder / "eight.json", runs, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
         one = pool.submit(train, folder / "one.json", one_device, USE_TORCH_XLA="0")
     return eight.result(), one.result()
 

@@ -11,6 +11,7 @@ from typing import Any
 import apart
 import pytest
 import torch
+from chosen import chosen
 
 from trl_tpu.runtime import current
 from trl_tpu.training.optimizer import prepare_optimizer
@@ -29,15 +30,14 @@ MESH = {"fsdp": 4, "tensor": 2}
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What happened on eight devices, and the losses on one, with the optimizers that were chosen."""
-    tests = (item for item in request.session.items if item.path == request.path)
-    chosen = dict.fromkeys(test.callspec.params["name"] for test in tests if hasattr(test, "callspec"))
+    names = chosen(request, "name")
     folder = tmp_path_factory.mktemp("optimizers")
     settings: dict[str, dict[str, str]] = {
         "eight": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"},
         "one": {"USE_TORCH_XLA": "0"},
     }
     for name, environment in settings.items():
-        process = apart.run("optimizers.py", str(folder / f"{name}.json"), *chosen, **environment)
+        process = apart.run("optimizers.py", str(folder / f"{name}.json"), *names, **environment)
         assert process.returncode == 0, process.stderr[-4000:]
     eight, one = (json.loads((folder / f"{name}.json").read_text()) for name in settings)
     return {name: found | {"one": one[name]} for name, found in eight.items()}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import xla_flags
+from chosen import chosen
 from places import ROOT, SUPPORT
 
 KINDS = ["full", "lora"]
@@ -32,9 +33,7 @@ def run(folder: Path, *kinds: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What was found of the kinds that were chosen."""
-    tests = (item for item in request.session.items if item.path == request.path)
-    chosen = [test.callspec.params["kind"] for test in tests if hasattr(test, "callspec")]
-    return run(tmp_path_factory.mktemp("trained"), *chosen)
+    return run(tmp_path_factory.mktemp("trained"), *chosen(request, "kind"))
 
 
 def test_accelerate_itself_would_store_all_in_bfloat16(tmp_path: Path) -> None:
