@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import real_pairs  # noqa: E402
 import tiny  # noqa: E402
 
-RUNS, STEPS, PAIRS_A_BATCH, MODELS, HEADS = 5, 24, 8, ("64x4", "256x6", "64x24"), 8
+RUNS, STEPS, PAIRS_A_BATCH, HEADS = 5, 24, 8, 8
+MODELS = {"64x4": (RUNS, STEPS), "256x6": (RUNS, STEPS), "64x24": (3, 6)}  # a deep one takes TRL a second a layer
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "TRL 1.16": (trl, {"use_cpu": True}),
     "trl_tpu": (trl_tpu, {}),
@@ -108,13 +109,14 @@ def save_model(folder: str, size: str, pairs: Dataset) -> str:
 
 def compare(size: str, data: str) -> None:
     pairs = DATA[data](400)
+    runs, steps = MODELS.get(size, (RUNS, STEPS))
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(folder, size, real(400))
         seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
         losses: dict[str, list[float]] = {}
-        for _ in range(RUNS):
+        for _ in range(runs):
             for name, (package, settings) in SYSTEMS.items():
-                each, losses[name] = train(model, pairs, package, settings)
+                each, losses[name] = train(model, pairs, package, settings, steps=steps)
                 seconds[name].append(each)
     threads = torch.get_num_threads()
     print(f"\n{data} pairs: model {size}, {PAIRS_A_BATCH} pairs a batch, {threads} threads")

@@ -21,6 +21,7 @@ import apart
 import tiny
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -112,6 +113,7 @@ def begun_since(moment: int, aside: Path) -> bool:
 
 
 def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
+    tqdm.monitor_interval = 0  # its thread could hold its lock at a fork, for ever
     model_folder, log = folder / "model", folder / "log.txt"
     tiny.save_tiny(model_folder, [text for row in tiny.made_up_pairs(16) for text in row.values()])
     began = time.time()

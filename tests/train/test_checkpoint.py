@@ -125,7 +125,7 @@ def test_a_checkpoint_is_invisible_before_its_first_file_is_deleted(
     assert deleted.is_dir() and deleted.parent == tmp_path / "_unfinished"
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.long)])
 def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(kills: int, tmp_path: Path) -> None:
     """Weights, moments and logs, after kills at random moments and in saves."""
     report = killed_runs.report(tmp_path, kills, {"USE_TORCH_XLA": "0"})

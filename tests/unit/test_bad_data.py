@@ -11,6 +11,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from preference_forms import assistant, stream, tiny_tokenizer, user
 
 from trl_tpu.data.checks import check_margins, check_raw_row
+from trl_tpu.data.old_columns import tokenize_legacy
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 
@@ -120,6 +121,12 @@ def test_conversations_need_a_chat_template() -> None:
     settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
     with pytest.raises(UserError, match="Row 0 .*chat_template is not set.*chat_template_path"):
         prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, **settings)
+
+
+def test_the_old_api_names_the_row_that_cannot_be_rendered() -> None:
+    rows = Dataset.from_list([CHAT | {"chat_template_kwargs": words} for words in (None, "no mapping")])
+    with pytest.raises(UserError, match="Row 1 .*cannot be rendered as a chat.*Correct the row, its `tools`"):
+        tokenize_legacy(rows, tiny_tokenizer(), num_proc=None, name="train")
 
 
 def test_an_empty_answer_to_a_prompt_is_no_error() -> None:

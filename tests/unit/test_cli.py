@@ -307,7 +307,7 @@ def test_training_from_flags_evaluates_saves_and_scores(tmp_path: Path, capsys: 
     assert scored == pytest.approx(score.score_texts(str(out), synthetic.EXAMPLES), abs=1e-4)
 
 
-@pytest.mark.parametrize("use_torch_xla", ["0", "1"])
+@pytest.mark.parametrize("use_torch_xla", [pytest.param("0", marks=pytest.mark.long), "1"])
 def test_training_from_yaml_with_adapters_on_a_mixture_of_files(use_torch_xla: str, tmp_path: Path) -> None:
     if use_torch_xla == "1" and importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed")

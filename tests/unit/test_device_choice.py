@@ -78,8 +78,10 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
         ("import sys, trl_tpu; assert 'torch' not in sys.modules", {}, "native False"),
         ("import trl_tpu", {"PJRT_DEVICE": "CPU"}, "xla True"),
         ("import trl_tpu", {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "0"}, "native False"),
-        (f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'", {}, "native False"),  # torch_xla's own
-        (BEFORE, {"PJRT_DEVICE": "CPU"}, "xla True"),
+        pytest.param(  # it is torch_xla's own
+            f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'", {}, "native False", marks=pytest.mark.long
+        ),
+        pytest.param(BEFORE, {"PJRT_DEVICE": "CPU"}, "xla True", marks=pytest.mark.long),
         (f"import os; os.environ['PJRT_DEVICE'] = 'CPU'\n{BEFORE}", {}, "xla True"),
     ],
     ids=[
@@ -96,7 +98,7 @@ def test_other_libraries_choose_the_same(before: str, environment: dict[str, str
 
 
 @needs_torch_xla
-@pytest.mark.parametrize("first", ["", "import transformers.trainer"])
+@pytest.mark.parametrize("first", [pytest.param("", marks=pytest.mark.long), "import transformers.trainer"])
 def test_a_gpu_is_not_taken_away(first: str, tmp_path: Path) -> None:
     """By installing torch_xla. There is no GPU here: torch only says that there is one."""
     code = f"""

@@ -67,6 +67,15 @@ def test_a_stream_gives_the_same_pairs(form: str) -> None:
         )
 
 
+def test_a_stream_may_mix_texts_and_messages() -> None:
+    forms = [FORMS[f"{form}, implicit prompt"][0] for form in ("standard", "conversational")]
+    rows = [*forms, *reversed(forms)]
+    streamed = prepare(IterableDataset.from_generator(partial(stream, rows)))
+    alone = [prepare(Dataset.from_list([row]))[0] for row in rows]
+    for key in ("chosen_ids", "rejected_ids"):
+        assert [row[key] for row in streamed] == [row[key] for row in alone]
+
+
 def test_a_stream_drops_what_a_dataset_drops() -> None:
     dataset = Dataset.from_list(FORMS["standard"])
     kept = prepare(dataset, max_length=20)

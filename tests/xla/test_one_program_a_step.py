@@ -11,7 +11,9 @@ from trl_tpu import RewardTrainer
 
 
 @pytest.mark.eight
-@pytest.mark.parametrize(("packing", "accumulation"), [(True, 1), (True, 3), (False, 1)])
+@pytest.mark.parametrize(
+    ("packing", "accumulation"), [pytest.param(True, 1, marks=pytest.mark.long), (True, 3), (False, 1)]
+)
 def test_counters_over_20_steps(
     config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int
 ) -> None:

@@ -26,7 +26,8 @@ def uneven_pairs(count: int, seed: int = 0) -> Dataset:
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "attention"), [(1, "masks"), (1, "expanded"), pytest.param(2, "masks", marks=pytest.mark.long)]
+    ("accumulation", "attention"),
+    [(1, "masks"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, "expanded"), (2, "masks")))],
 )
 def test_as_many_programs_as_planned_shapes(
     config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
@@ -90,7 +91,7 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
 
 @pytest.mark.parametrize(
     ("source", "count"),
-    [("made up", 800), *(pytest.param(each, real_pairs.COUNT, marks=pytest.mark.long) for each in real_pairs.SOURCES)],
+    [("made up", 400), *(pytest.param(each, real_pairs.COUNT, marks=pytest.mark.long) for each in real_pairs.SOURCES)],
 )
 def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[..., Any], tmp_path: Path) -> None:
     """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""

@@ -5,14 +5,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chosen import chosen
 
-CASES = ["llama:packed", "llama_lora:padded", "qwen3_moe:padded"]
+CASES = [
+    "llama:packed",
+    *(pytest.param(case, marks=pytest.mark.long) for case in ("llama_lora:padded", "qwen3_moe:padded")),
+]
 POLICIES = ["none", "full", "dots"]
 
 
 @pytest.fixture(scope="module")
-def results(steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
-    runs = [f'{case}:{{"remat": "{policy}"}}' for case in CASES for policy in POLICIES]
+def results(request: pytest.FixtureRequest, steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+    """What one step gave, by case and policy, of the cases that were chosen."""
+    runs = [f'{case}:{{"remat": "{policy}"}}' for case in chosen(request, "case") for policy in POLICIES]
     return steps_apart(runs)
 
 

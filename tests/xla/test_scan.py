@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch_xla.debug.metrics as met
+from chosen import chosen
 from families import family
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
@@ -21,20 +22,24 @@ CASES = {
     "qwen3:packed": {"bf16": True, "remat": "dots"},
     "llama:packed": {"packed_attention": "expanded"},
 }
+LONG = ["qwen3:packed", "llama:packed"]
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
+)
 
 
 @pytest.fixture(scope="module")
-def results(steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
-    """What one step gave, by case and whether its layers were a loop."""
+def results(request: pytest.FixtureRequest, steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+    """What one step gave, by case and whether its layers were a loop, of the cases that were chosen."""
     runs = [
-        f"{case}:{json.dumps(settings | {'scan_layers': scan})}"
-        for case, settings in CASES.items()
+        f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"
+        for case in chosen(request, "case")
         for scan in (False, True)
     ]
     return steps_apart(runs)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_loss_and_gradients_are_those_of_layers_one_by_one(results: dict[str, Any], case: str) -> None:
     unrolled, scanned = (
         results[f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"] for scan in (False, True)

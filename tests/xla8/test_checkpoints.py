@@ -93,7 +93,7 @@ def test_on_the_same_mesh_resumes_to_the_bit_in_the_same_layout(
 @pytest.mark.parametrize(
     ("devices", "settings"),
     [
-        (4, {"mesh": "fsdp=4", "per_device_train_batch_size": 2}),
+        pytest.param(4, {"mesh": "fsdp=4", "per_device_train_batch_size": 2}, marks=pytest.mark.long),
         (4, {"mesh": "fsdp=2,tensor=2", "per_device_train_batch_size": 4}),
         (0, {"per_device_train_batch_size": 8}),
     ],

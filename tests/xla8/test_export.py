@@ -25,7 +25,7 @@ sys.exit(main(["export", *sys.argv[1:]]))
 """
 
 
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=8"])
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", pytest.param("fsdp=8", marks=pytest.mark.long)])
 def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
     mesh: str, model_folder: str, config: Callable[..., Any], tmp_path: Path
 ) -> None:

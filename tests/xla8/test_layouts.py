@@ -22,7 +22,6 @@ from chosen import chosen
 
 RUNS = [
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
-    "llama_grouped:tensor=8:expanded",
     "llama_lora:fsdp=8:packed",
     "qwen3:slices=2,fsdp=4:accumulated",
     "gemma3_text:fsdp=4,tensor=2:padded",
@@ -30,6 +29,7 @@ RUNS = [
     "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
 ]
 LONG_RUNS = [
+    "llama_grouped:tensor=8:expanded",
     "llama:fsdp=8:padded",
     "llama:data=2,fsdp=4:packed+dots",
     "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",

@@ -25,6 +25,7 @@ def run_old_script(folder: Path, environment: dict[str, str], pairs_per_device: 
     return result
 
 
+@pytest.mark.long
 def test_an_old_script_gets_the_numbers_of_plain_torch(tmp_path: Path) -> None:
     rows = tiny.made_up_pairs(20)
     tiny.save_tiny(tmp_path / "model", [*rows["prompt"], *rows["chosen"], *rows["rejected"]])

@@ -23,7 +23,7 @@ KNOWN = {
     "adafactor": {"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"},
 }
 OWN_WAY = {"dampened": {"momentum_buffer"}, "lion": {"exp_avg"}}  # make their state in step 1
-LONG = {"adagrad", "rmsprop", "dampened"}
+LONG = {"momentum", "adagrad", "rmsprop", "dampened"}
 MESH = {"fsdp": 4, "tensor": 2}
 
 

@@ -12,8 +12,8 @@ import xla_flags
 from chosen import chosen
 from places import ROOT, SUPPORT
 
-KINDS = ["full", "lora"]
-LONG_KINDS = ["padded", "float32", "adafactor"]
+KINDS = ["full"]
+LONG_KINDS = ["lora", "padded", "float32", "adafactor"]
 
 
 def run(folder: Path, *kinds: str) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run(tmp_path_factory.mktemp("trained"), *chosen(request, "kind"))
 
 
+@pytest.mark.long
 def test_accelerate_itself_would_store_all_in_bfloat16(tmp_path: Path) -> None:
     """The emulation reaches the branch that it is about."""
     stock = run(tmp_path, "stock")["stock"]

@@ -2,13 +2,15 @@
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 
 from trl_tpu.data.measure import tables_of
 from trl_tpu.errors import UserError, UserTypeError
@@ -129,6 +131,18 @@ def _check_message(message: Any, where: str) -> None:
                 f"{where} holds content of the type {part['type']!r}; a reward model here reads text only. Remove "
                 "such rows, or such parts of their messages."
             )
+
+
+@contextmanager
+def rendering(what: str) -> Iterator[None]:
+    """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError."""
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{what} cannot be rendered as a chat: {error}. Correct the row, its `tools` or `chat_template_kwargs`, or "
+            "give another template by `chat_template_path`."
+        ) from error
 
 
 # ---- token ids

@@ -107,4 +107,5 @@ def tokenize_legacy(
 
 def _render(row: dict[str, Any], index: int, processing_class: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
     checks.check_raw_row(row, checks.row_of(index, name))
-    return maybe_apply_chat_template(dict(row), processing_class)
+    with checks.rendering(checks.row_of(index, name)):
+        return maybe_apply_chat_template(dict(row), processing_class)

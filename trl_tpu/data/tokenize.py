@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trl_tpu.data import checks
@@ -104,11 +103,13 @@ def _tokenize_rows(
         checks.check_raw_row(row, checks.row_of(index, name))
     output = {}
     for answer, key in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True):
-        if isinstance(rows[0][answer], str):
+        if all(isinstance(row[answer], str) for row in rows):
             output[key] = _tokenize_texts(rows, answer, processing_class)
-        else:
+        else:  # a stream may have rows of both forms
             output[key] = [
-                _tokenize_messages(row, answer, processing_class, checks.row_of(index, name))
+                _tokenize_texts([row], answer, processing_class)[0]
+                if isinstance(row[answer], str)
+                else _tokenize_messages(row, answer, processing_class, checks.row_of(index, name))
                 for index, row in zip(indices, rows, strict=True)
             ]
     return output
@@ -126,8 +127,8 @@ def _tokenize_messages(
     row: dict[str, Any], answer: str, processing_class: PreTrainedTokenizerBase, where: str
 ) -> list[int]:
     messages = row.get("prompt", []) + row[answer]
-    try:
-        tools = row.get("tools")
+    tools = row.get("tools")
+    with checks.rendering(f"{where}: `{answer}`, whose roles are {[message['role'] for message in messages]},"):
         rendered: Any = processing_class.apply_chat_template(
             messages,
             tools=json.loads(tools) if isinstance(tools, str) else tools,
@@ -135,12 +136,6 @@ def _tokenize_messages(
             return_dict=True,
             **(row.get("chat_template_kwargs") or {}),
         )
-    except (TemplateError, TypeError, ValueError) as error:  # of the template, or of the row's own arguments for it
-        roles = [message["role"] for message in messages]
-        raise UserError(
-            f"{where}: `{answer}`, whose roles are {roles}, cannot be rendered as a chat: {error}. Correct the row, "
-            "its `tools` or `chat_template_kwargs`, or give another template by `chat_template_path`."
-        ) from error
     return rendered["input_ids"]
 
 
