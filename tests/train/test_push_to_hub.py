@@ -130,28 +130,21 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_
         assert hub.files == {repo: {}} and hub.commits == []
         assert find_faults(out / "checkpoint-2") == []
 
-        hub.failures = [("/commit/", 501)]
+        # the repository has weights of another kind by now, that loading would prefer
+        others = {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"}
+        hub.failures, hub.files[repo] = [("/commit/", 501)], dict(others)
         words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
         process = push(tmp_path, hub, *words)
         assert process.returncode == 2 and hub.failures == []
         assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
         again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
-        assert hub.files == {repo: {}} and hub.commits == []
+        assert hub.files == {repo: others} and hub.commits == []
 
-        # the repository has weights of another kind by now, that loading would prefer
-        hub.failures, hub.files[repo] = (
-            ["/preupload/"],
-            {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"},
-        )
-        assert push(tmp_path, hub, *again).returncode == 2
-        assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
         process = push(tmp_path, hub, *again)
         assert process.returncode == 0, process.stderr
         assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
         assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
         pushed = hub.files[repo]
-        loaded = run(tmp_path, hub, "-c", LOAD_AND_SCORE, repo)
-        assert loaded.returncode == 0, loaded.stderr[-4000:]
     assert pushed["notes.md"] == b"mine" and "model-00001-of-00002.safetensors" not in pushed
     assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)

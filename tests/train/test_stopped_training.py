@@ -253,7 +253,7 @@ print("trained")
         ("on_step_begin", 2, "1", UNFINISHED),  # saved; and nothing after train() has run
         ("on_step_begin", 2, "all", UNFINISHED),  # as when a machine shuts down: workers that load data, too
         ("on_step_begin", 2, "2", -signal.SIGTERM),  # killed, as without us
-        ("on_train_end", 0, "1", -signal.SIGTERM),  # nothing was left to stop
+        pytest.param("on_train_end", 0, "1", -signal.SIGTERM, marks=pytest.mark.long),  # nothing was left to stop
     ],
 )
 def test_what_a_script_ends_with(event: str, step: int, times: str, status: int, model: str, tmp_path: Path) -> None:

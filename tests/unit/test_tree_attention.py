@@ -96,7 +96,10 @@ def test_rewards_and_gradients_equal_the_padded_forward(family: str, layout: str
     assert_equal_in_both(model_of(family), KNOWN_PAIRS, layout=layout)
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[1] != "one micro-batch")) for case in CASES],
+)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pairs=batches)
 def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(

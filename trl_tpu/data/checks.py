@@ -140,8 +140,8 @@ def rendering(what: str) -> Iterator[None]:
         yield
     except (TemplateError, TypeError, ValueError) as error:
         raise UserError(
-            f"{what} cannot be rendered as a chat: {error}. Correct the row, its `tools` or `chat_template_kwargs`, or "
-            "give another template by `chat_template_path`."
+            f"{what} cannot be rendered as a chat: {error}. Correct the row, its `tools` or `chat_template_kwargs`, "
+            "or give another template by `chat_template_path`."
         ) from error
 
 
