@@ -45,7 +45,7 @@ test: $(READY)
 
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) tests/unit tests/train
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) tests/train tests/unit
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)

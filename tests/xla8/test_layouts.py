@@ -25,10 +25,10 @@ RUNS = [
     "llama_lora:fsdp=8:packed",
     "qwen3:slices=2,fsdp=4:accumulated",
     "gemma3_text:fsdp=4,tensor=2:padded",
-    "qwen3_moe:tensor=8:packed+accumulated",
     "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
 ]
 LONG_RUNS = [
+    "qwen3_moe:tensor=8:packed+accumulated",
     "llama_grouped:tensor=8:expanded",
     "llama:fsdp=8:padded",
     "llama:data=2,fsdp=4:packed+dots",
