@@ -88,7 +88,8 @@ def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | s
         for name, run in own.items()
     }
     package = "trl" if setting == "TRL" else "trl_tpu"
-    process = apart.run("trajectory.py", package, str(folder), str(out), json.dumps(arguments), CI="1", **environment)
+    words = [package, str(folder), str(out), json.dumps(arguments)]
+    process = apart.run("trajectory.py", *words, timeout=3000, CI="1", **environment)  # the long suite's take minutes
     assert process.returncode == 0, process.stderr[-4000:]
     return {own[name]: logs for name, logs in json.loads(out.read_text()).items()}
 
