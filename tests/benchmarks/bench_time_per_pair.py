@@ -36,7 +36,7 @@ import real_pairs  # noqa: E402
 import tiny  # noqa: E402
 
 RUNS, STEPS, PAIRS_A_BATCH, HEADS = 5, 24, 8, 8
-MODELS = {"64x4": (RUNS, STEPS), "256x6": (3, STEPS), "64x24": (3, STEPS)}  # runs of each system, and steps a run
+MODELS = {"64x4": RUNS, "256x6": 3, "64x24": 3}  # runs of each system
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "TRL 1.16": (trl, {"use_cpu": True}),
     "trl_tpu": (trl_tpu, {}),
@@ -109,14 +109,13 @@ def save_model(folder: str, size: str, pairs: Dataset) -> str:
 
 def compare(size: str, data: str) -> None:
     pairs = DATA[data](400)
-    runs, steps = MODELS.get(size, (RUNS, STEPS))
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(folder, size, real(400))
         seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
         losses: dict[str, list[float]] = {}
-        for _ in range(runs):
+        for _ in range(MODELS.get(size, RUNS)):
             for name, (package, settings) in SYSTEMS.items():
-                each, losses[name] = train(model, pairs, package, settings, steps=steps)
+                each, losses[name] = train(model, pairs, package, settings)
                 seconds[name].append(each)
     threads = torch.get_num_threads()
     print(f"\n{data} pairs: model {size}, {PAIRS_A_BATCH} pairs a batch, {threads} threads")

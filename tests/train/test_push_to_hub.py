@@ -140,11 +140,16 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_
         again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
         assert hub.files == {repo: others} and hub.commits == []
 
+        hub.failures = ["/preupload/"]
+        assert push(tmp_path, hub, *again).returncode == 2
+        assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
         process = push(tmp_path, hub, *again)
         assert process.returncode == 0, process.stderr
         assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
         assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
         pushed = hub.files[repo]
+        loaded = run(tmp_path, hub, "-c", LOAD_AND_SCORE, repo)
+        assert loaded.returncode == 0, loaded.stderr[-4000:]
     assert pushed["notes.md"] == b"mine" and "model-00001-of-00002.safetensors" not in pushed
     assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)

@@ -25,8 +25,7 @@ SETTINGS: dict[str, tuple[dict[str, str], int]] = {
 }
 LOGGED = ("loss", "grad_norm", "learning_rate", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 DATA: dict[str, dict[str, Any]] = {
-    "made up": {"max_steps": 20},
-    "real": {"max_steps": 50},
+    **{source: {"max_steps": 50} for source in real_pairs.SOURCES},
     # margins, centering, accumulation, two epochs and a last batch that is short in pairs and in micro-batches
     "margins": {"gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.01, "num_train_epochs": 2},
 }
@@ -48,7 +47,7 @@ ON_XLA = [
     Run("XLA, 8 devices", "made up", False),
 ]
 REAL = [run._replace(data="real") for run in PLAIN + ON_XLA if "real" in real_pairs.SOURCES]
-ONE_EPOCH = [*PLAIN, *(pytest.param(run, marks=pytest.mark.long) for run in ON_XLA + REAL)]
+FIFTY_STEPS = [*PLAIN, *(pytest.param(run, marks=pytest.mark.long) for run in ON_XLA + REAL)]
 TWO_EPOCHS = [
     Run("plain torch", "margins", True),
     Run("plain torch", "margins", False),
@@ -106,8 +105,8 @@ def assert_equal(logged: dict[Run, Logs | str], run: Run, keys: tuple[str, ...] 
         assert entry["num_tokens"] == expected["num_tokens"], f"num_tokens at log {step}"
 
 
-@pytest.mark.parametrize("run", ONE_EPOCH, ids=str)
-def test_pairs_of_real_lengths(logged: dict[Run, Logs | str], run: Run) -> None:
+@pytest.mark.parametrize("run", FIFTY_STEPS, ids=str)
+def test_50_steps_of_pairs_of_real_lengths(logged: dict[Run, Logs | str], run: Run) -> None:
     """In packed rows what pairs share is computed once; the loss of every step stays TRL's."""
     assert_equal(logged, run)
 
