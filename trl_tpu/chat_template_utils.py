@@ -1,5 +1,5 @@
 """TRL's path for `trl_tpu.modeling.chat_template.clone_chat_template`."""
 
-from trl_tpu.modeling.chat_template import clone_chat_template
+from .modeling.chat_template import clone_chat_template
 
 __all__ = ["clone_chat_template"]

@@ -1,6 +1,6 @@
 """TRL's path for the functions of `trl_tpu.data.formats`."""
 
-from trl_tpu.data.formats import (
+from .data.formats import (
     apply_chat_template,
     extract_prompt,
     is_conversational,

@@ -1,15 +1,19 @@
-"""Fixtures for tests on PyTorch/XLA: on one device, and the same on eight virtual ones (CPU_NUM_DEVICES=8)."""
+"""Fixtures for tests on PyTorch/XLA: on one device, and the same on eight virtual ones (CPU_NUM_DEVICES=8).
+
+What they need is imported in them: the process that hands out tests reads this file, too, and would import torch.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny reward model and its tokenizer, on disk."""
+    import tiny
+
     pairs = tiny.made_up_pairs(200)
     texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts)

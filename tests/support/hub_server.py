@@ -42,6 +42,11 @@ class Hub:
         """The revision that all files are at: a fake git hash."""
         return hashlib.sha1(str(len(self.commits)).encode()).hexdigest()
 
+    def forget(self) -> None:
+        """Hold nothing, as at the start."""
+        for kept in (self.files, self.commits, self.unknown, self.failures):
+            kept.clear()
+
     # ---- answers to requests; each takes the parts of its path and the body, and returns JSON
 
     def create(self, body: bytes) -> dict[str, Any]:

@@ -1,13 +1,23 @@
-"""Fixtures for tests that train in plain torch (USE_TORCH_XLA=0)."""
+"""Fixtures for tests that train in plain torch (USE_TORCH_XLA=0).
+
+What they need is imported in them: the process that hands out tests reads this file, too, and would import torch.
+"""
+
+from __future__ import annotations
 
 import copy
+from typing import TYPE_CHECKING
 
 import pytest
-from old_pairs import Old, make_old
+
+if TYPE_CHECKING:
+    from old_pairs import Old
 
 
 @pytest.fixture(scope="session")
 def made_old() -> Old:
+    from old_pairs import make_old
+
     return make_old()
 
 

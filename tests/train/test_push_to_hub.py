@@ -2,11 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import apart
 import hub_server
+import pytest
 import tiny
 from huggingface_hub import ModelCard
 from places import EXAMPLES, ROOT
@@ -15,6 +19,7 @@ from safetensors.torch import load, load_file
 from trl_tpu.checkpoint.manifest import find_faults
 
 EXAMPLE = EXAMPLES / "reward_modeling.py"
+Run = Callable[..., subprocess.CompletedProcess[str]]
 LOAD_AND_SCORE = """
 import json, sys, torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -25,27 +30,48 @@ for name in sys.argv[1:]:
 """
 
 
-def run(folder: Path, hub: hub_server.Hub, *command: str) -> subprocess.CompletedProcess:
-    """Run Python with the real Hub client, which sees this hub and nothing of the user's own settings."""
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[hub_server.Hub, Path]]:
+    with hub_server.serve(token="x") as hub:
+        yield hub, tmp_path_factory.mktemp("hf_home")
+
+
+@pytest.fixture
+def hub(serving: tuple[hub_server.Hub, Path]) -> hub_server.Hub:
+    """A hub with nothing in it, and a user of whom the client keeps nothing yet."""
+    hub, home = serving
+    shutil.rmtree(home)
+    home.mkdir()
+    hub.forget()
+    return hub
+
+
+@pytest.fixture
+def run(hub: hub_server.Hub, serving: tuple[hub_server.Hub, Path], tmp_path: Path) -> Run:
+    """Runs Python with the real Hub client, which sees this hub and nothing of the user's own settings."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {
         "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(folder / "hf_home"),
+        "HF_HOME": str(serving[1]),
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "NO_PROXY": "127.0.0.1",
         "PYTHONPATH": str(ROOT),
         "USE_TORCH_XLA": "0",
     }
-    return subprocess.run(
-        [sys.executable, *command],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return partial(apart.python, environment=environment, folder=tmp_path)
 
 
-def train_and_push(folder: Path, hub: hub_server.Hub, token: str) -> subprocess.CompletedProcess:
+@pytest.fixture
+def push(run: Run, serving: tuple[hub_server.Hub, Path]) -> Run:
+    """Runs the command `trl-tpu`, logged in."""
+
+    def push(*words: str) -> subprocess.CompletedProcess[str]:
+        (serving[1] / "token").write_text("x")
+        return run("-m", "trl_tpu.cli", *words)
+
+    return push
+
+
+def train_and_push(run: Run, folder: Path, token: str) -> subprocess.CompletedProcess[str]:
     pairs = tiny.made_up_pairs(16)
     model = tiny.save_tiny(folder / "base", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
     (folder / "pairs").mkdir()
@@ -63,28 +89,22 @@ def train_and_push(folder: Path, hub: hub_server.Hub, token: str) -> subprocess.
         "hub_token": token,
     }
     flags = [part for name, value in arguments.items() for part in (f"--{name}", value)]
-    return run(folder, hub, str(EXAMPLE), *flags, "--push_to_hub")
+    return run(str(EXAMPLE), *flags, "--push_to_hub")
 
 
-def push(folder: Path, hub: hub_server.Hub, *words: str) -> subprocess.CompletedProcess:
-    """Run the command `trl-tpu`, logged in."""
-    (folder / "hf_home").mkdir(exist_ok=True)
-    (folder / "hf_home" / "token").write_text("x")
-    return run(folder, hub, "-m", "trl_tpu.cli", *words)
-
-
-def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(tmp_path: Path) -> None:
+def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
+    hub: hub_server.Hub, run: Run, tmp_path: Path
+) -> None:
     """Though an upload beside training fails, which is told: the last one brings everything."""
-    with hub_server.serve(token="x") as hub:
-        hub.failures = [("/commit/", 403)]
-        process = train_and_push(tmp_path, hub, token="x")
-        assert process.returncode == 0, process.stderr[-4000:]
-        assert process.stderr.count("An upload to user/tiny-rm FAILED") == 1
-        assert hub.unknown == []
-        pushed = hub.files["user/tiny-rm"]
-        assert not [path for path in pushed if path.startswith("_")]
-        loaded = run(tmp_path, hub, "-c", LOAD_AND_SCORE, "user/tiny-rm", str(tmp_path / "out"))
-        assert loaded.returncode == 0, loaded.stderr[-4000:]
+    hub.failures = [("/commit/", 403)]
+    process = train_and_push(run, tmp_path, token="x")
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert process.stderr.count("An upload to user/tiny-rm FAILED") == 1
+    assert hub.unknown == []
+    pushed = hub.files["user/tiny-rm"]
+    assert not [path for path in pushed if path.startswith("_")]
+    loaded = run("-c", LOAD_AND_SCORE, "user/tiny-rm", str(tmp_path / "out"))
+    assert loaded.returncode == 0, loaded.stderr[-4000:]
     from_hub, from_folder = (json.loads(line) for line in loaded.stdout.splitlines())
     assert from_hub == from_folder
 
@@ -110,55 +130,54 @@ def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(tmp_path: Pa
     assert "End of training" in [summary for _, summary in hub.commits]
 
 
-def test_a_wrong_token_fails_before_training(tmp_path: Path) -> None:
-    with hub_server.serve(token="x") as hub:
-        process = train_and_push(tmp_path, hub, token="wrong")
+def test_a_wrong_token_fails_before_training(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
+    process = train_and_push(run, tmp_path, token="wrong")
     assert process.returncode != 0
     assert "401" in process.stderr
     assert hub.files == {}
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(tmp_path: Path) -> None:
+def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
+    hub: hub_server.Hub, run: Run, push: Run, tmp_path: Path
+) -> None:
     out, repo = tmp_path / "out", "user/tiny-rm"
-    with hub_server.serve(token="x") as hub:
-        hub.failures = [("/commit/", 403)] * 2  # the upload beside training, and the last one
-        process = train_and_push(tmp_path, hub, token="x")
-        assert process.returncode != 0 and hub.failures == []
-        assert f"An upload to {repo} FAILED, the repository is as before: 403 Forbidden" in process.stderr
-        assert "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden" in process.stderr
-        assert hub.files == {repo: {}} and hub.commits == []
-        assert find_faults(out / "checkpoint-2") == []
+    hub.failures = [("/commit/", 403)] * 2  # the upload beside training, and the last one
+    process = train_and_push(run, tmp_path, token="x")
+    assert process.returncode != 0 and hub.failures == []
+    assert f"An upload to {repo} FAILED, the repository is as before: 403 Forbidden" in process.stderr
+    assert "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden" in process.stderr
+    assert hub.files == {repo: {}} and hub.commits == []
+    assert find_faults(out / "checkpoint-2") == []
 
-        # the repository has weights of another kind by now, that loading would prefer
-        others = {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"}
-        hub.failures, hub.files[repo] = [("/commit/", 501)], dict(others)
-        words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
-        process = push(tmp_path, hub, *words)
-        assert process.returncode == 2 and hub.failures == []
-        assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
-        again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
-        assert hub.files == {repo: others} and hub.commits == []
+    # the repository has weights of another kind by now, that loading would prefer
+    others = {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"}
+    hub.failures, hub.files[repo] = [("/commit/", 501)], dict(others)
+    words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
+    process = push(*words)
+    assert process.returncode == 2 and hub.failures == []
+    assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
+    again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
+    assert hub.files == {repo: others} and hub.commits == []
 
-        hub.failures = ["/preupload/"]
-        assert push(tmp_path, hub, *again).returncode == 2
-        assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
-        process = push(tmp_path, hub, *again)
-        assert process.returncode == 0, process.stderr
-        assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
-        assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
-        pushed = hub.files[repo]
-        loaded = run(tmp_path, hub, "-c", LOAD_AND_SCORE, repo)
-        assert loaded.returncode == 0, loaded.stderr[-4000:]
+    hub.failures = [("/preupload/", 403)]
+    assert push(*again).returncode == 2
+    assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
+    process = push(*again)
+    assert process.returncode == 0, process.stderr
+    assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
+    assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
+    pushed = hub.files[repo]
+    loaded = run("-c", LOAD_AND_SCORE, repo)
+    assert loaded.returncode == 0, loaded.stderr[-4000:]
     assert pushed["notes.md"] == b"mine" and "model-00001-of-00002.safetensors" not in pushed
     assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)
     assert not {"trainer_state.json", "manifest.json", "training_args.bin", "optimizer.pt"} & pushed.keys()
 
 
-def test_a_checkpoint_of_training_is_not_pushed_as_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_of_training_is_not_pushed_as_it_is(hub: hub_server.Hub, push: Run, tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{}")
-    with hub_server.serve(token="x") as hub:
-        process = push(tmp_path, hub, "export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
+    process = push("export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
     assert process.returncode == 2 and "is a checkpoint of training (it has trainer_state.json)" in process.stderr
     assert hub.files == {}

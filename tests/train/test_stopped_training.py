@@ -2,13 +2,13 @@
 
 import itertools
 import json
+import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 import tiny
 from places import SUPPORT
@@ -257,18 +257,8 @@ print("trained")
     ],
 )
 def test_what_a_script_ends_with(event: str, step: int, times: str, status: int, model: str, tmp_path: Path) -> None:
-    words = [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        str(SUPPORT),
-        model,
-        str(tmp_path),
-        event,
-        str(step),
-        times,
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, start_new_session=True)
+    words = ["-c", SCRIPT, str(SUPPORT), model, str(tmp_path), event, str(step), times]
+    done = apart.python(*words, environment=dict(os.environ))
     assert done.returncode == status, done.stderr
     assert "trained" not in done.stdout
     assert (tmp_path / "checkpoint-3").is_dir() == (status == UNFINISHED)

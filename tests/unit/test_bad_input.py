@@ -5,11 +5,10 @@ output folder holds the files of an earlier run, and nothing there or anywhere b
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from shutil import copytree
 
+import apart
 import pytest
 from bad_config_cases import CONFIGURATION
 from bad_data_cases import DATA
@@ -77,8 +76,7 @@ def test_a_process_ends_with_status_2_and_no_traceback(case: str, job: Job) -> N
     CASES[case].spoil(job)
     before = files(job.folder)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0"}
-    command = [sys.executable, "-m", "trl_tpu.cli", "reward", *job.words()]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = apart.python("-m", "trl_tpu.cli", "reward", *job.words(), environment=environment)
     told = refusal(done.stderr, "reward")
     assert done.returncode == 2
     assert [words for words in CASES[case].words if words not in told.replace(str(job.folder), "DIR")] == []

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import apart
 import exports
 import fsspec
 import pytest
@@ -205,7 +206,7 @@ def python(*words: str | Path) -> subprocess.CompletedProcess:
 def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds_without_torch_xla(tmp_path: Path) -> None:
     model = exports.llama()
     checkpoint, out = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
-    killed = python(KILLED, checkpoint, out)
+    killed = apart.python("-c", KILLED, str(checkpoint), str(out), environment=dict(os.environ))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not out.exists() and (tmp_path / ".out.unfinished").is_dir()
     done = python(WITHOUT_TORCH_XLA, "export", checkpoint, out)

@@ -68,7 +68,7 @@ def test_the_source_tree_is_the_one_that_is_read() -> None:
         MODULES
     )
     assert "trl_tpu.data.old_columns" in imports_of("trl_tpu.trainer.builders")  # a relative import
-    assert "trl_tpu.runtime" in imports_of("trl_tpu.modeling.load")  # ``from trl_tpu import runtime``
+    assert "trl_tpu.runtime" in imports_of("trl_tpu.modeling.load")  # ``from .. import runtime``
 
 
 def test_only_the_runtime_imports_torch_xla() -> None:

@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 
-from trl_tpu.data.measure import tables_of
-from trl_tpu.errors import UserError, UserTypeError
+from ..errors import UserError, UserTypeError
+from .measure import tables_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedTokenizerBase
 
-from trl_tpu.errors import UserError, UserTypeError
+from ..errors import UserError, UserTypeError
 
 AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
 ListOrMapping = TypeVar("ListOrMapping", list, Mapping)

@@ -7,11 +7,11 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from trl_tpu.data import checks
-from trl_tpu.data.collators import LEGACY_KEYS
-from trl_tpu.data.formats import maybe_apply_chat_template
-from trl_tpu.data.tokenize import keep_fitting
-from trl_tpu.errors import UserError, UserTypeError
+from ..errors import UserError, UserTypeError
+from . import checks
+from .collators import LEGACY_KEYS
+from .formats import maybe_apply_chat_template
+from .tokenize import keep_fitting
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from trl_tpu.data import checks
-from trl_tpu.data.measure import lengths_of, pair_sizes, tables_of
-from trl_tpu.errors import UserError
+from ..errors import UserError
+from . import checks
+from .measure import lengths_of, pair_sizes, tables_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from trl_tpu import runtime
-from trl_tpu.errors import UserError, UserTypeError
-from trl_tpu.modeling.load import NO_BITSANDBYTES
+from .. import runtime
+from ..errors import UserError, UserTypeError
+from .load import NO_BITSANDBYTES
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
 
-    from trl_tpu.trainer.model_config import ModelConfig
+    from ..trainer.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

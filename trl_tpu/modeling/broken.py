@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
-from trl_tpu.errors import UserError
+from ..errors import UserError
 
 # What transformers and what it reads with raise for folders that are not as they should be; a ValueError is also an
 # unknown architecture, broken JSON, or text that is not UTF-8. Faults of a device (RuntimeError) are not among them.

@@ -19,9 +19,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from trl_tpu import runtime
-from trl_tpu.errors import UserError
-
+from .. import runtime
+from ..errors import UserError
 from . import broken
 from .streaming import Place, placing
 

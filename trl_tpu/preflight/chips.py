@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
-from trl_tpu.errors import UserError
+from ..errors import UserError
 
 MiB, GiB = 2**20, 2**30
 
