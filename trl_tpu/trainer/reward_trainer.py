@@ -129,7 +129,7 @@ class RewardTrainer(DeviceTrainer):
             device,
             data_collator=data_collator,
             old_columns=self._old_columns,
-            computes_own_loss=type(self).compute_loss is not RewardTrainer.compute_loss,
+            method_overridden=self._method_overridden,
             fixed_rows=self.fixed_rows,
         )
         old = self._old_columns
@@ -158,6 +158,13 @@ class RewardTrainer(DeviceTrainer):
         self.can_return_loss = True
         self.label_names = []
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def _method_overridden(self) -> str | None:
+        """Name a method that reads batches and is not ours: of a subclass, or replaced on the class or on self."""
+        for name, own in _READ_BATCHES.items():
+            if name in vars(self) or getattr(type(self), name) is not own:
+                return name
+        return None
 
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
@@ -273,6 +280,15 @@ class RewardTrainer(DeviceTrainer):
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
         )
         card.save(os.path.join(folder, "README.md"))
+
+
+_READ_BATCHES = {
+    name: getattr(RewardTrainer, name)
+    for name in (
+        *("compute_loss", "training_step", "prediction_step", "_prepare_inputs"),
+        *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
+    )
+}
 
 
 def _call(model_init: Any, trial: Any) -> Any:
