@@ -101,7 +101,7 @@ def test_a_row_length_too_short_for_the_evaluation_data_is_refused_before_traini
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "old columns": ({"old_columns": True}, "this is the old API"),
     "collator": ({"data_collator": OURS}, "a data collator of your own"),
-    "loss": ({"method_overridden": lambda: "compute_loss"}, "compute_loss is overridden"),
+    "loss": ({"reads_padded_rows": lambda: "compute_loss"}, "compute_loss is overridden"),
     "tokens": ({"settings": {"include_num_input_tokens_seen": True}}, "include_num_input_tokens_seen counts padded"),
 }
 
@@ -157,7 +157,7 @@ def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Pa
     assert isinstance(collate, PairRows) and isinstance(collate.collate, PadToLengths)
     assert plan.shapes == len(collate.collate.lengths) and not plan.accumulates
     assert isinstance(
-        make(tmp_path, COMPILING, method_overridden=lambda: "compute_loss").collator(tokens(9), 4, OURS), PadToLengths
+        make(tmp_path, COMPILING, reads_padded_rows=lambda: "compute_loss").collator(tokens(9), 4, OURS), PadToLengths
     )
     assert plan.collator(tokens(9), 4, len) is len  # one of the user's knows best
 

@@ -46,7 +46,7 @@ class BatchPlan:
         runtime: What trains.
         data_collator: The user's own, if any.
         old_columns: Whether the data has the columns of TRL's old API.
-        method_overridden: Names a method of the user's that reads batches, and so expects TRL's padded layout; None
+        reads_padded_rows: Names a method of the user's that reads batches, and so expects TRL's padded layout; None
             where there is none.
         fixed_rows: Rows for every batch, instead of rows that fit the data.
 
@@ -67,12 +67,12 @@ class BatchPlan:
         *,
         data_collator: Any = None,
         old_columns: bool = False,
-        method_overridden: Callable[[], str | None] = lambda: None,
+        reads_padded_rows: Callable[[], str | None] = lambda: None,
         fixed_rows: RowPlan | None = None,
     ) -> None:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset = train_dataset
-        self._old_columns, self._method_overridden = old_columns, method_overridden
+        self._old_columns, self._reads_padded_rows = old_columns, reads_padded_rows
         self._default_collator: Any = None
         self._fixed_rows = fixed_rows
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
@@ -110,7 +110,7 @@ class BatchPlan:
         """Tell what of the user's code expects padded rows; None if nothing does."""
         if data_collator is not self._default_collator:
             return "a data collator of your own makes the batches"
-        method = self._method_overridden()
+        method = self._reads_padded_rows()
         return None if method is None else f"{method} is overridden, and such code expects padded rows"
 
     def _look_again(self, data_collator: Any) -> None:
@@ -211,7 +211,7 @@ class BatchPlan:
         collate, lengths = user_collator, self._lengths_of(dataset)
         if lengths is not None:
             collate = PadToLengths(collate, lengths, self._pad_token_id, self.padding_side)
-        if self._method_overridden() is not None:
+        if self._reads_padded_rows() is not None:
             return collate
         return PairRows(collate, batch_size, self._pad_token_id, self.padding_side)
 

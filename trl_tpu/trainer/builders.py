@@ -150,15 +150,11 @@ def build_dataset(
     name: str,
     old_columns: bool,
 ) -> Any:
-    """Make token pairs that ``model`` can read of a dataset in any of the accepted forms; of each in a dict.
+    """Make token pairs that ``model`` can read of a dataset in any of the accepted forms.
 
     Raises:
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
-    if isinstance(dataset, Mapping):
-        return {
-            key: build_dataset(each, model, processing_class, args, key, old_columns) for key, each in dataset.items()
-        }
     embeddings: Any = model.get_input_embeddings()
     prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
     prepared = prepare(
