@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -69,6 +70,11 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
     )
+
+
+def get_kbit_device_map() -> dict[str, int] | None:
+    """Return where a quantized model goes: whole, on this process's GPU; None where there is none."""
+    return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
 
 
 def reads_base_weights(peft_config: "PeftConfig") -> bool:

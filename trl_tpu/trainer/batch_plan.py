@@ -111,7 +111,11 @@ class BatchPlan:
         if data_collator is not self._default_collator:
             return "a data collator of your own makes the batches"
         method = self._reads_padded_rows()
-        return None if method is None else f"{method} is overridden, and such code expects padded rows"
+        if method is None:
+            return None
+        if method.endswith("_dataloader") and self._runtime.shares_mesh:
+            return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
+        return f"{method} is overridden, and such code expects padded rows"
 
     def _look_again(self, data_collator: Any) -> None:
         """Pad batches from here on if the user has replaced something since the model was made to read packed rows.

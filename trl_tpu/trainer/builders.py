@@ -40,8 +40,10 @@ def default_folder(model: Any) -> str:
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 
-def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int) -> None:
-    """Refuse trainer arguments that are missing or exclude each other.
+def check_arguments(
+    model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int, *, compiles: bool
+) -> None:
+    """Refuse trainer arguments that are missing or exclude each other; ``compiles`` says whether the runtime does.
 
     Raises:
         UserTypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
@@ -53,6 +55,12 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers:
         raise UserError(
             "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
             "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
+        )
+    if compiles and optimizers[0] is not None:
+        kind = type(optimizers[0]).__name__
+        raise UserError(
+            "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "
+            f"made before: give its class, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
         )
     if train_dataset is None:
         raise UserError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +28,7 @@ from .. import runtime
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
+from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
@@ -34,7 +36,7 @@ from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
 from .builders import build_dataset, build_reward_model, check_arguments, default_folder
-from .legacy import upgrade_args, upgrade_processing_class, uses_old_columns
+from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .reward_config import RewardConfig
 
@@ -103,10 +105,15 @@ class RewardTrainer(DeviceTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
     ) -> None:
+        if has_old_order(compute_metrics, callbacks, optimizers):  # with `model_init` before them
+            model_init, compute_metrics, callbacks = compute_metrics, callbacks, optimizers  # type: ignore[assignment]
+            optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
+            max_length, quantization_config = quantization_config, None
         device = runtime.current()
-        check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
+        max_steps = getattr(args, "max_steps", -1)
+        check_arguments(model, model_init, train_dataset, optimizers, max_steps, compiles=device.compiles)
         args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
-        self._old_columns = uses_old_columns(train_dataset, data_collator)
+        self._old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
@@ -152,6 +159,8 @@ class RewardTrainer(DeviceTrainer):
         )
         if model_init is not None:
             self.model_init = init
+        # names of TRL up to 0.23
+        self.tokenizer, self.use_reward_data_collator = own_tokenizer, self._old_columns
 
     @cached_property
     def _metrics(self) -> dict[str, dict[str, list[float]]]:
@@ -283,6 +292,26 @@ class RewardTrainer(DeviceTrainer):
         if not self._is_own("_prepare_dataset") and set(TOKEN_COLUMNS) <= set(prepared.column_names or ()):
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name, old_columns=False)
         return prepared
+
+    def visualize_samples(self, num_print_samples: int) -> None:
+        """Print the first evaluation pairs, both texts and the softmax of their rewards: TRL's up to 0.23.
+
+        Raises:
+            UserError: There is no evaluation data.
+        """
+        evaluated: Any = self.eval_dataset
+        if evaluated is None:
+            raise UserError("`visualize_samples` shows pairs of the evaluation data: give `eval_dataset`.")
+        if isinstance(evaluated, Mapping):
+            evaluated = next(iter(evaluated.values()))
+        pairs = Dataset.from_list(list(islice(evaluated, num_print_samples)))
+        predictions_P2 = torch.from_numpy(self.predict(pairs).predictions)
+        shares_P2 = predictions_P2 if self._old_columns else predictions_P2.softmax(-1)
+        columns = ("input_ids_chosen", "input_ids_rejected") if self._old_columns else TOKEN_COLUMNS
+        for row, shares in zip(pairs, shares_P2.tolist(), strict=True):
+            for column, share in zip(columns, shares, strict=True):
+                text = self.processing_class.decode(row[column], skip_special_tokens=True)
+                self.accelerator.print(f"{share:.4f}  {text!r}")
 
     # ---- logging and the card
 

@@ -23,6 +23,7 @@ _save_checkpoint                    hand a checkpoint's contents to the `Checkpo
 _load_from_checkpoint               weights back into their shards
 _load_best_model                    the same
 _load_optimizer_and_scheduler       the optimizer's state back into its shards
+_load_rng_state                     go on without a device's random numbers, where TRL wrote the checkpoint
 _finalize_training                  wait for saves; leave nonfinite steps out of the mean loss
 ==================================  ==========================================================================
 """
@@ -43,7 +44,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.remote import RemoteRun, is_url, staging_folder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
-from ..checkpoint.state_dict import whole_weights
+from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
@@ -195,6 +196,8 @@ class DeviceTrainer(Trainer):
         if self.runtime.compiles:
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
             scatter_gradients(model, plan, self.shard_report.placements, self.runtime)
+            if self.runtime.topology().process_count == 1:  # else all would have to ask for them together
+                give_weights_on_host(model, self.runtime)
 
     # ---- batches
 
@@ -428,6 +431,14 @@ class DeviceTrainer(Trainer):
             )
             if not ours:
                 super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_rng_state(checkpoint)
+        except KeyError as error:
+            if error.args != (self.args.device.type,):
+                raise
+            logger.warning("%s has no random numbers of this device, which start anew.", checkpoint)
 
     # ---- after the last step
 
