@@ -140,7 +140,7 @@ def _evaluated(
     mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
     if mask_P is None or len(mask_P) != rows:
         mask_P = torch.ones(rows, dtype=torch.bool)
-    return found | {"is_real": trainer.runtime.to_device(mask_P, trainer.args.device).int()}
+    return found | {"is_real": mask_P.to(trainer.args.device).int()}
 
 
 def _named(name: str, value: Any) -> Evaluated:
