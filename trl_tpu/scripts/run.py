@@ -52,16 +52,21 @@ def be_trl() -> None:
     sys.meta_path.append(OldPaths("trl"))  # after Python's own finders: for what TRL itself has no more
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command's words, all but the first of which are the script's."""
+    parser = argparse.ArgumentParser(prog="trl-tpu run", description=__doc__)
+    parser.add_argument("script", help="a Python file that imports trl")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser
+
+
 def run(words: list[str]) -> int:
     """Run the script that the first word names, with the others as its arguments.
 
     Raises:
         UserFileError: There is no such file.
     """
-    parser = argparse.ArgumentParser(prog="trl-tpu run", description=__doc__)
-    parser.add_argument("script", help="a Python file that imports trl")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
-    asked = parser.parse_args(words)
+    asked = make_parser().parse_args(words)
     if not Path(asked.script).is_file():
         raise UserFileError(f"There is no script {asked.script}. Name a Python file.")
     be_trl()
