@@ -8,6 +8,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from . import old_paths
 from .runtime.device_choice import settle
 
 try:
@@ -20,6 +21,8 @@ except PackageNotFoundError:  # a source tree that is not installed
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 settle()  # the device, since transformers and accelerate choose theirs when they are imported
+
+old_paths.install()
 
 _MODULES = {
     "chat_template_utils": ["clone_chat_template"],
@@ -34,14 +37,17 @@ _MODULES = {
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ],
-    "modeling.adapters": ["get_peft_config", "get_quantization_config"],
+    "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
+    "modeling.chat_template": ["setup_chat_format"],
     "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
     "trainer.model_config": ["ModelConfig"],
+    "trainer.removed_arguments": ["TrainingArguments"],
     "trainer.reward_config": ["RewardConfig"],
     "trainer.reward_trainer": ["RewardTrainer"],
     "trainer.utils": ["RewardDataCollatorWithPadding"],
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_OLD_NAMES = {"is_xpu_available": "import_utils"}  # of versions of TRL that had them here
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names} | _OLD_NAMES
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 

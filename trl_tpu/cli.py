@@ -12,6 +12,7 @@ from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
+    "run": "run a script for TRL as it is, on this package's trainer",
     "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
     "export": "write a checkpoint's model as safetensors, and push it to the Hub",
@@ -45,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         print(environment())
         return 0
     try:
-        take_config(words)  # for its `env`, which must be there before anything below is imported
+        if command != "run":  # whose words are the script's
+            take_config(words)  # for its `env`, which must be there before anything below is imported
         settle()
         return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
     except UserError as error:

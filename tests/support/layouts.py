@@ -64,6 +64,9 @@ class Watched(RewardTrainer):
         self.shapes: set[Any] = set()
         super().__init__(*args, **kwargs)
 
+    def reads_padded_rows(self) -> None:
+        """What is overridden only looks on."""
+
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         *before, last = micro_batches_of(inputs)
         for is_last, rows in [*((False, rows) for rows in before), (True, last)]:

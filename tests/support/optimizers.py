@@ -61,6 +61,9 @@ class Watched(RewardTrainer):
         self.held: list[list[dict[str, Any]]] = []
         super().__init__(*args, **kwargs)
 
+    def reads_padded_rows(self) -> None:
+        """What is overridden only looks on."""
+
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         if runtime.current().compiles:
             self.counts.append(counted())

@@ -42,6 +42,7 @@ import torch_xla  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny import made_up_pairs, save_tiny  # noqa: E402
+from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer  # noqa: E402
 
@@ -74,25 +75,26 @@ def keeps_float32(tensor: torch.Tensor) -> bool:
 def types_inside(trainer: RewardTrainer) -> dict[str, str]:
     """What type things have while a step computes: filled in by the last step that ran."""
     found: dict[str, str] = {}
+    leaves = {
+        module: name.rpartition(".")[2]
+        for name, module in trainer.model.named_modules()
+        if name.endswith(("q_proj", "score")) and isinstance(module, torch.nn.Linear)
+    }
 
-    def note(name: str) -> Any:
-        def hook(_module: Any, _inputs: Any, output: Any) -> None:
-            found[name] = str(output.dtype)
+    def note(module: Any, _inputs: Any, output: Any) -> None:
+        if module in leaves:
+            found[leaves[module]] = str(output.dtype)
 
-        return hook
+    # for all modules: a hook on one of the model's would have its batches padded
+    register_module_forward_hook(note)
 
-    for name, module in trainer.model.named_modules():
-        leaf = name.rpartition(".")[2]
-        if leaf in ("q_proj", "score") and isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(note(leaf))
-    compute_loss = trainer.compute_loss
+    see = trainer.nonfinite.see
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = compute_loss(*args, **kwargs)
-        found["loss"] = str((result[0] if isinstance(result, tuple) else result).dtype)
-        return result
+    def note_and_see(loss: torch.Tensor) -> None:
+        found["loss"] = str(loss.dtype)
+        see(loss)
 
-    trainer.compute_loss = watched  # type: ignore[method-assign]
+    trainer.nonfinite.see = note_and_see  # type: ignore[method-assign]
     return found
 
 

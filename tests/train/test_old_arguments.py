@@ -18,9 +18,10 @@ from old_pairs import (
     rewards_alone,
 )
 from peft import LoraConfig, TaskType
-from transformers import TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
 from trl_tpu import RewardConfig, RewardDataCollatorWithPadding, RewardTrainer
+from trl_tpu.errors import UserError
 from trl_tpu.trainer.reward_trainer import _tokenize
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -153,7 +154,7 @@ def test_every_old_name_warns_with_todays_spelling(old: Old, tmp_path: Path) -> 
         )
     messages = [str(warning.message) for warning in caught if warning.category is FutureWarning]
     for old_name, new_name in {
-        "`evaluation_strategy`": "`eval_strategy`",
+        "`evaluation_strategy`": "`eval_strategy='steps'`",
         "`tokenizer`": "`processing_class`",
         "`max_length`": "RewardConfig(max_length=...)",
         "`RewardDataCollatorWithPadding`": "`DataCollatorForPreference`",
@@ -162,6 +163,60 @@ def test_every_old_name_warns_with_todays_spelling(old: Old, tmp_path: Path) -> 
         assert any(old_name in message and new_name in message for message in messages), old_name
     ours = [warning for warning in caught if "deprecated" in str(warning.message)]
     assert {warning.filename for warning in ours} == {__file__}, "a warning points at the script's line"
+
+
+@pytest.mark.parametrize(
+    ("old_name", "value", "today", "becomes"),
+    [
+        ("warmup_ratio", 0.1, "warmup_steps", 0.1),
+        ("no_cuda", True, "use_cpu", True),
+        ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
+        ("adafactor", True, "optim", "adafactor"),
+        ("include_inputs_for_metrics", True, "include_for_metrics", ["inputs"]),
+        ("push_to_hub_model_id", "mine", "hub_model_id", "mine"),
+        ("push_to_hub_organization", "us", "hub_model_id", "us/out"),
+        ("push_to_hub_token", "secret", "hub_token", "secret"),
+        ("overwrite_output_dir", True, "overwrite_output_dir", True),
+    ],
+)
+def test_arguments_that_transformers_has_no_more_are_taken_as_todays(
+    old_name: str, value: object, today: str, becomes: object, tmp_path: Path
+) -> None:
+    with pytest.warns(FutureWarning, match=f"`{old_name}` is deprecated"):
+        args = RewardConfig(str(tmp_path / "out"), bf16=False, report_to="none", **{old_name: value})
+    assert getattr(args, today) == becomes
+    assert args.push_to_hub_token is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({"save_safetensors": False}, "Leave it out"),
+        ({"fp16_backend": "apex"}, "`fp16` is torch's own"),
+        ({"fsdp_min_num_params": 10}, "`mesh`"),
+    ],
+)
+def test_arguments_that_ask_for_what_is_gone_are_refused_with_the_fix(
+    settings: dict[str, object], fix: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=fix):
+        RewardConfig(str(tmp_path), bf16=False, report_to="none", **settings)
+
+
+def test_an_evaluation_strategy_that_is_set_later_counts(old: Old, tmp_path: Path) -> None:
+    args = config(tmp_path)
+    args.evaluation_strategy = "epoch"
+    trainer = RewardTrainer(
+        model=old.model, args=args, processing_class=old.tokenizer, train_dataset=old.raw, eval_dataset=old.raw
+    )
+    assert trainer.args.eval_strategy == "epoch" and args.eval_strategy == "no"
+
+
+def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) -> None:
+    arguments = (None, config(tmp_path, max_steps=1), None, old.pairs, None, old.tokenizer)
+    trainer = RewardTrainer(*arguments, lambda: copy.deepcopy(old.model), None, [PrinterCallback()])
+    assert trainer.model_init is not None and trainer.compute_metrics is None
+    assert any(isinstance(each, PrinterCallback) for each in trainer.callback_handler.callbacks)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

@@ -29,6 +29,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 class Recorder(RewardTrainer):
     """Keeps the token ids of the batches that it trains on; whether they are packed is not its affair."""
 
+    def reads_padded_rows(self) -> None:
+        """What is overridden only looks on."""
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         ids = (
             [rows.input_ids_RL for rows in inputs["packed"].micro_batches]

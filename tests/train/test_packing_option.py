@@ -121,7 +121,7 @@ MODELS: dict[Callable[[Any], PreTrainedModel], str] = {
     bert: "BertForSequenceClassification has no `score` head",
     deberta: "DebertaV2ForSequenceClassification has no `score` head",
     linear_attention: "JambaForSequenceClassification",
-    own_forward: "OwnForward takes no position ids",
+    own_forward: "the forward of OwnForward is not a library's own",
     falcon: "FalconForSequenceClassification takes no position ids",
 }
 

@@ -20,7 +20,10 @@ from transformers import HfArgumentParser
 
 import trl_tpu
 import trl_tpu.trainer.reward_trainer
+from trl_tpu.trainer.removed_arguments import RemovedArguments
 
+_OLD = "scripts for older versions of TRL give it, or import it"
+_REMOVED = dataclasses.fields(RemovedArguments)
 _OTHER_METHODS = "trl_tpu trains reward models only; this belongs to another way of training"
 _GENERATION = "serves trainers that generate or see images; reward models read text"
 _INTERNAL = "a part of the trainer's own structure, beside TRL's API"
@@ -45,7 +48,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: training_time_limit = None": "saves and stops in time, for machines that are lent for a while",
         "ours alone: save_interval_minutes = None": "what may be lost, as time instead of steps",
         "ours alone: output_url = None": "checkpoints on any file system of fsspec, such as a bucket",
-        "ours alone: evaluation_strategy = None": "the spelling of eval_strategy that scripts for TRL up to 0.9 use",
+        **{f"ours alone: {item.name} = {item.default!r}": _OLD for item in _REMOVED},
     },
     "RewardConfig's values once made": {
         "{}: TRL raises ValueError, ours has bf16=False": (
@@ -64,15 +67,22 @@ INTENDED: dict[str, dict[str, str]] = {
         ),
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
         "ours alone: fixed_rows": _INTERNAL,
+        "ours alone: plan_batches": _INTERNAL,
         "ours alone: predictions_of": _INTERNAL,
+        "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",
         "ours alone: rewards_of": _INTERNAL,
         "ours alone: shard_report": _INTERNAL,
         "ours alone: stopped_by": "what ended training before its end",
         "ours alone: unfinished": _INTERNAL,
+        "ours alone: visualize_samples": _OLD,
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
     "DataCollatorForPreference's fields": {},
     "top-level names": {
+        **{
+            f"ours alone: {name}": _OLD
+            for name in ("TrainingArguments", "get_kbit_device_map", "is_xpu_available", "setup_chat_format")
+        },
         **{
             f"TRL's alone: {name}": _OTHER_METHODS
             for method in ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "SFT")
@@ -109,7 +119,8 @@ INTENDED: dict[str, dict[str, str]] = {
         "RewardConfig ours alone: training_time_limit": "see RewardConfig's fields",
         "RewardConfig ours alone: save_interval_minutes": "see RewardConfig's fields",
         "RewardConfig ours alone: output_url": "see RewardConfig's fields",
-        "RewardConfig ours alone: evaluation_strategy": "see RewardConfig's fields",
+        **{f"RewardConfig ours alone: {item.name}": _OLD for item in _REMOVED},
+        "ModelConfig ours alone: torch_dtype": _OLD,
         "default of RewardConfig optim: 'adamw_torch_fused', ours 'adamw_torch'": "see RewardConfig's fields",
         "default of RewardTrainer model: <class 'inspect._empty'>, ours None": "see RewardTrainer's parameters",
         "RewardTrainer ours alone: model_init": "see RewardTrainer's parameters",
@@ -282,8 +293,9 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
         "max_shapes",
         "training_time_limit",
         "save_interval_minutes",
-        "evaluation_strategy",
         "output_url",
+        "no_save_safetensors",  # an argument whose default is true has both
+        *(item.name for item in _REMOVED),
     }
     spellings = {f"--{name}" for name in alone} | {f"--{name.replace('_', '-')}" for name in alone}
     assert ours - theirs == spellings

@@ -56,7 +56,7 @@ def make(folder: Path, runtime: Any = None, model: Any = None, data: Any = None,
 def test_plain_torch_packs_into_one_tight_row(tmp_path: Path) -> None:
     plan = make(tmp_path)
     assert plan.packed and plan.padded_because is None and plan.layout == "packed"
-    assert isinstance(plan.collator(tokens(3), 4, OURS), TightRow)
+    assert isinstance(plan.collator(tokens(3), 4, plan.default_collator()), TightRow)
     assert plan.shapes is None and not plan.accumulates
     assert plan.describe() == "each packed into one row without padding"
 
@@ -64,7 +64,7 @@ def test_plain_torch_packs_into_one_tight_row(tmp_path: Path) -> None:
 def test_a_device_that_compiles_gets_planned_rows(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING)
     data = tokens(64)
-    collate = plan.collator(data, 4, OURS)
+    collate = plan.collator(data, 4, plan.default_collator())
     assert isinstance(collate, PlannedRows) and collate.pairs == 4 and not collate.expands
     assert collate.plan is plan.rows(data, 4)  # planned once
     assert plan.rows(data, 8) != plan.rows(data, 4)
@@ -83,7 +83,7 @@ def test_rows_can_be_fixed(tmp_path: Path) -> None:
 def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
     model = tiny.tiny_model(TOKENIZER)
     plan = make(tmp_path, COMPILING, model, settings={"packed_attention": "expanded"})
-    collate = plan.collator(tokens(9), 4, OURS)
+    collate = plan.collator(tokens(9), 4, plan.default_collator())
     assert isinstance(collate, PlannedRows) and collate.expands
     assert model.config._attn_implementation == "expanded"
     assert "in rows of whole dialogues" in plan.describe()
@@ -101,7 +101,7 @@ def test_a_row_length_too_short_for_the_evaluation_data_is_refused_before_traini
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "old columns": ({"old_columns": True}, "this is the old API"),
     "collator": ({"data_collator": OURS}, "a data collator of your own"),
-    "loss": ({"computes_own_loss": True}, "compute_loss is overridden"),
+    "loss": ({"reads_padded_rows": lambda: "compute_loss"}, "compute_loss is overridden"),
     "tokens": ({"settings": {"include_num_input_tokens_seen": True}}, "include_num_input_tokens_seen counts padded"),
 }
 
@@ -145,18 +145,20 @@ def test_a_stream_has_no_shapes_to_plan(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING, data=stream)
     assert "train_dataset is a stream" in (plan.padded_because or "")
     packed = make(tmp_path, COMPILING)  # and one that is only evaluated on is padded alone
-    assert isinstance(packed.collator(stream, 4, OURS), PairRows)
-    assert isinstance(packed.collator(tokens(9), 4, OURS), PlannedRows)
+    assert isinstance(packed.collator(stream, 4, packed.default_collator()), PairRows)
+    assert isinstance(packed.collator(tokens(9), 4, packed.default_collator()), PlannedRows)
 
 
 def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Path) -> None:
     off = {"settings": {"packing": False}}
     assert make(tmp_path, **off).collator(tokens(9), 4, OURS) is OURS
     plan = make(tmp_path, COMPILING, **off)
-    collate = plan.collator(tokens(9), 4, OURS)
+    collate = plan.collator(tokens(9), 4, plan.default_collator())
     assert isinstance(collate, PairRows) and isinstance(collate.collate, PadToLengths)
     assert plan.shapes == len(collate.collate.lengths) and not plan.accumulates
-    assert isinstance(make(tmp_path, COMPILING, computes_own_loss=True).collator(tokens(9), 4, OURS), PadToLengths)
+    assert isinstance(
+        make(tmp_path, COMPILING, reads_padded_rows=lambda: "compute_loss").collator(tokens(9), 4, OURS), PadToLengths
+    )
     assert plan.collator(tokens(9), 4, len) is len  # one of the user's knows best
 
 

@@ -1,5 +1,6 @@
 """The command: quick help, a runtime report, training from flags and YAML, and scoring what training saved."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -15,6 +16,7 @@ import datasets
 import peft
 import pytest
 import torch
+import trl
 from places import ROOT
 from transformers import (
     AutoModelForSequenceClassification,
@@ -26,9 +28,10 @@ from transformers import (
 from trl_tpu import cli
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.modeling import adapters
-from trl_tpu.scripts import reward, score, synthetic
+from trl_tpu.scripts import reward, score, short_help, synthetic
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
 from trl_tpu.trainer.model_config import ModelConfig
+from trl_tpu.trainer.reward_config import RewardConfig
 
 TEXTS = ["one", "a much longer text than the other ones", "two words", "ends itself<|end|>", "x"]
 CHATS = [synthetic.question("larger", 20, 30) + synthetic.answer(n) for n in (30, 20)]
@@ -77,6 +80,28 @@ def test_env_reports_versions_and_the_runtime(capsys: pytest.CaptureFixture[str]
     assert report["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert report["datasets"] == datasets.__version__
     assert report["runtime"].split(" ")[0] in ("xla", "native")
+
+
+def test_help_is_short_and_grouped_and_all_flags_are_a_word_away(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for word in ("--help", "--help_all"):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(["reward", word])
+        assert exit_.value.code == 0
+        texts.append(capsys.readouterr().out)
+    short, long = texts
+    assert short.count("\n") <= 60 and max(map(len, short.splitlines())) <= 110
+    assert [line for line in short.splitlines() if line.endswith(":")] == [f"{group}:" for group in short_help.GROUPS]
+    assert short.count("trl-tpu reward --") == 2
+    ours = {item.name for item in dataclasses.fields(RewardConfig)} - {
+        item.name for item in dataclasses.fields(trl.RewardConfig)
+    }
+    for names in short_help.GROUPS.values():
+        assert sorted(names, key=lambda name: name not in ours) == names, "what TRL has not comes first"
+        for name in names:
+            assert f"  --{name} " in short and f"--{name} " in long
+    assert "--adam_beta1" in long and "--adam_beta1" not in short
+    assert "--warmup_ratio" not in long, "what is gone is taken, but not offered"
 
 
 @pytest.mark.parametrize("argv", [["trl", "reward", "--help"], ["trl-tpu", "score", "--help"], ["trl-tpu", "--help"]])

@@ -33,7 +33,7 @@ def test_help_ends_where_the_next_field_begins_and_is_that_of_the_class_alone(
     helps = {field.name: field.metadata["help"] for field in dataclasses.fields(RewardConfig)}
     assert helps["learning_rate"] == "The initial learning rate for AdamW."
     assert helps["optim"] == "The optimizer: a name of transformers' OptimizerNames."
-    assert helps["evaluation_strategy"] == "Deprecated. The name of `eval_strategy` up to TRL 0.9."
+    assert helps["pad_token"] == "Deprecated. Set the tokenizer's own `pad_token`."
     theirs = {field.name: field.metadata["help"] for field in dataclasses.fields(TrainingArguments)}
     assert theirs["learning_rate"] != helps["learning_rate"] and theirs["max_steps"] == helps["max_steps"]
     with pytest.raises(SystemExit):

@@ -145,7 +145,10 @@ BELOW = {
     "training": {"checkpoint", "data", "modeling", "parallel", "runtime"},
     "trainer": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "training"},
     "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
-    "scripts": {"checkpoint", "data", "modeling", "packing", "parallel", "preflight", "runtime", "trainer"},
+    "scripts": {
+        "checkpoint", "data", "modeling", "old_paths", "packing", "parallel", "preflight", "runtime", "trainer"
+    },
+    "old_paths": set(),
     "cli": {"scripts", "runtime"},
     "data_utils": {"data"},
     "chat_template_utils": {"modeling"},

@@ -23,9 +23,11 @@ DIFFERENT_DEFAULTS = {
 
 
 def test_fields_order_types_and_defaults_are_trls_but_for_the_table() -> None:
-    ours, theirs = dataclasses.fields(ModelConfig), dataclasses.fields(trl.ModelConfig)
+    *ours, old = dataclasses.fields(ModelConfig)
+    theirs = dataclasses.fields(trl.ModelConfig)
+    assert old.name == "torch_dtype", "the name of `dtype` up to TRL 0.23"
     assert [field.name for field in ours] == [field.name for field in theirs]
-    assert typing.get_type_hints(ModelConfig) == typing.get_type_hints(trl.ModelConfig)
+    assert typing.get_type_hints(ModelConfig) == typing.get_type_hints(trl.ModelConfig) | {"torch_dtype": str | None}
     different = {o.name: (t.default, o.default) for o, t in zip(ours, theirs, strict=True) if o.default != t.default}
     assert different == {name: row[:2] for name, row in DIFFERENT_DEFAULTS.items()}
     for field, reference in zip(ours, theirs, strict=True):
@@ -46,11 +48,19 @@ def test_fields_order_types_and_defaults_are_trls_but_for_the_table() -> None:
 def test_what_is_made_of_the_values_is_what_trl_makes(values: dict[str, Any]) -> None:
     def made(config: Any) -> Any:
         try:
-            return dataclasses.asdict(config(lora_task_type="SEQ_CLS", **values))
+            made = dataclasses.asdict(config(lora_task_type="SEQ_CLS", **values))
+            return {name: value for name, value in made.items() if name != "torch_dtype"}
         except ValueError as error:
             return str(error).split(":")[0]
 
     assert made(ModelConfig) == made(trl.ModelConfig)
+
+
+def test_the_old_name_of_dtype_is_read_and_given() -> None:
+    assert ModelConfig(dtype="bfloat16").torch_dtype == "bfloat16"
+    with pytest.warns(FutureWarning, match="use `dtype`"):
+        assert ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
+    assert ModelConfig().trust_remote_code is False
 
 
 def test_both_parsers_read_it_beside_the_other_arguments_of_a_script() -> None:

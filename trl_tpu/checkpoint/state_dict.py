@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..errors import UserError
-from ..modeling.adapters import adapter_names, is_peft_model
+from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
 from ..modeling.stacked import by_layer
 from ..parallel.shard import zeros_laid_out_like
 from ..runtime import Runtime
@@ -57,6 +57,24 @@ def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[st
     return by_layer(model, named, getitem)
 
 
+def give_weights_on_host(model: nn.Module, runtime: Runtime) -> None:
+    """Let ``model.state_dict()`` copy the weights to the host, whole, and so ``save_pretrained`` and all that saves.
+
+    A device's tensors have no memory that safetensors could read. With ``keep_vars=True`` it returns them as they are.
+    """
+
+    def to_the_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        if any(isinstance(value, nn.Parameter) for value in state.values()):  # keep_vars
+            return
+        weights = module.state_dict(keep_vars=True)
+        for name in weights:
+            del state[prefix + name]
+        host = by_layer(module, to_host(weights, runtime), getitem)
+        state.update({prefix + name: tensor for name, tensor in host.items()})
+
+    without_adapters(model).register_state_dict_post_hook(to_the_host)
+
+
 def are_in_model_files(model: nn.Module) -> bool:
     """Return whether ``save_pretrained`` writes every weight under its own name, so that they can be read back there.
 
@@ -69,7 +87,9 @@ def are_in_model_files(model: nn.Module) -> bool:
         or getattr(model, "_keys_to_ignore_on_save", None)
     ):
         return False
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    shapes = {
+        name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict(keep_vars=True).items()
+    }
     return revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys()
 
 

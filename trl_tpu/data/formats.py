@@ -7,7 +7,7 @@ Left out of TRL 1.16's module: ``pack_dataset`` (supervised fine-tuning) and ``p
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError, UserTypeError
 
 AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
+Function = TypeVar("Function", bound=Callable[..., Any])
 ListOrMapping = TypeVar("ListOrMapping", list, Mapping)
 
 _DIALOGUE_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
@@ -66,6 +67,19 @@ def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
     return converted
 
 
+def _takes_tokenizer(function: Function) -> Function:
+    """Let ``processing_class`` be given by its name up to TRL 0.11, too: ``tokenizer``."""
+
+    @wraps(function)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if "tokenizer" in kwargs:
+            kwargs["processing_class"] = kwargs.pop("tokenizer")
+        return function(*args, **kwargs)
+
+    return renamed  # type: ignore[return-value]
+
+
+@_takes_tokenizer
 def apply_chat_template(
     example: dict[str, Any],
     processing_class: PreTrainedTokenizerBase,
@@ -131,6 +145,7 @@ def _common_length(first: Sequence, second: Sequence) -> int:
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
+@_takes_tokenizer
 def maybe_apply_chat_template(
     example: dict[str, Any],
     processing_class: PreTrainedTokenizerBase,
@@ -141,6 +156,20 @@ def maybe_apply_chat_template(
     if is_conversational(example):
         return apply_chat_template(example, processing_class, tools, **template_kwargs)
     return example
+
+
+def conversations_formatting_function(
+    tokenizer: PreTrainedTokenizerBase, messages_field: str
+) -> Callable[[Mapping[str, Any]], Any]:
+    """Make a function of a row, or of a batch of rows, that renders a column of messages: TRL's up to 0.11."""
+
+    def render(rows: Mapping[str, Any]) -> Any:
+        messages = rows[messages_field]
+        if isinstance(messages[0], list):
+            return [tokenizer.apply_chat_template(each, tokenize=False) for each in messages]
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+
+    return render
 
 
 def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
@@ -71,6 +72,11 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
     )
 
 
+def get_kbit_device_map() -> dict[str, int] | None:
+    """Return where a quantized model goes: whole, on this process's GPU; None where there is none."""
+    return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
+
+
 def reads_base_weights(peft_config: "PeftConfig") -> bool:
     """Tell whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
     plain_starts = (True, False, "gaussian")
@@ -82,6 +88,14 @@ def is_peft_model(model: nn.Module) -> bool:
     """Tell whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def adapter_types(model: nn.Module) -> list[str]:
+    """Return the kinds of the model's adapters, by peft's names, such as "LORA"."""
+    if not is_peft_model(model):
+        return []
+    configs: Any = model.peft_config
+    return [str(getattr(config.peft_type, "value", config.peft_type)) for config in configs.values()]
 
 
 def without_adapters(model: nn.Module) -> Any:

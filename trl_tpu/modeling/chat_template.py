@@ -6,8 +6,51 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import UserFileError
+from ..errors import UserError, UserFileError
 from .load import load_tokenizer
+
+# OpenAI's ChatML, as TRL up to 0.23 rendered it
+_START, _END = "<|im_start|>", "<|im_end|>"
+_CHATML = (
+    "{% for message in messages %}"
+    f"{{{{'{_START}' + message['role'] + '\n' + message['content'] + '{_END}' + '\n'}}}}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    f"{{{{ '{_START}assistant\n' }}}}"
+    "{% endif %}"
+)
+
+
+def setup_chat_format(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    format: str = "chatml",
+    resize_to_multiple_of: int | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Give a model and its tokenizer, in place, the ChatML template and its two tokens, as TRL up to 0.23 did.
+
+    Args:
+        model: has input embeddings that can be resized.
+        tokenizer: the model's; `<|im_start|>` becomes its bos token, `<|im_end|>` its eos and pad token.
+        format: only ``"chatml"``.
+        resize_to_multiple_of: what the number of embedding rows is rounded up to.
+
+    Raises:
+        UserError: another format.
+    """
+    if format != "chatml":
+        raise UserError(f"`format={format!r}` is not known: it is 'chatml', or set `tokenizer.chat_template`.")
+    tokenizer.add_special_tokens(
+        {"bos_token": _START, "eos_token": _END, "pad_token": _END, "additional_special_tokens": [_START, _END]}
+    )
+    tokenizer.chat_template = _CHATML
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
 
 
 def set_chat_template(

@@ -1,5 +1,7 @@
 """The score head: the linear layer that turns a hidden state into a reward, `score` in every transformers decoder."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.func import functional_call
@@ -20,6 +22,7 @@ def keep_score_head_in_float32(model: nn.Module) -> None:
         return
     forward = head.forward
 
+    @functools.wraps(forward)
     def forward_float32(hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             return forward(hidden.float(), *args, **kwargs)

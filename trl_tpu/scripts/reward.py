@@ -18,6 +18,7 @@ from trl_tpu.scripts import score, synthetic
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
 from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.short_help import add_help
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
 from trl_tpu.trainer.model_config import ModelConfig
 from trl_tpu.trainer.reward_config import RewardConfig
@@ -158,7 +159,9 @@ def make_parser(subparsers: Any = None, prog: str | None = None) -> TrlParser:
     """Make the parser of the command's flags, alone or below the `subparsers` of another."""
     types = (ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
     if subparsers is None:
-        return TrlParser(types, prog=prog)
+        parser = TrlParser(types, prog=prog, add_help=False)
+        add_help(parser)
+        return parser
     return subparsers.add_parser("reward", help="Train a reward model", dataclass_types=types)
 
 

@@ -11,6 +11,7 @@ _MODULE_OF = {
     "RewardTrainer": ".reward_trainer",
     "compute_accuracy": ".utils",
     "disable_dropout_in_model": ".utils",
+    "get_kbit_device_map": "..modeling.adapters",
     "get_peft_config": "..modeling.adapters",
     "get_quantization_config": "..modeling.adapters",
 }

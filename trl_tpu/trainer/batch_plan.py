@@ -19,7 +19,7 @@ from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.masked import goes_tree_by_tree
-from ..modeling.attention.packability import PackingImpossible, make_packable
+from ..modeling.attention.packability import PackingImpossible, make_packable, refuse_changes
 from ..packing.schedule import RowPlan
 from ..runtime import Runtime
 from .packing_option import Packing
@@ -46,7 +46,8 @@ class BatchPlan:
         runtime: What trains.
         data_collator: The user's own, if any.
         old_columns: Whether the data has the columns of TRL's old API.
-        computes_own_loss: Whether a subclass overrides `compute_loss`, and so expects TRL's padded layout.
+        reads_padded_rows: Names a method of the user's that reads batches, and so expects TRL's padded layout; None
+            where there is none.
         fixed_rows: Rows for every batch, instead of rows that fit the data.
 
     Raises:
@@ -66,18 +67,19 @@ class BatchPlan:
         *,
         data_collator: Any = None,
         old_columns: bool = False,
-        computes_own_loss: bool = False,
+        reads_padded_rows: Callable[[], str | None] = lambda: None,
         fixed_rows: RowPlan | None = None,
     ) -> None:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset = train_dataset
-        self._old_columns, self._computes_own_loss = old_columns, computes_own_loss
+        self._old_columns, self._reads_padded_rows = old_columns, reads_padded_rows
+        self._default_collator: Any = None
         self._fixed_rows = fixed_rows
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._lengths: dict[str, tuple[int, ...] | None] = {}
         self._is_tight = self._expands = False
         self.padded_because = None
-        obstacle = _obstacle_in_settings(args, data_collator, computes_own_loss, old_columns, runtime.compiles)
+        obstacle = _obstacle_in_settings(args, old_columns, runtime.compiles) or self._obstacle_in_code(data_collator)
         if obstacle is not None:
             self._pad_because(obstacle)
         self.use_model(model)
@@ -90,7 +92,7 @@ class BatchPlan:
         Raises:
             UserError: If the user insists on packing and the model cannot.
         """
-        self._model = without_adapters(model)
+        self._whole_model, self._model = model, without_adapters(model)
         if not self.packed:
             return
         try:
@@ -103,6 +105,33 @@ class BatchPlan:
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
         elif self._expands:
             use_expanded_attention(self._model)
+
+    def _obstacle_in_code(self, data_collator: Any) -> str | None:
+        """Tell what of the user's code expects padded rows; None if nothing does."""
+        if data_collator is not self._default_collator:
+            return "a data collator of your own makes the batches"
+        method = self._reads_padded_rows()
+        if method is None:
+            return None
+        if method.endswith("_dataloader") and self._runtime.shares_mesh:
+            return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
+        return f"{method} is overridden, and such code expects padded rows"
+
+    def _look_again(self, data_collator: Any) -> None:
+        """Pad batches from here on if the user has replaced something since the model was made to read packed rows.
+
+        Raises:
+            UserError: If the user insists on packing.
+        """
+        if not self.packed:
+            return
+        obstacle = self._obstacle_in_code(data_collator)
+        try:
+            refuse_changes(self._whole_model)
+        except PackingImpossible as reason:
+            obstacle = obstacle or str(reason)
+        if obstacle is not None:
+            self._pad_because(obstacle)
 
     def _pad_because(self, obstacle: str) -> None:
         if self._args.packing == Packing.TRUE:
@@ -157,11 +186,13 @@ class BatchPlan:
         return self._tokenizer.pad_token_id
 
     def default_collator(self) -> DataCollatorForPreference | RewardDataCollatorWithPadding:
-        """Return TRL's collator for the data's columns."""
+        """Make TRL's collator for the data's columns; one of the user's takes its place."""
         multiple: Any = self._args.pad_to_multiple_of  # the config has read its text forms
         if self._old_columns:
-            return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
-        return DataCollatorForPreference(self._pad_token_id, multiple)
+            self._default_collator = RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
+        else:
+            self._default_collator = DataCollatorForPreference(self._pad_token_id, multiple)
+        return self._default_collator
 
     def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[[list[Any]], dict[str, Any]]:
         """Return what makes batches of ``dataset`` for the device.
@@ -173,6 +204,7 @@ class BatchPlan:
             batch_size: P.
             user_collator: The trainer's collator, which makes padded batches.
         """
+        self._look_again(user_collator)
         if self._packs(dataset):
             if self._is_tight:
                 return TightRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
@@ -183,7 +215,7 @@ class BatchPlan:
         collate, lengths = user_collator, self._lengths_of(dataset)
         if lengths is not None:
             collate = PadToLengths(collate, lengths, self._pad_token_id, self.padding_side)
-        if self._computes_own_loss:
+        if self._reads_padded_rows() is not None:
             return collate
         return PairRows(collate, batch_size, self._pad_token_id, self.padding_side)
 
@@ -247,16 +279,13 @@ class BatchPlan:
         return f"padded to {shape} ({self.padded_because})"
 
 
-def _obstacle_in_settings(
-    args: RewardConfig, data_collator: Any, computes_own_loss: bool, old_columns: bool, compiles: bool
-) -> str | None:
-    """Tell what, besides model and data, keeps batches from being packed; None if nothing does."""
+def _obstacle_in_settings(args: RewardConfig, old_columns: bool, compiles: bool) -> str | None:
+    """Tell which setting keeps batches from being packed; None if none does."""
     counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
     obstacles = {
         "packing is turned off": args.packing == Packing.FALSE,
         "this is the old API, with its own columns and collator": old_columns,
-        "a data collator of your own makes the batches": data_collator is not None,
-        "compute_loss is overridden, and such code expects padded rows": computes_own_loss,
+        "neftune_noise_alpha scales its noise by the length of rows": bool(args.neftune_noise_alpha),
         "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
         "accelerator_config has dispatch_batches, which would cut packed rows apart": (
             not compiles and bool(getattr(args.accelerator_config, "dispatch_batches", None))

@@ -40,8 +40,10 @@ def default_folder(model: Any) -> str:
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 
-def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int) -> None:
-    """Refuse trainer arguments that are missing or exclude each other.
+def check_arguments(
+    model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int, *, compiles: bool
+) -> None:
+    """Refuse trainer arguments that are missing or exclude each other; ``compiles`` says whether the runtime does.
 
     Raises:
         UserTypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
@@ -53,6 +55,12 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any, optimizers:
         raise UserError(
             "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
             "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
+        )
+    if compiles and optimizers[0] is not None:
+        kind = type(optimizers[0]).__name__
+        raise UserError(
+            "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "
+            f"made before: give its class, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
         )
     if train_dataset is None:
         raise UserError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
@@ -150,15 +158,11 @@ def build_dataset(
     name: str,
     old_columns: bool,
 ) -> Any:
-    """Make token pairs that ``model`` can read of a dataset in any of the accepted forms; of each in a dict.
+    """Make token pairs that ``model`` can read of a dataset in any of the accepted forms.
 
     Raises:
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
-    if isinstance(dataset, Mapping):
-        return {
-            key: build_dataset(each, model, processing_class, args, key, old_columns) for key, each in dataset.items()
-        }
     embeddings: Any = model.get_input_embeddings()
     prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
     prepared = prepare(

@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import inspect
 import warnings
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, RewardDataCollatorWithPadding
 from ..errors import UserError
 from .reward_config import RewardConfig
@@ -21,6 +23,8 @@ def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfi
             stacklevel=3,
         )
         args = _as_reward_config(args)
+    if args.evaluation_strategy not in (None, args.eval_strategy):  # set after it was made, as scripts of then did
+        args = dataclasses.replace(args, eval_strategy=args.evaluation_strategy, evaluation_strategy=None)
     if max_length is not None:
         warnings.warn(
             "`max_length` is deprecated here: use `RewardConfig(max_length=...)`.", FutureWarning, stacklevel=3
@@ -63,10 +67,24 @@ def upgrade_processing_class(
     return tokenizer
 
 
-def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
-    """Tell whether the dataset's columns or the collator are those of TRL up to 0.23; warn with today's spelling."""
+def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any) -> bool:
+    """Tell whether these stand where TRL up to 0.23 had `model_init`, `compute_metrics` and `callbacks`."""
+    takes_nothing = callable(compute_metrics) and not inspect.signature(compute_metrics).parameters
+    return takes_nothing or callable(callbacks) or isinstance(optimizers, list)
+
+
+def uses_old_columns(train_dataset: Any, data_collator: Any, compute_loss: Any) -> bool:
+    """Tell whether columns, collator or loss are made for TRL up to 0.23; warn with today's spelling.
+
+    Args:
+        train_dataset: Has the columns of then, or not.
+        data_collator: Is the collator of then, or not.
+        compute_loss: A trainer's; where it names a column of then, raw rows become such.
+    """
     columns = getattr(train_dataset, "column_names", None) or []
     is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(LEGACY_KEYS) & set(columns))
+    if data_collator is None and not set(TOKEN_COLUMNS) <= set(columns):
+        is_old = is_old or bool({"input_ids_chosen", "input_ids_rejected"} & _texts_in(compute_loss))
     if is_old:
         warnings.warn(
             f"`RewardDataCollatorWithPadding` and the columns {', '.join(LEGACY_KEYS)} are deprecated: use "
@@ -75,3 +93,9 @@ def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
             stacklevel=3,
         )
     return is_old
+
+
+def _texts_in(function: Any) -> set[str]:
+    """Return the text constants of a function's own code."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return {value for value in getattr(code, "co_consts", ()) if isinstance(value, str)}

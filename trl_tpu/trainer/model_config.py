@@ -1,5 +1,6 @@
 """ModelConfig: which model a script loads, and with which adapters."""
 
+import warnings
 from dataclasses import dataclass, field
 
 from ..errors import UserError
@@ -34,6 +35,7 @@ class ModelConfig:
         bnb_4bit_quant_type: 4-bit format: ``"fp4"`` or ``"nf4"``.
         use_bnb_nested_quant: Whether to quantize the quantization constants too.
         bnb_4bit_quant_storage: Type that stores the 4-bit weights.
+        torch_dtype: Deprecated. The name of `dtype` up to TRL 0.23, which it overrules.
 
     Raises:
         UserError: Both `load_in_8bit` and `load_in_4bit`.
@@ -58,10 +60,18 @@ class ModelConfig:
     bnb_4bit_quant_type: str = field(default="nf4", metadata={"choices": ["fp4", "nf4"]})
     use_bnb_nested_quant: bool = False
     bnb_4bit_quant_storage: str | None = None
+    torch_dtype: str | None = None
+
+    trust_remote_code = False  # no field: a flag of `RewardConfig`; scripts for TRL up to 1.6 read it here
 
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise UserError("You can't use 8 bit and 4 bit precision at the same time: set one of the two.")
+        if self.torch_dtype is None:
+            self.torch_dtype = self.dtype  # scripts read it by either name
+        elif self.torch_dtype != self.dtype:
+            warnings.warn("`torch_dtype` is deprecated: use `dtype`.", FutureWarning, stacklevel=3)
+            self.dtype = self.torch_dtype
         if isinstance(self.lora_target_modules, list | tuple) and len(self.lora_target_modules) == 1:
             # peft reads a string as a pattern or as "all-linear"; the command line can only give a list
             self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]

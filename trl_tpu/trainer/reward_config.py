@@ -19,11 +19,12 @@ from ..training.preemption import parse_duration
 from .field_help import help_from_docstring
 from .limits import check_choices, check_ranges, check_remat, check_xla_limits
 from .packing_option import Packing
+from .removed_arguments import RemovedArguments
 
 
 @help_from_docstring
 @dataclass
-class RewardConfig(TrainingArguments):
+class RewardConfig(RemovedArguments, TrainingArguments):
     r"""Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, and those of the devices, the rows and the saves.
 
     Only what is special to reward models is described here; everything else is
@@ -121,8 +122,6 @@ class RewardConfig(TrainingArguments):
 
         pad_token (`str`, *optional*):
             Deprecated. Set the tokenizer's own `pad_token`.
-        evaluation_strategy (`str`, *optional*):
-            Deprecated. The name of `eval_strategy` up to TRL 0.9.
 
     Raises:
         UserError: For a mesh that the devices do not fill, and for settings that cannot be meant or that XLA cannot
@@ -173,12 +172,18 @@ class RewardConfig(TrainingArguments):
 
     # deprecated
     pad_token: str | None = None
-    evaluation_strategy: str | None = None
 
     def __post_init__(self) -> None:
         if self.output_dir is not None and is_url(self.output_dir):
             self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
-        self._take_old_names()
+        self.take_removed()
+        if self.pad_token is not None:
+            warnings.warn(
+                "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
+                "tokenizer as `processing_class`.",
+                FutureWarning,
+                stacklevel=3,
+            )
         self._fit_to_runtime()
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         self.packing = Packing.parse(self.packing)
@@ -196,18 +201,6 @@ class RewardConfig(TrainingArguments):
         topology = runtime.current().topology()
         self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
-
-    def _take_old_names(self) -> None:
-        if self.evaluation_strategy is not None:
-            warnings.warn("`evaluation_strategy` is deprecated: use `eval_strategy`.", FutureWarning, stacklevel=4)
-            self.eval_strategy = self.evaluation_strategy
-        if self.pad_token is not None:
-            warnings.warn(
-                "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
-                "tokenizer as `processing_class`.",
-                FutureWarning,
-                stacklevel=4,
-            )
 
     def _fit_to_runtime(self) -> None:
         """Start the runtime, before transformers looks for the device, and settle what depends on it."""

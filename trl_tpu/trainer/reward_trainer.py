@@ -4,9 +4,10 @@ import inspect
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,8 +25,10 @@ from transformers import (
 from transformers.trainer_utils import PredictionOutput
 
 from .. import runtime
+from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
+from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
@@ -33,7 +36,7 @@ from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
 from .builders import build_dataset, build_reward_model, check_arguments, default_folder
-from .legacy import upgrade_args, upgrade_processing_class, uses_old_columns
+from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import make_model_card
 from .reward_config import RewardConfig
 
@@ -78,6 +81,7 @@ class RewardTrainer(DeviceTrainer):
     args: RewardConfig
     processing_class: PreTrainedTokenizerBase
     batch_plan: BatchPlan
+    _old_columns = False
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
@@ -101,10 +105,15 @@ class RewardTrainer(DeviceTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
     ) -> None:
+        if has_old_order(compute_metrics, callbacks, optimizers):  # with `model_init` before them
+            model_init, compute_metrics, callbacks = compute_metrics, callbacks, optimizers  # type: ignore[assignment]
+            optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
+            max_length, quantization_config = quantization_config, None
         device = runtime.current()
-        check_arguments(model, model_init, train_dataset, optimizers, getattr(args, "max_steps", -1))
+        max_steps = getattr(args, "max_steps", -1)
+        check_arguments(model, model_init, train_dataset, optimizers, max_steps, compiles=device.compiles)
         args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
-        self._old_columns = uses_old_columns(train_dataset, data_collator)
+        self._old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
@@ -121,21 +130,17 @@ class RewardTrainer(DeviceTrainer):
             return built
 
         built, own_tokenizer = build(model if model_init is None else _call(model_init, None))
-        plan = BatchPlan(
-            args,
-            built,
-            own_tokenizer,
-            train_dataset,
-            device,
+        # what planning and preparing data read
+        self.runtime, self.args, self.model, self.processing_class = device, args, built, own_tokenizer
+        plan = self.plan_batches(
+            args=args,
+            model=built,
+            processing_class=own_tokenizer,
+            train_dataset=train_dataset,
             data_collator=data_collator,
-            old_columns=self._old_columns,
-            computes_own_loss=type(self).compute_loss is not RewardTrainer.compute_loss,
-            fixed_rows=self.fixed_rows,
         )
-        old = self._old_columns
-        prepare = partial(build_dataset, model=built, processing_class=own_tokenizer, args=args, old_columns=old)
-        train_pairs = prepare(train_dataset, name="train")
-        eval_pairs = None if eval_dataset is None else prepare(eval_dataset, name="eval")
+        train_pairs = self._prepared(train_dataset, "train")
+        eval_pairs = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
         plan.prepare(train_pairs, eval_pairs)
         super().__init__(
             runtime=device,
@@ -154,10 +159,37 @@ class RewardTrainer(DeviceTrainer):
         )
         if model_init is not None:
             self.model_init = init
-        # Trainer computes a loss in evaluation only for models that return one, or when told so.
-        self.can_return_loss = True
-        self.label_names = []
-        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        # names of TRL up to 0.23
+        self.tokenizer, self.use_reward_data_collator = own_tokenizer, self._old_columns
+
+    @cached_property
+    def _metrics(self) -> dict[str, dict[str, list[float]]]:
+        return {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def plan_batches(  # also for a subclass that has deleted our __init__, as there are some
+        self, *, args: RewardConfig, model: Any, processing_class: Any, train_dataset: Any, **kwargs: Any
+    ) -> BatchPlan:
+        return BatchPlan(
+            args,
+            model,
+            processing_class,
+            train_dataset,
+            self.runtime,
+            data_collator=kwargs.get("data_collator"),
+            old_columns=self._old_columns,
+            reads_padded_rows=self.reads_padded_rows,
+            fixed_rows=self.fixed_rows,
+        )
+
+    def reads_padded_rows(self) -> str | None:
+        """Name a method that reads batches and is not ours: of a subclass, or replaced on the class or on self.
+
+        It is taken to expect TRL's padded rows. A subclass whose methods take packed batches as they are returns None.
+        """
+        return next((name for name in _READ_BATCHES if not self._is_own(name)), None)
+
+    def _is_own(self, name: str) -> bool:
+        return name not in vars(self) and getattr(type(self), name) is _OWN[name]
 
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
@@ -210,16 +242,21 @@ class RewardTrainer(DeviceTrainer):
     def _read_batch(self, inputs: dict[str, Any]) -> Any:
         return read_batch(inputs, self.processing_class.pad_token_id, self.batch_plan.padding_side)
 
-    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        if "rewards_chosen" in outputs:
-            return torch.stack([outputs["rewards_chosen"].flatten(), outputs["rewards_rejected"].flatten()], dim=-1)
-        batch = self._read_batch(inputs)
-        assert isinstance(batch, PairBatch)  # packed rows give the two rewards
-        return batch.by_pair(outputs["logits"])
+    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Read the ``logits`` of pairs; else two tensors of a reward a pair, chosen first, whatever their names."""
+        if isinstance(outputs, Mapping) and "logits" in outputs:
+            is_read = "input_ids" in inputs or "input_ids_chosen" in inputs  # not a batch of the user's own making
+            batch = self._read_batch(inputs) if is_read else None
+            return batch.by_pair(outputs["logits"]) if isinstance(batch, PairBatch) else None
+        values = outputs.values() if isinstance(outputs, Mapping) else outputs
+        halves = [each.flatten() for each in values if isinstance(each, torch.Tensor)]
+        if len(halves) != 2 or len(halves[0]) != len(halves[1]):
+            return None
+        return torch.stack(halves, dim=-1)
 
     def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
         """Return the rewards; in the old API their softmax."""
-        return rewards_P2.softmax(-1) if self._old_columns else rewards_P2
+        return rewards_P2.softmax(-1) if self._old_columns and self._is_own("prediction_step") else rewards_P2
 
     # ---- evaluation on raw datasets
 
@@ -242,8 +279,39 @@ class RewardTrainer(DeviceTrainer):
         prepared = self._prepared(test_dataset, "test")
         return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
+    # ---- data
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: RewardConfig, dataset_name: str) -> Any:
+        """Make token pairs of a dataset in any of the accepted forms; TRL's name, which subclasses override."""
+        return build_dataset(dataset, self.model, processing_class, args, dataset_name, self._old_columns)
+
     def _prepared(self, dataset: Any, name: str) -> Any:
-        return build_dataset(dataset, self.model, self.processing_class, self.args, name, self._old_columns)
+        if isinstance(dataset, Mapping):
+            return {key: self._prepared(each, key) for key, each in dataset.items()}
+        prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
+        if not self._is_own("_prepare_dataset") and set(TOKEN_COLUMNS) <= set(prepared.column_names or ()):
+            prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name, old_columns=False)
+        return prepared
+
+    def visualize_samples(self, num_print_samples: int) -> None:
+        """Print the first evaluation pairs, both texts and the softmax of their rewards: TRL's up to 0.23.
+
+        Raises:
+            UserError: There is no evaluation data.
+        """
+        evaluated: Any = self.eval_dataset
+        if evaluated is None:
+            raise UserError("`visualize_samples` shows pairs of the evaluation data: give `eval_dataset`.")
+        if isinstance(evaluated, Mapping):
+            evaluated = next(iter(evaluated.values()))
+        pairs = Dataset.from_list(list(islice(evaluated, num_print_samples)))
+        predictions_P2 = torch.from_numpy(self.predict(pairs).predictions)
+        shares_P2 = predictions_P2 if self._old_columns else predictions_P2.softmax(-1)
+        columns = ("input_ids_chosen", "input_ids_rejected") if self._old_columns else TOKEN_COLUMNS
+        for row, shares in zip(pairs, shares_P2.tolist(), strict=True):
+            for column, share in zip(columns, shares, strict=True):
+                text = self.processing_class.decode(row[column], skip_special_tokens=True)
+                self.accelerator.print(f"{share:.4f}  {text!r}")
 
     # ---- logging and the card
 
@@ -273,6 +341,13 @@ class RewardTrainer(DeviceTrainer):
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
         )
         card.save(os.path.join(folder, "README.md"))
+
+
+_READ_BATCHES = (
+    *("compute_loss", "training_step", "prediction_step", "_prepare_inputs"),
+    *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
+)
+_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, "_prepare_dataset")}
 
 
 def _call(model_init: Any, trial: Any) -> Any:

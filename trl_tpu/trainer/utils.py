@@ -10,6 +10,7 @@ from transformers import EvalPrediction
 
 from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
 from ..data.formats import remove_none_values
+from ..modeling.adapters import get_kbit_device_map, get_peft_config, get_quantization_config
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ __all__ = [
     "RewardDataCollatorWithPadding",
     "compute_accuracy",
     "disable_dropout_in_model",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
     "pad",
     "remove_none_values",
 ]

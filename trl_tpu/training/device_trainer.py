@@ -23,6 +23,7 @@ _save_checkpoint                    hand a checkpoint's contents to the `Checkpo
 _load_from_checkpoint               weights back into their shards
 _load_best_model                    the same
 _load_optimizer_and_scheduler       the optimizer's state back into its shards
+_load_rng_state                     go on without a device's random numbers, where TRL wrote the checkpoint
 _finalize_training                  wait for saves; leave nonfinite steps out of the mean loss
 ==================================  ==========================================================================
 """
@@ -43,12 +44,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.remote import RemoteRun, is_url, staging_folder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
-from ..checkpoint.state_dict import whole_weights
+from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
-from ..runtime import Runtime
+from ..runtime import Runtime, current
 from .agreement import HostAgreement
 from .callbacks import StepEdges, keeping_two, report_pushes, watches_saves
 from .contents import contents_of, keeps_state
@@ -83,9 +84,15 @@ class DeviceTrainer(Trainer):
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     shard_report: ShardReport | None = None
 
-    def __init__(self, *, runtime: Runtime, batch_plan: "BatchPlan", **kwargs: Any) -> None:
-        self.runtime, self.batch_plan = runtime, batch_plan
+    def __init__(
+        self, *, runtime: Runtime | None = None, batch_plan: "BatchPlan | None" = None, **kwargs: Any
+    ) -> None:
+        self.runtime = runtime = runtime or current()
+        self.batch_plan = batch_plan = batch_plan or self.plan_batches(**kwargs)
         super().__init__(**kwargs)
+        # Trainer computes a loss in evaluation only for models that return one, or when told so
+        self.can_return_loss = True
+        self.label_names = []
         args = self.args
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         shares_disk = self.remote is None and not args.save_on_each_node
@@ -189,6 +196,8 @@ class DeviceTrainer(Trainer):
         if self.runtime.compiles:
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
             scatter_gradients(model, plan, self.shard_report.placements, self.runtime)
+            if self.runtime.topology().process_count == 1:  # else all would have to ask for them together
+                give_weights_on_host(model, self.runtime)
 
     # ---- batches
 
@@ -327,9 +336,9 @@ class DeviceTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss, the rewards [P, 2] and labels [P] of one batch, on the device."""
+        """Return the loss, the rewards [P, 2] and labels [P] of one batch, on the device; zeros, as TRL's old ones."""
         loss, rewards_P2 = evaluate_batch(self, model, self._prepare_inputs(inputs))
-        if prediction_loss_only:
+        if prediction_loss_only or rewards_P2 is None:
             return loss, None, None
         return loss, rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
 
@@ -344,8 +353,14 @@ class DeviceTrainer(Trainer):
         self.callback_handler.eval_dataloader = dataloader
         return run_evaluation(self, dataloader, ignore_keys, metric_key_prefix)
 
-    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the rewards [P, 2] in what `compute_loss` returned beside the loss."""
+    def plan_batches(
+        self, *, args: "RewardConfig", model: Any, processing_class: Any, train_dataset: Any, **kwargs: Any
+    ) -> "BatchPlan":
+        """Plan the batches of a subclass that gave none, from what it gave `transformers.Trainer`."""
+        raise NotImplementedError
+
+    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """Return the rewards [P, 2] in what `compute_loss` returned beside the loss; None where there are none."""
         raise NotImplementedError
 
     def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
@@ -416,6 +431,14 @@ class DeviceTrainer(Trainer):
             )
             if not ours:
                 super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_rng_state(checkpoint)
+        except KeyError as error:
+            if error.args != (self.args.device.type,):
+                raise
+            logger.warning("%s has no random numbers of this device, which start anew.", checkpoint)
 
     # ---- after the last step
 

@@ -1,8 +1,10 @@
 """Evaluation and prediction: rewards stay on the device until the end, and every pair counts once.
 
-Predictions are rewards [pairs, 2] in the dataset's order, chosen first, and labels are zeros.
+Predictions are rewards [pairs, 2] in the dataset's order, chosen first, and labels are zeros; or what a
+`prediction_step` of the user's returns.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
 from ..data.packed_batch import PackedBatch, micro_batches_of
@@ -20,19 +23,26 @@ from .preemption import EvaluationCutShort
 if TYPE_CHECKING:
     from .device_trainer import DeviceTrainer
 
+logger = logging.getLogger(__name__)
+
+# losses [N], rewards [N, 2], the predictions' and the labels' tensors [N, ...], by name: what there is of them
+Evaluated = dict[str, torch.Tensor]
+
 
 def evaluate_batch(
     trainer: "DeviceTrainer", model: nn.Module, inputs: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the loss and the rewards [P, 2] of a batch, whose micro-batches have some of its pairs each.
+
+    No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
 
     Several add up from zeros on the device, so that every micro-batch is the same program wherever it comes.
     """
 
-    def evaluate(rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def evaluate(rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             loss, outputs = trainer.compute_loss(model, rows, return_outputs=True)
-        return loss.detach(), trainer.rewards_of(outputs, rows).detach()
+            return loss.detach(), trainer.rewards_of(outputs, rows)
 
     packed = inputs.get("packed")
     micro_batches = micro_batches_of(inputs)
@@ -44,6 +54,7 @@ def evaluate_batch(
         if index:
             trainer.runtime.step_boundary()
         own_loss, own_rewards_P2 = evaluate(rows)
+        assert own_rewards_P2 is not None  # packed rows are for our own loss
         loss_1 = loss_1 + own_loss
         rewards_P2 = rewards_P2 + torch.where(rows["packed"].pair_mask_P[:, None], own_rewards_P2, 0.0)
     return loss_1.squeeze(), rewards_P2
@@ -62,32 +73,41 @@ def run_evaluation(
     """
     args, runtime, compute_metrics = trainer.args, trainer.runtime, trainer.compute_metrics
     model = _model_in_evaluation_mode(trainer)
-    done: list[list[torch.Tensor]] = []
+    done: list[Evaluated] = []
     metrics: dict[str, Any] = {}
     count = len(batches) if has_length(batches) else None
     # a loader takes one of training's random numbers, which it must not where an evaluation is left out
     with torch.random.fork_rng(devices=[]):
         for inputs in batches:
-            done.append(_of_all_processes(trainer, _evaluated_pairs(trainer, model, inputs, ignore_keys)))
+            done.append(_of_all_processes(trainer, _evaluated(trainer, model, inputs, ignore_keys)))
             trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
             told_to_stop = trainer.preemption.told_to_stop
             if trainer.is_in_train and trainer.agreement.any_in_evaluation(len(done), told_to_stop):
                 raise EvaluationCutShort
             if args.batch_eval_metrics and compute_metrics is not None:
                 runtime.step_boundary()
-                prediction = _prediction(trainer, *_fetch(trainer, done[-1:]))
-                metrics = compute_metrics(prediction, compute_result=len(done) == count)  # type: ignore[call-arg]
+                prediction = _prediction(trainer, _fetch(trainer, done[-1:]))
+                if prediction is not None:
+                    is_last = len(done) == count
+                    metrics = compute_metrics(prediction, compute_result=is_last)  # type: ignore[call-arg]
     runtime.step_boundary()
-    losses_N, rewards_N2, predictions_N = _fetch(trainer, done)
-    if compute_metrics is not None and not args.batch_eval_metrics:
-        metrics = compute_metrics(_prediction(trainer, losses_N, rewards_N2, predictions_N))
-    own = {"loss": float(losses_N.mean())} if len(losses_N) else {}
-    own |= {"num_tokens": _tokens_of_training(trainer), **sums_of(rewards_N2).metrics()}
+    found = _fetch(trainer, done)
+    prediction = _prediction(trainer, found)
+    if compute_metrics is not None and prediction is None and found:
+        logger.warning("compute_metrics is not called: evaluation gave no predictions, or no labels.")
+    elif compute_metrics is not None and prediction is not None and not args.batch_eval_metrics:
+        metrics = compute_metrics(prediction)
+    own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
+    own |= {"num_tokens": _tokens_of_training(trainer)}
+    if "rewards" in found or not found:
+        own |= sums_of(found.get("rewards", torch.zeros(0, 2))).metrics()
     # what is stopped, saved or kept because of a metric has to be the same in every process
     metrics = trainer.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
     named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
-    labels_N = np.zeros(len(rewards_N2), dtype=np.int64)
-    return EvalLoopOutput(predictions=predictions_N, label_ids=labels_N, metrics=named, num_samples=len(rewards_N2))
+    count_of_pairs = len(next(iter(found.values()), ()))
+    empty = np.zeros((0, 2), dtype=np.float32)
+    predictions, labels = (prediction.predictions, prediction.label_ids) if prediction else (empty, empty[:, 0])
+    return EvalLoopOutput(predictions=predictions, label_ids=labels, metrics=named, num_samples=count_of_pairs)
 
 
 def _model_in_evaluation_mode(trainer: "DeviceTrainer") -> nn.Module:
@@ -102,46 +122,64 @@ def _model_in_evaluation_mode(trainer: "DeviceTrainer") -> nn.Module:
     return model
 
 
-def _evaluated_pairs(
+def _evaluated(
     trainer: "DeviceTrainer", model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
-) -> list[torch.Tensor]:
-    """Return losses [P], rewards [P, 2], predictions [P, ...] of a batch, and 1 for each of its pairs that is real."""
-    loss, rewards_P2, labels_P = trainer.prediction_step(model, inputs, False, ignore_keys)
-    assert rewards_P2 is not None and labels_P is not None  # they were asked for
-    predictions = trainer.predictions_of(rewards_P2)
-    if trainer.preprocess_logits_for_metrics is not None:
-        predictions = trainer.preprocess_logits_for_metrics(predictions, labels_P)
+) -> Evaluated:
+    """Evaluate a batch: what is known of each pair, and 1 for each that is real, where the batch is filled up."""
+    loss, logits, labels = trainer.prediction_step(model, inputs, False, ignore_keys)
+    rewards_P2 = logits if isinstance(logits, torch.Tensor) and logits.shape[1:] == (2,) else None
+    predictions: Any = logits if rewards_P2 is None else trainer.predictions_of(rewards_P2)
+    if predictions is not None and trainer.preprocess_logits_for_metrics is not None:
+        predictions = trainer.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
+    found = _named("predictions", predictions) | _named("labels", labels)
+    if rewards_P2 is not None:
+        found["rewards"] = rewards_P2
+    rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
+    if loss is not None:
+        found["losses"] = loss.mean().expand(rows)
     mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
-    if mask_P is None:
-        mask_P = torch.ones_like(rewards_P2[:, 0], dtype=torch.bool)
-    return [loss.expand(len(rewards_P2)), rewards_P2, predictions, mask_P.to(rewards_P2.device).int()]
+    if mask_P is None or len(mask_P) != rows:
+        mask_P = torch.ones(rows, dtype=torch.bool)
+    return found | {"is_real": mask_P.to(trainer.args.device).int()}
 
 
-def _of_all_processes(trainer: "DeviceTrainer", of_pairs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _named(name: str, value: Any) -> Evaluated:
+    """Name a tensor, or each of several."""
+    tensors = value if isinstance(value, tuple | list) else [] if value is None else [value]
+    return {f"{name} {number}": tensor.detach() for number, tensor in enumerate(tensors)}
+
+
+def _of_all_processes(trainer: "DeviceTrainer", found: Evaluated) -> Evaluated:
     if trainer.accelerator.num_processes == 1:  # on XLA one process a host leads all its devices
-        return [trainer.runtime.constrain(tensor, (None,) * tensor.dim()) for tensor in of_pairs]
-    return [trainer.accelerator.gather_for_metrics(tensor.contiguous()) for tensor in of_pairs]
+        constrain = trainer.runtime.constrain
+        return {name: constrain(tensor, (None,) * tensor.dim()) for name, tensor in found.items()}
+    return {name: trainer.accelerator.gather_for_metrics(tensor.contiguous()) for name, tensor in found.items()}
 
 
-def _fetch(
-    trainer: "DeviceTrainer", batches: Sequence[Sequence[torch.Tensor]]
-) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Return losses [N] in float64, rewards [N, 2] and predictions [N, ...] of all real pairs, in order."""
+def _fetch(trainer: "DeviceTrainer", batches: Sequence[Evaluated]) -> Evaluated:
+    """Return on the host what is known of all real pairs, in order."""
     if not batches:
-        return torch.zeros(0), torch.zeros(0, 2), np.zeros((0, 2), dtype=np.float32)
-    host = trainer.runtime.fetch([tensor for batch in batches for tensor in batch])
-    losses_N, rewards_N2, predictions_N, is_real_N = (torch.cat(host[part::4]) for part in range(4))
-    is_real_N = is_real_N.bool()
-    return losses_N[is_real_N].double(), rewards_N2[is_real_N], predictions_N[is_real_N].float().numpy()
+        return {}
+    names = list(batches[0])
+    host = trainer.runtime.fetch([batch[name] for batch in batches for name in names])
+    found = {name: torch.cat(host[number :: len(names)]) for number, name in enumerate(names)}
+    is_real_N = found.pop("is_real").bool()
+    return {name: column[is_real_N] if len(column) == len(is_real_N) else column for name, column in found.items()}
 
 
-def _prediction(
-    trainer: "DeviceTrainer", losses_N: torch.Tensor, rewards_N2: torch.Tensor, predictions_N: np.ndarray
-) -> EvalPrediction:
-    """Return what the user's metrics are computed from."""
-    losses = losses_N.numpy() if "loss" in trainer.args.include_for_metrics else None
-    labels_N = np.zeros(len(rewards_N2), dtype=np.int64)
-    return EvalPrediction(predictions=predictions_N, label_ids=labels_N, losses=losses)
+def _prediction(trainer: "DeviceTrainer", found: Evaluated) -> EvalPrediction | None:
+    """Return what the user's metrics are computed from; None where there are no predictions, or no labels."""
+    predictions, labels = _arrays(found, "predictions"), _arrays(found, "labels")
+    if predictions is None or labels is None:
+        return None
+    losses = found["losses"].double().numpy() if "loss" in trainer.args.include_for_metrics else None
+    return EvalPrediction(predictions=predictions, label_ids=labels, losses=losses)
+
+
+def _arrays(found: Evaluated, name: str) -> Any:
+    tensors = [tensor for key, tensor in found.items() if key.startswith(f"{name} ")]
+    arrays = tuple((each.float() if each.is_floating_point() else each).numpy() for each in tensors)
+    return arrays if len(arrays) > 1 else arrays[0] if arrays else None
 
 
 def _tokens_of_training(trainer: "DeviceTrainer") -> int:

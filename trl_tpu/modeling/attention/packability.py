@@ -1,5 +1,7 @@
 """Tells whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
 
+Only a model of its libraries' own code is packed at all: see `stock`.
+
 Some models take a mask and yet read positions from elsewhere (ALiBi), carry a state from token to token (recurrent
 and linear attention), look both ways (encoders), or make masks of their own. Their packed rewards would be wrong
 without a word, so packing needs proof.
@@ -20,8 +22,9 @@ from ...errors import UserError
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
-from ..score_head import find_score_head
+from ..score_head import find_score_head, score_wide
 from .masked import MaskRule, goes_tree_by_tree, scored_states, use_tree_masks
+from .stock import NotStock, check_stock
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
@@ -44,13 +47,15 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         pad_token_id: Its pad token.
 
     Raises:
-        PackingImpossible: If the model has no `score` head, makes its own masks, or computes other hidden states.
+        PackingImpossible: If the model has no `score` head, is not stock, makes its own masks, or computes other
+            rewards.
     """
     base = without_adapters(model)
     if find_score_head(base) is None:
         raise PackingImpossible(
             f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
         )
+    refuse_changes(model)
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
         raise PackingImpossible(f"{type(base).__name__} takes no position ids, which begin anew in every dialogue")
     try:
@@ -59,6 +64,18 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         raise PackingImpossible(str(error)) from error
     if not _is_proven(base):
         check_packing_is_exact(model, pad_token_id)
+
+
+def refuse_changes(model: nn.Module) -> None:
+    """Make sure that packed rows bypass nothing of the user's: before training, and whenever batches are asked for.
+
+    Raises:
+        PackingImpossible: If they would.
+    """
+    try:
+        check_stock(model)
+    except NotStock as error:
+        raise PackingImpossible(str(error)) from error
 
 
 def _is_proven(model: PreTrainedModel) -> bool:
@@ -70,7 +87,7 @@ def _is_proven(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
-    """Compare hidden states and rewards of two tiny batches in packed rows with those in padded rows.
+    """Compare the rewards of two tiny batches in packed rows with those that the model gives in padded rows.
 
     Raises:
         PackingImpossible: If they differ by more than float32 rounds, the weights are too coarse to tell, the model
@@ -113,18 +130,23 @@ def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
     base = without_adapters(model)
     if goes_tree_by_tree(base):
         collators.append(TightRow(pad_token_id, attention_crossover_length=100))
-    padded_P2H = _padded_states(model, examples, pad_token_id)
+    head = find_score_head(base)
+    assert head is not None
+    padded = _padded(model, head, examples, pad_token_id)
     for collate in collators:
         (rows,) = collate(examples)["packed"].to(parameter.device).micro_batches
         packed_P2H, rules = scored_states(model, rows)
         _refuse_hidden_windows(base, rules)
-        difference = (packed_P2H - padded_P2H).abs().max()
-        if not difference <= _ROUNDING * padded_P2H.abs().max():
-            raise PackingImpossible(
-                f"packed and padded hidden states of {type(model).__name__} differ by {difference:.2g}, which "
-                f"{parameter.dtype} does not explain: its attention or positions do not follow the mask and position "
-                "ids that it is given"
-            )
+        # hidden states too, since a small head hides what they differ by
+        packed = {"hidden states": packed_P2H, "rewards": score_wide(head, packed_P2H)}
+        for what, in_packed_rows in packed.items():
+            difference = (in_packed_rows - padded[what]).abs().max()
+            if not difference <= _ROUNDING * padded[what].abs().max():
+                raise PackingImpossible(
+                    f"packed and padded {what} of {type(model).__name__} differ by {difference:.2g}, which "
+                    f"{parameter.dtype} does not explain: its attention or positions do not follow the mask and "
+                    "position ids that it is given, or its scores are not of the last token"
+                )
 
 
 def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
@@ -140,21 +162,22 @@ def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> Non
         )
 
 
-def _padded_states(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> torch.Tensor:
-    """Compute the hidden states [P, 2, H] that the model's own forward scores."""
+def _padded(
+    model: nn.Module, head: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Return the model's own rewards [P, 2], and the hidden states [P, 2, H] that they are read from."""
     batch = DataCollatorForPreference(pad_token_id)(examples)
-    head = find_score_head(model)
-    assert head is not None
     seen: list[torch.Tensor] = []
     watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     try:
         device = next(model.parameters()).device
-        model(**{name: tensor.to(device) for name, tensor in batch.items()})
+        logits_R1 = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
     finally:
         watch.remove()
     last_R = batch["attention_mask"].sum(dim=1) - 1
     states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]
-    return states_RH.view(2, len(examples), -1).transpose(0, 1)
+    states_P2H = states_RH.view(2, len(examples), -1).transpose(0, 1)
+    return {"hidden states": states_P2H, "rewards": logits_R1.view(2, len(examples)).T}
 
 
 __all__ = ["PROVEN_TYPES", "PackingImpossible", "check_packing_is_exact", "make_packable"]

@@ -1,0 +1,133 @@
+"""What a customised trainer evaluates is what transformers' own loop makes of it: the same code in TRL's trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import trl
+from torch.nn.functional import logsigmoid
+from transformers import EvalPrediction
+
+import trl_tpu
+
+PAIRS = tiny.made_up_pairs(12)
+TOKENIZER = tiny.tiny_tokenizer([text for column in ("prompt", "chosen", "rejected") for text in PAIRS[column]])
+
+
+def rewards_of(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen_P, rejected_P = model(inputs["input_ids"], inputs["attention_mask"]).logits.squeeze(-1).chunk(2)
+    return chosen_P, rejected_P
+
+
+def with_loss(outputs: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[type], type]:
+    """A trainer whose loss is its own, and what it returns beside it."""
+
+    def subclass(base: type) -> type:
+        class Customized(base):  # type: ignore[misc]
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            ) -> Any:
+                chosen_P, rejected_P = rewards_of(model, inputs)
+                loss = -logsigmoid(2 * (chosen_P - rejected_P)).mean()
+                return (loss, outputs(chosen_P, rejected_P)) if return_outputs else loss
+
+        return Customized
+
+    return subclass
+
+
+def with_predictions(returned: Callable[[Any, Any, Any], Any]) -> Callable[[type], type]:
+    """A trainer whose prediction step is its own."""
+
+    def subclass(base: type) -> type:
+        class Customized(base):  # type: ignore[misc]
+            def prediction_step(
+                self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+            ) -> Any:
+                inputs = self._prepare_inputs(inputs)
+                with torch.no_grad():
+                    chosen_P, rejected_P = rewards_of(model, inputs)
+                return returned(-logsigmoid(chosen_P - rejected_P).mean(), chosen_P, rejected_P)
+
+        return Customized
+
+    return subclass
+
+
+def labels(chosen_P: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(chosen_P)) % 3
+
+
+PREDICTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "labels": lambda loss, chosen, rejected: (loss, torch.stack([chosen, rejected], 1), labels(chosen)),
+    "rows": lambda loss, chosen, rejected: (
+        loss,
+        torch.cat([chosen, rejected])[:, None],
+        labels(torch.cat([chosen] * 2)),
+    ),
+    "two tensors": lambda loss, chosen, rejected: (loss, (chosen, rejected), labels(chosen)),
+    "no loss": lambda loss, chosen, rejected: (None, torch.stack([chosen, rejected], 1), labels(chosen)),
+    "no labels": lambda loss, chosen, rejected: (loss, torch.stack([chosen, rejected], 1), None),
+    "the loss only": lambda loss, chosen, rejected: (loss, None, None),
+}
+OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
+    "other names": lambda chosen, rejected: {"rewards_j": chosen, "rewards_k": rejected},
+    "a tuple": lambda chosen, rejected: (chosen[:, None], rejected[:, None]),
+    "logits": lambda chosen, rejected: {"logits": torch.cat([chosen, rejected])[:, None]},
+    "one tensor": lambda chosen, rejected: {"margins": chosen - rejected},
+    "nothing": lambda chosen, rejected: {},
+}
+
+
+def evaluated(
+    package: Any, subclass: Callable[[type], type], folder: Path, count: int = 11
+) -> tuple[dict[str, float], list[Any]]:
+    """The metrics over some pairs in batches of 4, and what compute_metrics was called with."""
+    seen: list[Any] = []
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        seen.append((prediction.predictions, prediction.label_ids))
+        return {"called": 1.0}
+
+    own = {"use_cpu": True} if package is trl else {}
+    args = package.RewardConfig(str(folder), per_device_eval_batch_size=4, report_to="none", bf16=False, **own)
+    torch.manual_seed(0)
+    trainer = subclass(package.RewardTrainer)(
+        tiny.tiny_model(TOKENIZER),
+        args,
+        train_dataset=PAIRS.select(range(count)),
+        processing_class=TOKENIZER,
+        compute_metrics=compute_metrics,
+    )
+    return trainer.evaluate(PAIRS.select(range(count))) if package is trl_tpu else trainer.evaluate(
+        trainer.train_dataset
+    ), seen
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_a_prediction_step_of_the_users_is_taken_as_transformers_takes_it(name: str, tmp_path: Path) -> None:
+    subclass = with_predictions(PREDICTIONS[name])
+    count = 12 if name == "rows" else 11  # of a short batch's six rows accelerate would give TRL the first three
+    (ours, seen), (theirs, expected) = (evaluated(package, subclass, tmp_path, count) for package in (trl_tpu, trl))
+    assert ours.get("eval_loss") == (pytest.approx(theirs["eval_loss"], abs=1e-6) if "eval_loss" in theirs else None)
+    assert len(seen) == len(expected) == ("eval_called" in theirs)
+    for one, other in zip(seen, expected, strict=True):
+        for mine, reference in zip(one, other, strict=True):
+            np.testing.assert_allclose(np.asarray(mine), np.asarray(reference), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_loss_of_the_users_may_return_anything_beside_it(name: str, tmp_path: Path) -> None:
+    subclass = with_loss(OUTPUTS[name])
+    (ours, seen), (theirs, _) = (evaluated(package, subclass, tmp_path) for package in (trl_tpu, trl))
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-6)
+    has_rewards = name not in ("one tensor", "nothing")
+    assert ("eval_accuracy" in ours) == has_rewards == bool(seen)
+    if has_rewards:
+        ((rewards_N2, labels_N),) = seen
+        assert rewards_N2.shape == (11, 2) and not labels_N.any()
+        assert ours["eval_accuracy"] == pytest.approx((rewards_N2[:, 0] > rewards_N2[:, 1]).mean())

@@ -1,0 +1,99 @@
+"""Trainers that subclasses have changed train as the same code does in TRL."""
+
+from collections import defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import trl
+from datasets import Dataset
+from torch.nn.functional import logsigmoid
+
+import trl_tpu
+
+PAIRS = tiny.made_up_pairs(24)
+TOKENIZER = tiny.tiny_tokenizer([text for column in ("prompt", "chosen", "rejected") for text in PAIRS[column]])
+
+
+def arguments(package: Any, folder: Path) -> Any:
+    own = {"use_cpu": True, "optim": "adamw_torch"} if package is trl else {}
+    settings: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3, "bf16": False, "seed": 3}
+    return package.RewardConfig(str(folder), report_to="none", save_strategy="no", **settings | own)
+
+
+def losses(trainer: Any) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return tiny.tiny_model(TOKENIZER)
+
+
+def test_a_dataset_prepared_by_a_subclass_is_what_trains(tmp_path: Path) -> None:
+    def run(package: Any) -> list[float]:
+        class OwnColumns(package.RewardTrainer):  # type: ignore[misc]
+            def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+                renamed = dataset.rename_columns({"better": "chosen", "worse": "rejected"})
+                return super()._prepare_dataset(renamed, processing_class, args, dataset_name)
+
+        data = PAIRS.rename_columns({"chosen": "better", "rejected": "worse"})
+        return losses(
+            OwnColumns(model(), arguments(package, tmp_path), train_dataset=data, processing_class=TOKENIZER)
+        )
+
+    assert run(trl_tpu) == pytest.approx(run(trl), abs=1e-5)
+
+
+def test_token_ids_of_a_subclass_are_checked(tmp_path: Path) -> None:
+    class OwnIds(trl_tpu.RewardTrainer):
+        def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+            return Dataset.from_dict({"chosen_ids": [[1, 2]], "rejected_ids": [[1, 10_000]]})
+
+    with pytest.raises(ValueError, match="Row 0 of the train dataset.*10000"):
+        OwnIds(model(), arguments(trl_tpu, tmp_path), train_dataset=PAIRS, processing_class=TOKENIZER)
+
+
+def tokens(package: Any, folder: Path) -> Dataset:
+    trainer = package.RewardTrainer(
+        model(), arguments(package, folder), train_dataset=PAIRS, processing_class=TOKENIZER
+    )
+    return trainer.train_dataset
+
+
+def test_a_class_whose_init_is_deleted_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As libraries do that bring a constructor of their own and call that of transformers."""
+
+    def run(package: Any) -> list[float]:
+        data = tokens(package, tmp_path)
+        monkeypatch.delattr(package.RewardTrainer, "__init__")
+
+        class Own(package.RewardTrainer):  # type: ignore[misc]
+            def __init__(self, model: Any, args: Any, **settings: Any) -> None:
+                super().__init__(model=model, args=args, **settings)
+                self._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
+                self.maybe_activation_offload_context = nullcontext()  # TRL's
+
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            ) -> Any:
+                outputs = model(**{key: value for key, value in inputs.items() if key != "margin"}, use_cache=False)
+                chosen_P1, rejected_P1 = outputs.logits.chunk(2)
+                loss = -logsigmoid(chosen_P1 - rejected_P1).mean()
+                return (loss, outputs) if return_outputs else loss
+
+        collator = trl.trainer.reward_trainer.DataCollatorForPreference(TOKENIZER.pad_token_id)
+        own = Own(
+            model(),
+            arguments(package, tmp_path),
+            data_collator=collator,
+            train_dataset=data,
+            processing_class=TOKENIZER,
+        )
+        return losses(own)
+
+    assert run(trl_tpu) == pytest.approx(run(trl), abs=1e-5)

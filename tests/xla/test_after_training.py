@@ -1,0 +1,136 @@
+"""What people do with a model on XLA while and after it trains writes and gives what it does on a CPU."""
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import apart
+import pytest
+import tiny
+import torch
+from peft import AutoPeftModelForSequenceClassification, LoraConfig
+from places import SUPPORT
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+from trl_tpu import RewardTrainer
+from trl_tpu.errors import UserError
+
+LORA = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
+
+
+class SavesItself(TrainerCallback):
+    """As there are many: writes the model when a checkpoint is saved."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.save_pretrained(self.folder / f"step-{state.global_step}")
+
+
+@pytest.fixture(scope="module", params=[None, LORA], ids=["full", "lora"])
+def trained(
+    request: pytest.FixtureRequest, model_folder: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RewardTrainer, Path]:
+    from trl_tpu import RewardConfig, runtime
+
+    folder = tmp_path_factory.mktemp("trained")
+    args = RewardConfig(
+        str(folder / "out"),
+        per_device_train_batch_size=8 // runtime.current().topology().devices,
+        max_steps=2,
+        save_steps=1,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = RewardTrainer(
+        model_folder,
+        args,
+        train_dataset=tiny.made_up_pairs(16),
+        peft_config=request.param,
+        callbacks=[SavesItself(folder)],
+    )
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    return trainer, folder
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.eight
+def test_save_pretrained_writes_what_the_trainer_saves(trained: tuple[RewardTrainer, Path]) -> None:
+    trainer, folder = trained
+    is_lora = trainer.model.__class__.__name__.startswith("Peft")
+    name = "adapter_model.safetensors" if is_lora else "model.safetensors"
+    trainer.model.save_pretrained(folder / "by hand")
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+    unwrapped.save_pretrained(folder / "unwrapped", state_dict=trainer.accelerator.get_state_dict(trainer.model))
+    saved = load_file(folder / "saved" / name)
+    for way in ("by hand", "unwrapped", "step-2"):
+        assert_same(load_file(folder / way / name), saved)
+    earlier = load_file(folder / "step-1" / name)
+    assert not all(earlier[each].equal(saved[each]) for each in saved)
+
+
+@pytest.mark.eight
+def test_state_dicts_and_copies_are_whole(trained: tuple[RewardTrainer, Path]) -> None:
+    trainer, folder = trained
+    state = trainer.model.state_dict()
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+    copied = copy.deepcopy(trainer.model)
+    assert_same(copied.state_dict(), state)
+    on_cpu = copied.to("cpu")
+    assert {parameter.device.type for parameter in on_cpu.parameters()} == {"cpu"}
+    assert_same(on_cpu.state_dict(), state)
+    assert next(trainer.model.parameters()).device.type == "xla"
+
+
+def test_merged_adapters_are_saved(trained: tuple[RewardTrainer, Path], model_folder: str) -> None:
+    trainer, folder = trained
+    if not trainer.model.__class__.__name__.startswith("Peft"):
+        pytest.skip("it has none")
+    copy.deepcopy(trainer.model).merge_and_unload().save_pretrained(folder / "merged")
+    expected = AutoPeftModelForSequenceClassification.from_pretrained(folder / "saved", num_labels=1)
+    merged = AutoModelForSequenceClassification.from_pretrained(folder / "merged", num_labels=1)
+    ids = torch.arange(2, 9)[None]
+    torch.testing.assert_close(merged(ids).logits, expected(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_an_optimizer_that_was_made_before_is_refused_with_the_fix(
+    model_folder: str, config: Callable[..., Any]
+) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    with pytest.raises(UserError, match=r"optimizer_cls_and_kwargs=\(SGD, "):
+        RewardTrainer(model, config(), train_dataset=tiny.made_up_pairs(8), optimizers=optimizers)
+
+
+TRL = """
+import json, sys, tiny, trl
+model, out = sys.argv[1:]
+settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 8, "bf16": False}
+settings |= {"learning_rate": 1e-3, "optim": "adamw_torch", "use_cpu": True, "report_to": "none"}
+trainer = trl.RewardTrainer(model, trl.RewardConfig(out, **settings), train_dataset=tiny.made_up_pairs(40))
+trainer.train()
+"""
+
+
+def test_a_checkpoint_that_trl_wrote_is_resumed(model_folder: str, config: Callable[..., Any], tmp_path: Path) -> None:
+    """With TRL's own losses. Tolerance 1e-5: float32 sums in another order over two steps of Adam."""
+    environment = os.environ | {"USE_TORCH_XLA": "0", "PYTHONPATH": str(SUPPORT)}
+    process = apart.python("-c", TRL, model_folder, str(tmp_path / "trl"), environment=environment)
+    assert process.returncode == 0, process.stderr[-4000:]
+    expected = json.loads((tmp_path / "trl" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    args = config(max_steps=4, logging_steps=1)
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-2"))
+    found = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert len(found) == 4
+    assert found == pytest.approx([log["loss"] for log in expected], abs=1e-5)
