@@ -55,5 +55,5 @@ def _draw_time(axes: Any, report: Report) -> None:
     axes.axvline(report.at_best, color="black", linestyle="--", label="at best")
     axes.axvline(report.in_turns, color="gray", linestyle=":", label="if each waits for the other")
     rate = f"at most {report.pairs_per_second[0]:,.1f} pairs/s, MFU {report.mfu:.0%}"
-    axes.set(xlabel="seconds of a step, at published speeds", title=f"Speed: {rate}, limited by {report.limit}")
+    axes.set(xlabel="seconds of a step, at published speeds", title=f"Speed: {rate},\nlimited by {report.limit}")
     axes.legend(loc="lower right", fontsize=8)
