@@ -1,8 +1,8 @@
 """Scripts as TRL shipped them since 0.5 train as they are, or with their import changed, with TRL 1.16's losses.
 
-The first gives `TrainingArguments(evaluation_strategy=...)`, which transformers itself refuses, so it needs the command.
-TRL 1.16 runs none of them but `token_pairs`, which trains on the tokens that the others make. Tolerance 1e-5: float32 sums
-in another order over three steps.
+The first gives `TrainingArguments(evaluation_strategy=...)`, which transformers itself refuses: it needs the command.
+TRL 1.16 runs none of them but `token_pairs`, which trains on the tokens that the others make. Tolerance 1e-5: float32
+sums in another order over three steps.
 """
 
 from pathlib import Path
