@@ -19,11 +19,12 @@ STATIC_SDPA = "static_sdpa"
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Build transformers' boolean mask, never skipped. A position always sees itself, so that no row is empty."""
+    """Build transformers' boolean mask, never skipped. A position that would see nothing sees itself."""
     mask_BHQK = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
     if mask_BHQK is None or mask_BHQK.shape[-1] != mask_BHQK.shape[-2]:
         return mask_BHQK
-    return mask_BHQK | torch.eye(mask_BHQK.shape[-1], dtype=torch.bool, device=mask_BHQK.device)
+    itself_QK = torch.eye(mask_BHQK.shape[-1], dtype=torch.bool, device=mask_BHQK.device)
+    return mask_BHQK | (itself_QK & ~mask_BHQK.any(dim=-1, keepdim=True))
 
 
 def static_sdpa_attention(
