@@ -37,6 +37,7 @@ _MODULES = {
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ],
+    "import_utils": ["is_xpu_available"],  # an old path
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
     "modeling.chat_template": ["setup_chat_format"],
     "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
@@ -46,8 +47,7 @@ _MODULES = {
     "trainer.reward_trainer": ["RewardTrainer"],
     "trainer.utils": ["RewardDataCollatorWithPadding"],
 }
-_OLD_NAMES = {"is_xpu_available": "import_utils"}  # of versions of TRL that had them here
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names} | _OLD_NAMES
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 

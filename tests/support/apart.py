@@ -53,10 +53,10 @@ def python(
     """
     key = sorted((name, value) for name, value in environment.items() if name.startswith(READ_BY_IMPORTS))
     with _lock:
-        server = _server(tuple(key))
+        path, _ = _server(tuple(key))
     with tempfile.TemporaryDirectory() as outputs, socket.socket(socket.AF_UNIX) as connection:
         files = [Path(outputs, name) for name in ("stdout", "stderr")]
-        connection.connect(server)
+        connection.connect(path)
         request = {"words": words, "environment": environment, "folder": str(folder), "files": [*map(str, files)]}
         connection.sendall(json.dumps(request).encode() + b"\n")
         connection.settimeout(timeout)
@@ -71,8 +71,8 @@ def python(
 
 
 @cache
-def _server(variables: tuple[tuple[str, str], ...]) -> str:
-    """Start a server, and return its socket."""
+def _server(variables: tuple[tuple[str, str], ...]) -> tuple[str, subprocess.Popen[str]]:
+    """Start a server, and return its socket and its process, which ends when nobody holds it any more."""
     path = str(Path(tempfile.mkdtemp(), "socket"))
     others = {name: value for name, value in os.environ.items() if not name.startswith(READ_BY_IMPORTS)}
     server = subprocess.Popen(
@@ -82,12 +82,8 @@ def _server(variables: tuple[tuple[str, str], ...]) -> str:
         stdout=subprocess.PIPE,
         text=True,
     )
-    _servers.append(server)
     assert server.stdout is not None and server.stdout.readline() == "ready\n", "the server could not import"
-    return path
-
-
-_servers: list[subprocess.Popen[str]] = []
+    return path, server
 
 
 # ---- in the server, and in its forks
