@@ -19,7 +19,8 @@ from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.masked import goes_tree_by_tree
-from ..modeling.attention.packability import PackingImpossible, make_packable, refuse_changes
+from ..modeling.attention.packability import make_packable
+from ..modeling.attention.stock import PackingImpossible, check_stock
 from ..packing.schedule import RowPlan
 from ..runtime import Runtime
 from .packing_option import Packing
@@ -127,7 +128,7 @@ class BatchPlan:
             return
         obstacle = self._obstacle_in_code(data_collator)
         try:
-            refuse_changes(self._whole_model)
+            check_stock(self._whole_model)
         except PackingImpossible as reason:
             obstacle = obstacle or str(reason)
         if obstacle is not None:

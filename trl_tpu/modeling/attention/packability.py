@@ -18,13 +18,12 @@ from transformers.masking_utils import causal_mask_function
 
 from ...data.collators import DataCollatorForPreference, PlannedRows, TightRow
 from ...data.packed_batch import PackedBatch
-from ...errors import UserError
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
 from ..score_head import find_score_head, score_wide
 from .masked import MaskRule, goes_tree_by_tree, scored_states, use_tree_masks
-from .stock import NotStock, check_stock
+from .stock import PackingImpossible, check_stock
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
@@ -33,10 +32,6 @@ PROVEN_TYPES = frozenset(
 
 # relative, between two orders of float32 sums
 _ROUNDING = 2e-5
-
-
-class PackingImpossible(UserError):
-    """Packed rows cannot be used; the message says why."""
 
 
 def make_packable(model: nn.Module, pad_token_id: int) -> None:
@@ -55,7 +50,7 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         raise PackingImpossible(
             f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
         )
-    refuse_changes(model)
+    check_stock(model)
     if "position_ids" not in inspect.signature(type(base).forward).parameters:
         raise PackingImpossible(f"{type(base).__name__} takes no position ids, which begin anew in every dialogue")
     try:
@@ -64,18 +59,6 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         raise PackingImpossible(str(error)) from error
     if not _is_proven(base):
         check_packing_is_exact(model, pad_token_id)
-
-
-def refuse_changes(model: nn.Module) -> None:
-    """Make sure that packed rows bypass nothing of the user's: before training, and whenever batches are asked for.
-
-    Raises:
-        PackingImpossible: If they would.
-    """
-    try:
-        check_stock(model)
-    except NotStock as error:
-        raise PackingImpossible(str(error)) from error
 
 
 def _is_proven(model: PreTrainedModel) -> bool:

@@ -22,34 +22,38 @@ _LIBRARIES = (
 _TOKEN_WISE_ADAPTERS = frozenset({"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "VERA", "LN_TUNING"})
 
 
-class NotStock(UserError):
-    """A model is not the one that its class promises; the message says where."""
+class PackingImpossible(UserError):
+    """Packed rows cannot be used; the message says why."""
 
 
 def check_stock(model: nn.Module) -> None:
     """Make sure that ``model`` computes rewards by its libraries' own code, with a linear head.
 
+    Asked before training, and whenever batches are.
+
     Args:
         model: A sequence classifier, possibly with adapters.
 
     Raises:
-        NotStock: If a forward is somebody's own, on the class or on the instance, a hook is, the head is more than a
-            linear layer, or adapters do more than change each token's activations.
+        PackingImpossible: If a forward is somebody's own, on the class or on the instance, a hook is, the head is more
+            than a linear layer, or adapters do more than change each token's activations.
     """
     for name in adapter_types(model):
         if name not in _TOKEN_WISE_ADAPTERS:
-            raise NotStock(f"adapters of the kind {name} may do more than change each token by itself")
+            raise PackingImpossible(f"adapters of the kind {name} may do more than change each token by itself")
     for name, module in model.named_modules():
         where = f"{type(module).__name__} ({name})" if name else type(module).__name__
         if not _is_of_a_library(module.forward):
-            raise NotStock(f"the forward of {where} is not a library's own, and packed rows would bypass it")
+            raise PackingImpossible(f"the forward of {where} is not a library's own, and packed rows would bypass it")
         if any(not _is_of_a_library(hook) for hook in _hooks(module)):
-            raise NotStock(f"{where} has a forward hook of yours, which may read or change what is in padded rows")
+            raise PackingImpossible(
+                f"{where} has a forward hook of yours, which may read or change what is in padded rows"
+            )
     head = find_score_head(without_adapters(model))
     while head is not None and not isinstance(head, nn.Linear):
         inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
         if inner is None:
-            raise NotStock(f"the `score` head is a {type(head).__name__} instead of a linear layer")
+            raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
         head = inner
 
 
@@ -80,4 +84,4 @@ def _folders() -> tuple[str, ...]:
     return tuple(f"{Path(spec.origin).parent}{os.sep}" for spec in specs if spec is not None and spec.origin)
 
 
-__all__ = ["NotStock", "check_stock"]
+__all__ = ["PackingImpossible", "check_stock"]
