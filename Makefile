@@ -53,7 +53,7 @@ test-xla: $(READY)
 
 # on eight virtual CPU devices: what only several can show, and what says something else on them
 test-xla8: $(READY)
-	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) tests/xla tests/xla8
+	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) tests/xla8 tests/xla
 
 # what takes too long for every change: many more kills, layouts, examples and steps
 test-long: $(READY) long-run

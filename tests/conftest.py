@@ -5,6 +5,7 @@ Folders say what a test needs: `unit` nothing but the package, `train` training 
 processes of their own.
 """
 
+import gc
 import os
 
 import xla_flags
@@ -16,3 +17,9 @@ os.environ.setdefault("XLA_FLAGS", xla_flags.QUICK)
 settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=100)
 settings.register_profile("search", deadline=None, max_examples=1000)  # others in every run: `make test-long`
 settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported is no garbage: not to be looked through when transformers collects, at every start of training."""
+    gc.collect()
+    gc.freeze()

@@ -5,6 +5,7 @@ seconds; so they are forks of a server, `python apart.py SOCKET`, that has impor
 There is one for every environment that libraries read while they are imported. It ends with the tests.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -151,4 +152,6 @@ if __name__ == "__main__":
 
     for module in IMPORTED_ON_XLA if runtime.choice().name == "xla" else ():
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # forks share what is imported, and do not look through it for garbage
     become(started_with, **serve(sys.argv[1]))
