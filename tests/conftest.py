@@ -20,6 +20,6 @@ settings.load_profile("same")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported is no garbage: not to be looked through when transformers collects, at every start of training."""
+    """What is imported is no garbage, which transformers looks for at every start of training."""
     gc.collect()
     gc.freeze()

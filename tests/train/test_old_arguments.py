@@ -205,11 +205,12 @@ def test_arguments_that_ask_for_what_is_gone_are_refused_with_the_fix(
 
 def test_an_evaluation_strategy_that_is_set_later_counts(old: Old, tmp_path: Path) -> None:
     args = config(tmp_path)
-    args.evaluation_strategy = "epoch"
+    args.evaluation_strategy, args.of_the_script = "epoch", 1
     trainer = RewardTrainer(
         model=old.model, args=args, processing_class=old.tokenizer, train_dataset=old.raw, eval_dataset=old.raw
     )
     assert trainer.args.eval_strategy == "epoch" and args.eval_strategy == "no"
+    assert trainer.args.of_the_script == 1  # a callback may read it
 
 
 def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) -> None:

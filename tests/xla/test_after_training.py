@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import apart
+import hub_server
 import pytest
 import tiny
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
-from places import SUPPORT
-from safetensors.torch import load_file
+from places import ROOT, SUPPORT
+from safetensors.torch import load, load_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardTrainer
@@ -111,6 +112,60 @@ def test_an_optimizer_that_was_made_before_is_refused_with_the_fix(
     optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
     with pytest.raises(UserError, match=r"optimizer_cls_and_kwargs=\(SGD, "):
         RewardTrainer(model, config(), train_dataset=tiny.made_up_pairs(8), optimizers=optimizers)
+
+
+PUSHES = """
+import sys, tiny, torch
+from huggingface_hub import HfApi
+from pathlib import Path
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trl_tpu import RewardConfig, RewardTrainer
+model, out = sys.argv[1:]
+
+class WritesAndPushes(TrainerCallback):
+    def on_save(self, args, state, control, model=None, **kwargs):
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        model.save_pretrained(folder)
+        torch.save({}, folder / "pytorch_model.bin")
+        HfApi().upload_folder(repo_id="user/pushed", folder_path=folder, path_in_repo=folder.name)
+        model.push_to_hub("user/pushed")
+
+def train(steps, **how):
+    settings = {"max_steps": steps, "save_steps": 1, "per_device_train_batch_size": 4, "bf16": False}
+    args = RewardConfig(out, **settings, report_to="none", learning_rate=1e-3)
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
+    data = {"train_dataset": tiny.made_up_pairs(16), "peft_config": lora, "callbacks": [WritesAndPushes()]}
+    trainer = RewardTrainer(model, args, **data)
+    trainer.train(**how)
+    trainer.save_model(out + "/saved")
+
+HfApi().create_repo("user/pushed")
+train(1)
+train(2, resume_from_checkpoint=True)
+"""
+
+
+@pytest.mark.long
+def test_a_callback_may_write_into_a_checkpoint_and_push_it(model_folder: str, tmp_path: Path) -> None:
+    """As autotrain's do. The checkpoint is whole afterwards, and resumed."""
+    with hub_server.serve(token="x") as hub:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_TOKEN": "x",
+            "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": f"{ROOT}:{SUPPORT}",
+        }
+        process = apart.python("-c", PUSHES, model_folder, str(tmp_path / "out"), environment=environment)
+        assert process.returncode == 0, process.stderr[-4000:]
+        assert hub.unknown == []
+        pushed = hub.files["user/pushed"]
+    saved = load_file(tmp_path / "out" / "saved" / "adapter_model.safetensors")
+    assert_same(load(pushed["adapter_model.safetensors"]), saved)
+    assert_same(load(pushed["checkpoint-2/adapter_model.safetensors"]), saved)
+    assert {"checkpoint-1/pytorch_model.bin", "checkpoint-1/manifest.json"} <= pushed.keys()
 
 
 TRL = """

@@ -1,6 +1,6 @@
 """The score head: the linear layer that turns a hidden state into a reward, `score` in every transformers decoder."""
 
-import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -15,19 +15,24 @@ def find_score_head(model: nn.Module) -> nn.Module | None:
     return None
 
 
+class _InFloat32:
+    """A module's forward outside autocast. A copy of the module has one of its own, with the copy's weights."""
+
+    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
+        self.__wrapped__ = forward  # bound to the module, and so copied with it
+
+    def __call__(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.__wrapped__(hidden.float(), *args, **kwargs)
+
+
 def keep_score_head_in_float32(model: nn.Module) -> None:
     """Run the score head outside autocast: bfloat16 would round every reward to 8 bits before the loss sees it."""
     head = find_score_head(model)
     if head is None or any(parameter.dtype != torch.float32 for parameter in head.parameters()):
         return
-    forward = head.forward
-
-    @functools.wraps(forward)
-    def forward_float32(hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return forward(hidden.float(), *args, **kwargs)
-
-    head.forward = forward_float32  # type: ignore[method-assign]
+    if not isinstance(head.forward, _InFloat32):
+        head.forward = _InFloat32(head.forward)  # type: ignore[method-assign]
 
 
 def score_wide(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

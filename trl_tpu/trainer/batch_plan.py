@@ -21,6 +21,7 @@ from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_atte
 from ..modeling.attention.masked import goes_tree_by_tree
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.stock import PackingImpossible, check_stock
+from ..modeling.padding import reads_padding
 from ..packing.schedule import RowPlan
 from ..runtime import Runtime
 from .packing_option import Packing
@@ -37,7 +38,8 @@ class BatchPlan:
     """Decides once whether a run's batches are packed, and makes the collators for its datasets.
 
     Packed batches are one row without padding on plain torch; on XLA, and where a model's own attention wants one
-    mask, they are rows of a few planned shapes. Padded batches have a few planned lengths on XLA.
+    mask, they are rows of a few planned shapes. Padded batches have a few planned lengths on XLA, unless rewards would
+    change with them.
 
     Args:
         args: The run's settings.
@@ -79,6 +81,8 @@ class BatchPlan:
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._lengths: dict[str, tuple[int, ...] | None] = {}
         self._is_tight = self._expands = False
+        self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
+        self._reads_padding = False
         self.padded_because = None
         obstacle = _obstacle_in_settings(args, old_columns, runtime.compiles) or self._obstacle_in_code(data_collator)
         if obstacle is not None:
@@ -94,10 +98,13 @@ class BatchPlan:
             UserError: If the user insists on packing and the model cannot.
         """
         self._whole_model, self._model = model, without_adapters(model)
-        if not self.packed:
-            return
+        if self.packed:
+            self._read_packed_rows()
+        self._find_out_about_padding()
+
+    def _read_packed_rows(self) -> None:
         try:
-            make_packable(model, self._pad_token_id)
+            make_packable(self._whole_model, self._pad_token_id)
         except PackingImpossible as reason:
             self._pad_because(str(reason))
             return
@@ -118,21 +125,32 @@ class BatchPlan:
             return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
         return f"{method} is overridden, and such code expects padded rows"
 
+    def _find_out_about_padding(self) -> None:
+        """Keep TRL's lengths where more padding gives other rewards: some forwards of users', learned prompts."""
+        if self.packed or not self._runtime.compiles or self._args.pad_to_multiple_of:
+            return
+        own_code = _own_code(self._whole_model)
+        if own_code == self._tried_for:
+            return
+        self._tried_for = own_code
+        self._reads_padding = own_code is not None and reads_padding(self._whole_model, self._pad_token_id)
+        if self._reads_padding:
+            logger.warning(
+                f"Batches keep the length of their longest dialogue, each length compiled anew, since rewards change "
+                f"with padding: {own_code}. `pad_to_multiple_of` makes lengths few; as in TRL, it changes rewards too."
+            )
+
     def _look_again(self, data_collator: Any) -> None:
         """Pad batches from here on if the user has replaced something since the model was made to read packed rows.
 
         Raises:
             UserError: If the user insists on packing.
         """
-        if not self.packed:
-            return
-        obstacle = self._obstacle_in_code(data_collator)
-        try:
-            check_stock(self._whole_model)
-        except PackingImpossible as reason:
-            obstacle = obstacle or str(reason)
-        if obstacle is not None:
-            self._pad_because(obstacle)
+        if self.packed:
+            obstacle = self._obstacle_in_code(data_collator) or _own_code(self._whole_model)
+            if obstacle is not None:
+                self._pad_because(obstacle)
+        self._find_out_about_padding()
 
     def _pad_because(self, obstacle: str) -> None:
         if self._args.packing == Packing.TRUE:
@@ -246,6 +264,8 @@ class BatchPlan:
 
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the lengths of padded batches of ``dataset``; None where they are not planned."""
+        if self._reads_padding:
+            return None
         key = getattr(dataset, "_fingerprint", "")
         if key not in self._lengths:
             self._lengths[key] = planned_lengths(dataset, self._args)
@@ -278,6 +298,15 @@ class BatchPlan:
             listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
             shape = f"{listed} tokens"
         return f"padded to {shape} ({self.padded_because})"
+
+
+def _own_code(model: PreTrainedModel) -> str | None:
+    """Tell what in ``model`` is not its libraries' own way to rewards; None if nothing is."""
+    try:
+        check_stock(model)
+    except PackingImpossible as found:
+        return str(found)
+    return None
 
 
 def _obstacle_in_settings(args: RewardConfig, old_columns: bool, compiles: bool) -> str | None:

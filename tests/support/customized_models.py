@@ -1,0 +1,163 @@
+"""Models that users have changed, each of which trains in TRL as it is: `python customized_models.py NAME` does.
+
+They are changed in what they read rewards from: in the class, on the instance, by hooks, heads or learned prompts.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import peft
+import tiny
+import torch
+from torch import nn
+from transformers import LlamaForSequenceClassification, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+PAIRS = tiny.made_up_pairs(40)
+TOKENIZER = tiny.tiny_tokenizer([*PAIRS["prompt"], *PAIRS["chosen"], *PAIRS["rejected"]], vocab_size=300)
+
+
+def plain() -> LlamaForSequenceClassification:
+    return tiny.tiny_model(TOKENIZER)
+
+
+class Averaging(LlamaForSequenceClassification):
+    """Averages the scores of all tokens."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        kwargs.pop("use_cache", None)
+        states_RLH = self.model(input_ids, attention_mask, **kwargs).last_hidden_state
+        scores_RL = self.score(states_RLH).squeeze(-1) * attention_mask
+        means_R = scores_RL.sum(1) / attention_mask.sum(1)
+        return SequenceClassifierOutput(logits=means_R[:, None])  # type: ignore[arg-type]
+
+
+class Bounded(LlamaForSequenceClassification):
+    """Takes what transformers does, and bounds the reward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output: Any = super().forward(*args, **kwargs)
+        output.logits = 3 * torch.tanh(output.logits)
+        return output
+
+
+def averaging() -> PreTrainedModel:
+    return _as(Averaging)
+
+
+def bounded() -> PreTrainedModel:
+    return _as(Bounded)
+
+
+def _as(model_class: Any) -> PreTrainedModel:
+    stock = plain()
+    model = model_class(stock.config)
+    model.load_state_dict(stock.state_dict())
+    return model
+
+
+def replaced_forward() -> PreTrainedModel:
+    model = plain()
+    forward = model.forward
+
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output: Any = forward(*args, **kwargs)
+        output.logits = 2 * output.logits + 1
+        return output
+
+    model.forward = MethodType(doubled, model)  # type: ignore[method-assign]
+    return model
+
+
+def hooked_output() -> PreTrainedModel:
+    model = plain()
+
+    def halved(_module: Any, _args: Any, output: Any) -> Any:
+        output.logits = output.logits / 2
+        return output
+
+    model.register_forward_hook(halved)
+    return model
+
+
+def hooked_states() -> PreTrainedModel:
+    """Subtracts each row's mean state."""
+    model = plain()
+    model.score.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(1, keepdim=True),))
+    return model
+
+
+def deep_head() -> PreTrainedModel:
+    model = plain()
+    torch.manual_seed(1)
+    model.score = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 1))  # type: ignore[assignment]
+    return model
+
+
+def normalized_head() -> PreTrainedModel:
+    """Its dropout and norm see hidden states of whole rows."""
+
+    class Head(nn.Linear):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return super().forward(states / states.std(dim=1, keepdim=True).clamp(min=1e-3))
+
+    model = plain()
+    head = Head(32, 1, bias=False)
+    head.load_state_dict(model.score.state_dict())
+    model.score = head
+    return model
+
+
+def prompt_tuning() -> Any:
+    return adapted(peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4))
+
+
+def p_tuning() -> Any:
+    return adapted(peft.PromptEncoderConfig(task_type="SEQ_CLS", num_virtual_tokens=4, encoder_hidden_size=16))
+
+
+def prefix_tuning() -> Any:
+    return adapted(peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4))
+
+
+def adapted(config: Any) -> Any:
+    model = plain()
+    torch.manual_seed(2)
+    return peft.get_peft_model(model, config)
+
+
+#: Those whose rewards change with the padding of a row.
+READ_PADDING = (hooked_states, normalized_head, prompt_tuning, p_tuning)
+SETTINGS: dict[str, Any] = {
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "max_steps": 3,
+    "bf16": False,
+    "learning_rate": 1e-3,
+    "gradient_checkpointing": False,
+}
+
+
+def losses(
+    package: Any, model: Any, folder: Path, prepare: Callable[[Any], None] = lambda _: None, **more: Any
+) -> Any:
+    own = {"use_cpu": True, "optim": "adamw_torch"} if package.__name__ == "trl" else {}
+    args = package.RewardConfig(str(folder), **SETTINGS | own | more)
+    trainer = package.RewardTrainer(model, args, train_dataset=PAIRS, processing_class=TOKENIZER)
+    prepare(trainer)
+    trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    import trl
+
+    with tempfile.TemporaryDirectory() as place:
+        print(json.dumps(losses(trl, globals()[sys.argv[1]](), Path(place))[1]))
