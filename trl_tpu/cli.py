@@ -8,6 +8,7 @@ import sys
 
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.device_choice import settle
+from trl_tpu.scripts import sigterm
 from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     words = argv[1:]
+    if command == "reward":
+        sigterm.listen()
     if command == "env":
         argparse.ArgumentParser(prog="trl-tpu env", description=COMMANDS["env"]).parse_args(words)
         print(environment())

@@ -5,7 +5,6 @@ import os
 import pickle
 import resource
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ import fsspec
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
@@ -146,22 +147,148 @@ def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_pat
     assert found == [[], [], []]
 
 
-@pytest.mark.parametrize(("step", "seconds"), [(1, 1000), (9, -1000)])
-def test_what_was_just_saved_stays(step: int, seconds: float, model_folder: str, tmp_path: Path) -> None:
-    """Beside an earlier step from before the clock was set back, and beside a later step of an earlier run."""
-    other = tmp_path / f"checkpoint-{step}"
-    other.mkdir()
-    moment = time.time() + seconds
-    os.utime(other, (moment, moment))
-    make_trainer(model_folder, tmp_path, save_total_limit=2).train()
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
-
-
 def test_at_a_url_what_was_just_saved_stays(model_folder: str) -> None:
     url = "memory://bucket/again"
     make_trainer(model_folder, url, save_total_limit=1).train()
     make_trainer(model_folder, url, save_total_limit=1, max_steps=2).train()
     assert RemoteRun(url).checkpoints() == ["checkpoint-2"]
+
+
+# ---- the run that a folder is of
+
+
+def test_a_new_run_beside_an_older_one_s_checkpoints_is_the_one_that_is_resumed(
+    run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    """The older one got further, and would be taken for the end of the new one."""
+    shutil.copytree(f"{run.args.output_dir}/checkpoint-6", tmp_path / "checkpoint-6")
+    new = make_trainer(model_folder, tmp_path, seed=7)
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    new.add_callback(Stops())
+    new.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = make_trainer(model_folder, tmp_path, seed=7)
+    resumed.train(resume_from_checkpoint=True)
+    assert [log["step"] for log in resumed.state.log_history if "loss" in log] == [3, 6]
+    whole = make_trainer(model_folder, tmp_path / "whole", seed=7)
+    whole.train()
+    assert torch.equal(resumed.model.score.weight, whole.model.score.weight)
+    (older,) = tmp_path.glob("_earlier/*/checkpoint-6")
+    assert find_faults(older) == []
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(model_folder, tmp_path, callbacks=[Stops()]).train()
+    again = make_trainer(model_folder, tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6 and "before its first checkpoint: it begins anew" in caplog.text
+    with pytest.raises(ValueError, match="no folder checkpoint-N at all"):  # nothing ever began here
+        make_trainer(model_folder, tmp_path / "elsewhere").train(resume_from_checkpoint=True)
+
+
+def test_new_settings_hold_in_a_resumed_run_and_are_named(
+    run: RewardTrainer, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(f"{run.args.output_dir}/checkpoint-4", tmp_path / "checkpoint-4")
+    changed = {"learning_rate": 5e-4, "weight_decay": 0.1, "adam_beta2": 0.9, "center_rewards_coefficient": 0.1}
+    resumed = make_trainer(model_folder, tmp_path, **changed)
+    resumed.train(resume_from_checkpoint=True)
+    for name, value in changed.items():
+        assert f"{name} was {getattr(run.args, name)} and is {value}" in caplog.text
+    assert resumed.state.log_history[-2]["learning_rate"] == pytest.approx(5e-4 / 6)
+    group = resumed.optimizer.param_groups[0]
+    assert group["betas"] == (0.9, 0.9) and group["weight_decay"] == 0.1
+
+
+def test_one_row_that_was_swapped_is_told(
+    run: RewardTrainer, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(f"{run.args.output_dir}/checkpoint-4", tmp_path / "checkpoint-4")
+    resumed = make_trainer(model_folder, tmp_path)
+    rows = resumed.train_dataset.to_list()
+    rows[33] = rows[34]
+    resumed.train_dataset = Dataset.from_list(rows, features=resumed.train_dataset.features)
+    resumed.train(resume_from_checkpoint=True)
+    assert "train data was 64 pairs" in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"dataloader_drop_last": True, "per_device_train_batch_size": 100}, {}])
+def test_training_that_takes_no_step_is_no_success(settings: Any, model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(model_folder, tmp_path, **settings)
+    if not settings:
+        trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().filter(lambda row: False)
+    with pytest.raises(ValueError, match="There would be no step" if settings else "Training took no step"):
+        trainer.train()
+
+
+# ---- the best model
+
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+# the first evaluation is the best, and the last the newest
+BEST |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+
+
+def test_the_best_model_is_found_by_another_path(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_trainer(model_folder, "./out//", max_steps=4, **BEST | {"load_best_model_at_end": False}).train()
+    (tmp_path / "out").rename(tmp_path / "moved")
+    (tmp_path / "out").mkdir()
+    resumed = make_trainer(model_folder, tmp_path / "moved", **BEST)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.best_model_lost is None
+    assert [path.name for path in (tmp_path / "moved").glob("checkpoint-*")] == ["checkpoint-2"]
+    best = load_file(tmp_path / "moved" / "checkpoint-2" / "model.safetensors")
+    assert torch.equal(best["score.weight"], resumed.model.score.weight)
+
+
+class Spoils(TrainerCallback):
+    """Flips a bit of a checkpoint after the last step, or removes it."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        self.folder, self.how = folder, how
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == state.max_steps:
+            weights = self.folder / "checkpoint-2" / "model.safetensors"
+            content = bytearray(weights.read_bytes())
+            content[-2] ^= 0x40
+            weights.write_bytes(content) if self.how == "flipped" else shutil.rmtree(weights.parent)
+
+
+@pytest.mark.parametrize("how", ["flipped", "removed"])
+def test_a_best_model_that_is_damaged_is_not_taken(
+    how: str, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(model_folder, tmp_path, callbacks=[Spoils(tmp_path, how)], **BEST)
+    trainer.train()
+    assert trainer.best_model_lost is not None and "checkpoint-2" in trainer.best_model_lost
+    assert "The best model is LOST" in caplog.text
+    last = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert torch.equal(last["score.weight"], trainer.model.score.weight)
+
+
+def test_the_command_s_status_tells_that_the_best_model_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RewardTrainer, "_load_best_model", lambda self: setattr(self, "best_model_lost", "gone"))
+    words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
+    words += ["--output_dir", str(tmp_path), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
+    with pytest.raises(SystemExit, match="the best could not be loaded: gone") as end:
+        reward.run([*words, "--eval_strategy", "steps", "--load_best_model_at_end"])
+    assert end.value.code == 73 and (tmp_path / "model.safetensors").is_file()
 
 
 # ---- saves that fail
@@ -220,6 +347,35 @@ def test_folder_that_cannot_be_written_is_loud_and_training_goes_on(model_folder
     trainer.train()
     assert trainer.state.global_step == 6
     assert len(trainer.checkpointer.failed) == 3
+
+
+def test_a_model_that_there_is_no_room_for_leaves_what_was_there(
+    run: RewardTrainer, model_folder: str, tmp_path: Path
+) -> None:
+    run.save_model(str(tmp_path))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = make_trainer(model_folder, tmp_path / "other")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises((OSError, SafetensorError)):
+            other.save_model(str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (tmp_path / "other").rmdir()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_users_own_readme_stays(model_folder: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("Notes of mine")
+    trainer = make_trainer(model_folder, tmp_path, max_steps=2)
+    trainer.train()
+    assert (tmp_path / "README.md").read_text() == "Notes of mine"
+    (tmp_path / "README.md").unlink()
+    for _ in range(2):  # one that was written by us is written anew
+        trainer.create_model_card("first")
+        trainer.create_model_card("second")
+    assert "# second" in (tmp_path / "README.md").read_text()
 
 
 # ---- checkpoints that are refused
@@ -293,6 +449,19 @@ def empty_progress(checkpoint: Path) -> None:
     (checkpoint / "progress.json").write_text("")
 
 
+def odd_progress(checkpoint: Path) -> None:
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    (checkpoint / "progress.json").write_text(json.dumps(progress | {"order": []}))
+
+
+def odd_state(checkpoint: Path) -> None:
+    (checkpoint / "trainer_state.json").write_text("[]")
+
+
+def no_schedule(checkpoint: Path) -> None:
+    (checkpoint / "scheduler.pt").unlink()
+
+
 REFUSED: dict[Callable[[Path], None], str] = {
     change_model: "is of another model: it has no model.",
     change_shape: "is of another model: its model.*is of shape",
@@ -301,6 +470,9 @@ REFUSED: dict[Callable[[Path], None], str] = {
     change_packing: "was trained on padded batches, and these are packed",
     tear_state: "state",
     empty_progress: "progress.json",
+    odd_progress: "progress.json cannot be read .ValueError: order is \\[\\]",
+    odd_state: "trainer_state.json cannot be read",
+    no_schedule: "scheduler.pt cannot be read",
 }
 
 
@@ -414,7 +586,7 @@ def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
     )
     trainer.train()
     assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
-    assert sorted(trainer.remote.checkpoints()) == ["checkpoint-2", "checkpoint-6"]
+    assert trainer.remote.checkpoints() == ["checkpoint-2"]
     (saved,) = fsspec.filesystem("memory").glob("/bucket/best/checkpoint-2/model.safetensors")
     weights = load(fsspec.filesystem("memory").cat_file(saved))
     assert torch.equal(weights["score.weight"], trainer.model.score.weight)

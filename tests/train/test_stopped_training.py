@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import tiny
 from places import SUPPORT
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
 
+from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.background import NOT_SAVED
-from trl_tpu.checkpoint.manifest import STAGING_FOLDER
+from trl_tpu.checkpoint.run_folder import STAGING_FOLDER
 from trl_tpu.cli import main as command
+from trl_tpu.scripts import reward
 from trl_tpu.training import preemption
 from trl_tpu.training.preemption import SIGTERM, TIME_LIMIT, UNFINISHED, Unfinished
 
@@ -174,7 +177,8 @@ def test_a_stop_that_could_not_save_has_a_status_of_its_own(model: str, tmp_path
 
     spoiled = At("on_step_end", 1, spoil)
     with pytest.raises(Unfinished, match="checkpoint-2 could not be saved") as stop:
-        make_trainer(model, tmp_path / "out", At("on_step_begin", 1, sigterm), spoiled).train()
+        # however the folder is spelled
+        make_trainer(model, f"{tmp_path}/./out//", At("on_step_begin", 1, sigterm), spoiled).train()
     assert (stop.value.code, stop.value.saved) == (NOT_SAVED, False)
 
 
@@ -245,6 +249,52 @@ ats = [At(event, int(step), act) for act in acts]
 make_trainer(model, pathlib.Path(out), *ats, dataloader_num_workers=int(times == "all")).train()
 print("trained")
 """
+
+
+@pytest.fixture
+def command_words(model: str, tmp_path: Path) -> Iterator[list[str]]:
+    """A command that hears SIGTERM in this process, whose own handler is put back."""
+    tiny.made_up_pairs(16).to_json(tmp_path / "pairs.jsonl")
+    before = signal.getsignal(signal.SIGTERM)
+    words = ["reward", "--model_name_or_path", model, "--dataset_name", str(tmp_path / "pairs.jsonl")]
+    words += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--report_to", "none"]
+    yield [*words, "--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("during", ["refuse_launcher_flags", "load_data", "RewardTrainer"])
+def test_a_sigterm_before_training_ends_the_command_as_one_in_training_does(
+    during: str, command_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the folder of the run is not known yet, and beside checkpoints of an older run."""
+    (tmp_path / "out" / "checkpoint-9").mkdir(parents=True)
+    inner = getattr(reward, during)
+
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        sigterm()
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(reward, during, stopped)
+    with pytest.raises(SystemExit) as end:
+        command(command_words)
+    assert end.value.code == UNFINISHED
+    monkeypatch.undo()
+    assert command([*command_words, "--resume_from_checkpoint", "true"]) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_sigterm_after_training_leaves_a_complete_model(
+    command_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = RewardTrainer.save_model
+
+    def stopped(self: RewardTrainer, *args: Any, **kwargs: Any) -> None:
+        sigterm()
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(RewardTrainer, "save_model", stopped)
+    assert command(command_words) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from transformers import AutoModelForSequenceClassification
 
 from trl_tpu.checkpoint.loader import CheckpointLoader
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, find_faults
+from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.checkpoint.saver import Checkpointer, Contents
 from trl_tpu.checkpoint.state_dict import optimizer_numbers, write_progress
+from trl_tpu.checkpoint.storage import replace_model_files
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 
@@ -53,15 +55,16 @@ def checkpointer() -> Checkpointer:
 @pytest.fixture
 def contents(model: Any, tmp_path: Path) -> Callable[..., Contents]:
     optimizer = trained(model)
+    progress = {"processes": [], "logged_step": 0, "batches": "packed", "order": {}}
 
     def describe(folder: Path) -> None:
         model.config.save_pretrained(folder)
-        write_progress(folder, {"optimizer": optimizer_numbers(optimizer, model), "batches": "packed", "order": {}})
+        write_progress(folder, progress | {"optimizer": optimizer_numbers(optimizer, model)})
 
     def make(step: int, describe: Callable[[Path], None] = describe, **settings: Any) -> Contents:
         defaults: dict[str, Any] = {"model": model, "optimizer": optimizer, "best": None}
         defaults["save_weights"] = lambda folder, weights: model.save_pretrained(folder, state_dict=weights)
-        return Contents(f"checkpoint-{step}", tmp_path, describe, **(defaults | settings))
+        return Contents(f"checkpoint-{step}", RunFolder(tmp_path, None, True), describe, **(defaults | settings))
 
     return make
 
@@ -143,8 +146,8 @@ def test_weights_and_moments_come_back_to_the_bit(
 ) -> None:
     checkpointer.save(contents(7))
     checkpointer.wait()
-    loader = CheckpointLoader(Runtime(), Alone(), str(tmp_path), shares_disk=True, remote=None)
-    folder = loader.find(True, "packed", {})
+    loader = CheckpointLoader(Runtime(), Alone(), shares_disk=True, remote=None)
+    folder = loader.find(True, RunFolder(tmp_path, None, True), "packed", {}, {})
     assert folder == str(tmp_path / "checkpoint-7")
     other = tiny.tiny_model(tiny.tiny_tokenizer(["some text"]))
     with torch.no_grad():
@@ -153,4 +156,18 @@ def test_weights_and_moments_come_back_to_the_bit(
     assert loader.load_weights(other, folder)
     assert all(torch.equal(other.state_dict()[name], weight) for name, weight in model.state_dict().items())
     with pytest.raises(UserError, match="was trained on packed batches, and these are padded"):
-        loader.find(True, "padded", {})
+        loader.find(True, RunFolder(tmp_path, None, True), "padded", {}, {})
+
+
+def test_weights_of_an_older_model_that_would_be_read_instead_are_removed(tmp_path: Path) -> None:
+    folder, staging = tmp_path / "model", tmp_path / "staging"
+    older = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    others = ["adapter_model.safetensors", "model_of_mine.safetensors", "config.json", "notes.txt"]
+    newer = ["model-00001-of-00003.safetensors", "model.safetensors.index.json", "config.json"]
+    for place, names in ((folder, older + others), (staging, newer)):
+        place.mkdir()
+        for name in names:
+            (place / name).write_text(place.name)
+    replace_model_files(staging, folder)
+    assert {path.name for path in folder.iterdir()} == {*others, *newer}
+    assert {path.name for path in folder.iterdir() if path.read_text() == "staging"} == set(newer)

@@ -43,7 +43,11 @@ def test_help_ends_where_the_next_field_begins_and_is_that_of_the_class_alone(
 
 def test_a_copy_of_a_config_keeps_the_hubs_token_and_a_pickle_does_not(tmp_path: Path) -> None:
     args = RewardConfig(str(tmp_path), bf16=False, report_to="none", hub_token="secret", packing=True, remat="dots")
-    assert copy.copy(args).hub_token == "secret"
+    args.model_init_kwargs = {"token": "secret", "dtype": "float32"}
+    for copied in (copy.copy(args), copy.deepcopy(args)):
+        assert copied.hub_token == "secret" and copied.model_init_kwargs == args.model_init_kwargs
+    assert b"secret" not in pickle.dumps(args) and "secret" not in args.to_json_string()
+    assert "secret" not in str(args.to_sanitized_dict()) and args.model_init_kwargs["token"] == "secret"
     unpickled = pickle.loads(pickle.dumps(args))
     assert unpickled.hub_token is None
     assert (unpickled.packing, unpickled.remat, unpickled.remat_policy) == ("true", "dots", "dots")

@@ -10,6 +10,21 @@ logger = logging.getLogger(__name__)
 NOT_SAVED = 74
 
 
+#: The exit status of a run whose best model could not be loaded at its end: EX_CANTCREAT of sysexits.h.
+BEST_LOST = 73
+
+
+class BestModelLost(SystemExit):
+    """A run has ended with its last model, since its best could not be loaded; uncaught, the exit status is 73."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(BEST_LOST)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the model is the last one, since the best could not be loaded: {self.reason}"
+
+
 class SavesFailed(SystemExit):
     """A run has ended, and checkpoints of it could not be saved; uncaught, the exit status is 74."""
 

@@ -4,6 +4,7 @@ A checkpoint is written in the staging folder, sealed, flushed to disk and renam
 Checksums of large files are made while they are written; all files are checked before a checkpoint is loaded.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,14 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import sort_checkpoints
 
 from ..errors import UserError
 from .state_dict import PROGRESS_FILE, STATE_FOLDER
 
 MANIFEST_FILE = "manifest.json"
-# beside the checkpoints, since a rename within one file system is atomic; uploads leave out what begins so
-STAGING_FOLDER = "_unfinished"
+REPLACED = ".replaced"
+"""How the folder of a checkpoint's older version ends, in the staging folder, while a newer one takes its place."""
 _FORMAT = 2
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -55,23 +55,24 @@ def describe_files(folder: Path, names: Iterable[str], known: Mapping[str, str])
     return files
 
 
-def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the manifest of ``files``, which says that they are all."""
+def seal(folder: Path, files: Mapping[str, Mapping[str, Any]], run: str | None = None) -> None:
+    """Write the manifest of ``files``, which says that they are all, and which run's."""
     manifest = folder / MANIFEST_FILE
-    manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
+    content = {"format": _FORMAT, "run": run, "files": dict(files)}
+    manifest.write_text(json.dumps(content, indent=1), encoding="utf-8")
     flush(manifest)
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         flush(path)
 
 
-def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]], run: str | None = None) -> None:
     """Seal the folder ``staging`` with a manifest of ``files`` and rename it to ``final``; an older one is replaced.
 
     A kill at any moment leaves ``final`` absent or complete. Where it existed, it may be left absent for the instant
-    between two renames; its older version then still lies in the staging folder.
+    between two renames; its older version then still lies in the staging folder, and is put back by the next run.
     """
-    seal(staging, files)
-    replaced = staging.with_name(f"{staging.name}.replaced")
+    seal(staging, files, run)
+    replaced = staging.with_name(f"{staging.name}{REPLACED}")
     if final.exists():
         final.rename(replaced)
     staging.rename(final)
@@ -92,13 +93,9 @@ def flush(path: Path) -> None:
 
 
 def surplus_checkpoints(saved: Path, limit: int | None, best: Path | None) -> list[Path]:
-    """Return the checkpoints to delete so that ``limit`` are left, the oldest first, never ``saved`` or ``best``.
-
-    Ordered by steps, which no clock disturbs; by age where a run began anew beside larger steps of an earlier one.
-    """
-    is_last = checkpoints_in(saved.parent)[0] == saved
-    found = [Path(path) for path in sort_checkpoints(str(saved.parent), use_mtime=not is_last)]
-    return surplus(found, limit, {saved} if best is None else {saved, best})
+    """Return the checkpoints to delete so that ``limit`` are left, first steps first, never ``saved`` or ``best``."""
+    found = checkpoints_in(saved.parent)[::-1]
+    return surplus(found, limit, {each for each in found if each in (saved, best)})
 
 
 def surplus(found: Sequence[Named], limit: int | None, needed: Set[Named]) -> list[Named]:
@@ -111,6 +108,7 @@ def surplus(found: Sequence[Named], limit: int | None, needed: Set[Named]) -> li
 
 def retire(folder: Path, staging: Path) -> None:
     """Delete a checkpoint, invisible first: a kill leaves no folder with some of its files, and with a new date."""
+    staging.mkdir(parents=True, exist_ok=True)
     retired = staging / f"{folder.name}.retired"
     folder.rename(retired)
     shutil.rmtree(retired, ignore_errors=True)
@@ -128,6 +126,18 @@ def newest_first(found: Iterable[Named]) -> list[Named]:
 def checkpoints_in(output_dir: str | Path) -> list[Path]:
     """Return the folders of checkpoints, the last step first, whole or not."""
     return newest_first(path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir())
+
+
+def run_in(manifest: str) -> str | None:
+    """Return the run that a checkpoint with this manifest is of; None where it does not say."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return json.loads(manifest).get("run")
+    return None
+
+
+def is_ours(folder: str | Path) -> bool:
+    """Tell whether a checkpoint was written by this package, and so has to have a manifest."""
+    return any(Path(folder, name).exists() for name in (MANIFEST_FILE, PROGRESS_FILE, STATE_FOLDER))
 
 
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -187,7 +197,7 @@ def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = find_
             f"resume_from_checkpoint={str(folder)!r} is no folder. Give the folder of a checkpoint, or True for the "
             "newest good one of output_dir."
         )
-    ours = any(Path(folder, name).exists() for name in (MANIFEST_FILE, PROGRESS_FILE, STATE_FOLDER))
+    ours = is_ours(folder)
     if not ours and not Path(folder, TRAINER_STATE_NAME).is_file():
         raise UserError(
             f"resume_from_checkpoint={str(folder)!r} has no {TRAINER_STATE_NAME}, so it is no checkpoint to go on "

@@ -4,7 +4,6 @@ Object stores have no rename. There a checkpoint is complete when its manifest i
 invisible before. Files pass through a folder on the host's own disk.
 """
 
-import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,15 +14,20 @@ import fsspec
 from ..errors import UserError
 from .manifest import MANIFEST_FILE, newest_first, surplus
 
+_PRIVATE: list[tempfile.TemporaryDirectory[str]] = []
+
 
 def is_url(folder: str) -> bool:
     """Return whether ``folder`` is a URL rather than a folder of this machine."""
     return "://" in folder
 
 
-def staging_folder(url: str) -> str:
-    """Return the folder of this machine through which files of ``url`` pass; below TMPDIR, the same for each run."""
-    return str(Path(tempfile.gettempdir(), "trl-tpu", hashlib.sha256(url.encode()).hexdigest()[:16]))
+def private_folder(url: str) -> str:
+    """Make a folder below TMPDIR through which files of ``url`` pass: nobody else's, and removed with this process."""
+    _PRIVATE.append(tempfile.TemporaryDirectory(prefix="trl-tpu-", ignore_cleanup_errors=True))
+    folder = Path(_PRIVATE[-1].name, url.rstrip("/").rpartition("/")[2])
+    folder.mkdir()
+    return str(folder)
 
 
 @contextmanager
@@ -58,6 +62,30 @@ class RemoteRun:
         """Return the names of complete checkpoints, the last step first."""
         manifests = self._files.glob(f"{self._root}/checkpoint-*/{MANIFEST_FILE}")
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
+
+    def read_text(self, name: str) -> str | None:
+        """Return the text of a file below the URL; None if there is no such file."""
+        try:
+            return self._files.cat_file(f"{self._root}/{name}").decode(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file below the URL."""
+        self._files.makedirs(self._root, exist_ok=True)
+        self._files.pipe_file(f"{self._root}/{name}", text.encode())
+
+    def move(self, checkpoints: Iterable[str], below: str) -> None:
+        """Move checkpoints to ``below``, their manifests first: half moved, a checkpoint is none."""
+        for name in checkpoints:
+            old, new = f"{self._root}/{name}", f"{self._root}/{below}/{name}"
+            paths = sorted(self._files.find(old), key=lambda path: not path.endswith(f"{name}/{MANIFEST_FILE}"))
+            for path in paths:
+                moved = f"{new}/{path.partition(f'/{name}/')[2]}"
+                self._files.makedirs(moved.rpartition("/")[0], exist_ok=True)
+                self._files.mv(path, moved)
+            if self._files.exists(old):
+                self._files.rm(old, recursive=True)  # folders, where the file system has such
 
     def put(self, folder: Path, names: Iterable[str], below: str = "") -> None:
         """Upload files of ``folder``, in this order, to ``below`` the URL."""

@@ -26,7 +26,6 @@ from ..runtime import Runtime
 from .background import BackgroundSaves
 from .manifest import (
     MANIFEST_FILE,
-    STAGING_FOLDER,
     Files,
     describe_files,
     files_in,
@@ -36,6 +35,7 @@ from .manifest import (
     surplus_checkpoints,
 )
 from .remote import RemoteRun
+from .run_folder import RunFolder
 from .state_dict import STATE_FOLDER, are_in_model_files, state_tensors, trained_weights
 from .storage import join_shards, write_model_files, write_state
 
@@ -58,7 +58,7 @@ class Contents:
 
     Args:
         name: Of its folder, ``checkpoint-12``.
-        run_folder: Where it goes.
+        run: Where it goes.
         describe: Writes what is small to a folder. All processes call it.
         model: Whose weights are saved; None where `describe` has written them.
         optimizer: Whose state is saved; None for a checkpoint of the model alone.
@@ -67,7 +67,7 @@ class Contents:
     """
 
     name: str
-    run_folder: Path
+    run: RunFolder
     describe: Callable[[Path], None]
     model: nn.Module | None
     optimizer: Optimizer | None
@@ -128,7 +128,7 @@ class Checkpointer:
         began = time.monotonic()
         self.wait()
         self.latest = self._place_of(contents)
-        staging = contents.run_folder / STAGING_FOLDER / contents.name
+        staging = contents.run.staging / contents.name
         on_host: list[_OnHost] = []
 
         def take() -> None:
@@ -149,11 +149,11 @@ class Checkpointer:
         """Return the folder, or URL, of a checkpoint."""
         if self._remote is not None:
             return f"{self._remote.url}/{contents.name}"
-        return str(contents.run_folder / contents.name)
+        return str(contents.run.path / contents.name)
 
     def _make_room(self, staging: Path) -> None:
         if self._makes_folder:
-            shutil.rmtree(staging.parent, ignore_errors=True)
+            shutil.rmtree(staging.parent, ignore_errors=True)  # left by a save that was killed
             staging.mkdir(parents=True)
 
     def _copy_to_host(self, contents: Contents) -> _OnHost:
@@ -235,16 +235,28 @@ class Checkpointer:
 
     def _publish(self, contents: Contents, staging: Path, files: Files) -> None:
         """Make the checkpoint visible, and only then delete older ones."""
+        contents.run.check_owner()
         if self._remote is not None:
-            seal(staging, files)
+            seal(staging, files, contents.run.run)
             self._remote.put(staging, [MANIFEST_FILE], contents.name)
             self._remote.rotate(self._limit, contents.best, contents.name)
             return
-        final = contents.run_folder / contents.name
-        publish(staging, final, files)
-        best = None if contents.best is None else contents.run_folder / contents.best
+        final = contents.run.path / contents.name
+        publish(staging, final, files, contents.run.run)
+        best = None if contents.best is None else contents.run.path / contents.best
         for surplus in surplus_checkpoints(final, self._limit, best):
             retire(surplus, staging.parent)
+
+    def keep_best_alone(self, run: RunFolder, best: str) -> None:
+        """Delete the last checkpoint at the end of training, where one may stay and the best is another."""
+        if self._limit != 1 or not self._writes:
+            return
+        if self._remote is not None:
+            self._remote.rotate(1, best, best)
+            return
+        for surplus in surplus_checkpoints(run.path / best, 1, None):
+            retire(surplus, run.staging)
+        run.clear_staging()
 
     def _meet(self, value: Any = None) -> list[Any]:
         """Return what the saving threads of all hosts give."""
@@ -256,7 +268,7 @@ class Checkpointer:
 
     def _clean_up(self, contents: Contents) -> None:
         if self._makes_folder:  # also when the disk is full
-            shutil.rmtree(contents.run_folder / STAGING_FOLDER, ignore_errors=True)
+            contents.run.clear_staging()
 
 
 def _marked(mark: str, shards: dict[str, Any]) -> dict[str, Any]:

@@ -5,18 +5,20 @@ with every weight under its own name: then they are in that file only, for a res
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from operator import getitem
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, TrainerState
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from ..errors import UserError
 from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
@@ -27,6 +29,7 @@ from .storage import read_state, tensors_in, to_host
 
 STATE_FOLDER = "state"
 PROGRESS_FILE = "progress.json"
+_IN_PROGRESS = {"processes": list, "logged_step": int, "optimizer": dict, "batches": str, "order": dict}
 _WEIGHT = "model."
 _OPTIMIZER = "optimizer."
 
@@ -141,9 +144,18 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
 
 
 def read_optimizer(
-    optimizer: Optimizer, model: nn.Module, checkpoint: str | Path, numbers: Mapping[str, Any], runtime: Runtime
+    optimizer: Optimizer,
+    model: nn.Module,
+    checkpoint: str | Path,
+    numbers: Mapping[str, Any],
+    runtime: Runtime,
+    keep: Set[str] = frozenset(),
 ) -> None:
     """Load the optimizer's state; where there is none yet, it is made and laid out like its parameters.
+
+    Args:
+        numbers: What `optimizer_numbers` returned.
+        keep: Names of the groups' settings that stay as they are now.
 
     Raises:
         UserError: It is the state of another optimizer.
@@ -178,7 +190,8 @@ def read_optimizer(
         optimizer.state[parameters[parameter]][kind] = value
     for group, saved_group in zip(optimizer.param_groups, numbers["groups"], strict=True):
         # JSON made lists of tuples such as Adam's betas
-        _update_group(group, {k: tuple(v) if isinstance(v, list) else v for k, v in saved_group.items()})
+        restored = {k: tuple(v) if isinstance(v, list) else v for k, v in saved_group.items() if k not in keep}
+        _update_group(group, restored)
 
 
 def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
@@ -202,9 +215,26 @@ def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str |
     runtime.step_boundary()
 
 
-def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
-    """Load the learning rate schedule's place."""
-    scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True))
+def read_scheduler(scheduler: Any, checkpoint: str | Path, *, keeps_rate: bool = False) -> None:
+    """Load the learning rate schedule's place.
+
+    Args:
+        keeps_rate: Whether the rate that it starts from stays as it is now.
+
+    Raises:
+        UserError: The checkpoint has none, or it cannot be read.
+    """
+    rates: Any = getattr(scheduler, "base_lrs", None)
+    try:
+        place = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise _unreadable(checkpoint, SCHEDULER_NAME, error) from error
+    scheduler.load_state_dict(place)
+    if keeps_rate and isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = rates
+        scheduler._last_lr = scheduler.get_lr()
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+            group["lr"] = rate
 
 
 def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
@@ -216,15 +246,31 @@ def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
     """Return what `write_progress` wrote; None for a checkpoint of another trainer.
 
     Raises:
-        UserError: It is no JSON.
+        UserError: It is something else.
     """
     path = Path(checkpoint, PROGRESS_FILE)
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        for name, kind in _IN_PROGRESS.items():
+            if not isinstance(progress[name], kind):
+                raise ValueError(f"{name} is {progress[name]!r}")
+    except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(checkpoint, PROGRESS_FILE, error) from error
+    return progress
+
+
+def read_trainer_state(checkpoint: str | Path) -> TrainerState:
+    """Return transformers' state of a run, which a checkpoint of any trainer has.
+
+    Raises:
+        UserError: There is none, or it cannot be read.
+    """
+    try:
+        return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(checkpoint, TRAINER_STATE_NAME, error) from error
 
 
 # ---- names

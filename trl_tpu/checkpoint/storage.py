@@ -8,6 +8,8 @@ SHA-256 is made while it is written.
 import hashlib
 import json
 import os
+import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="
 
 _MODEL_FILE = "model{suffix}.safetensors"
 _MODEL_INDEX = "model.safetensors.index.json"
+_WEIGHTS = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 _FILE_SIZE = "5GB"
 """Of a model file: serialized, each is in host memory once more."""
 
@@ -93,6 +96,21 @@ def write_model_files(weights: Mapping[str, torch.Tensor], folder: Path) -> dict
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / _MODEL_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return checksums
+
+
+def replace_model_files(staging: Path, folder: Path) -> None:
+    """Move a saved model's files to ``folder``, and remove weights of an older one there that are not among them."""
+    new = {path.name for path in staging.iterdir()}
+    kinds = {match[1] for name in new if (match := _WEIGHTS.fullmatch(name))}
+    for old in list(folder.iterdir()):
+        match = _WEIGHTS.fullmatch(old.name)
+        if match and match[1] in kinds and old.name not in new:
+            old.unlink()
+    for path in list(staging.iterdir()):
+        target = folder / path.name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)  # another adapter's
+        path.replace(target)
 
 
 def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -158,4 +176,7 @@ class _HashingStream:
         return getattr(self._stream, name)
 
 
-__all__ = ["join_shards", "read_state", "tensors_in", "to_host", "write_model_files", "write_state"]
+__all__ = [
+    *("join_shards", "read_state", "replace_model_files", "tensors_in"),
+    *("to_host", "write_model_files", "write_state"),
+]

@@ -9,12 +9,17 @@ if __name__ == "__main__":  # the command exports the `env` of its YAML file bef
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
-from trl_tpu.checkpoint.background import SavesFailed
+from safetensors import SafetensorError
+
+from trl_tpu.checkpoint.background import BestModelLost, SavesFailed
+from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts import score, synthetic
+from trl_tpu.scripts import score, sigterm, synthetic
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
 from trl_tpu.scripts.parser import TrlParser
@@ -46,13 +51,18 @@ def main(
     Raises:
         UserError: No model, no dataset, or no such split.
         Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
-        SavesFailed: The model was trained and saved, but not every checkpoint on the way.
+        BestModelLost: The model was trained and saved, but it is the last one and not the best.
+        SavesFailed: The model could not be saved, or not every checkpoint on the way.
     """
     if not model_args.model_name_or_path:
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     output_dir = str(training_args.output_dir)
+    checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
+    if checkpoint is None:
+        begin_anew(training_args)
+    sigterm.may_end()
     dataset = load_data(script_args, dataset_args)
     what = "the mixture" if dataset_args.datasets else str(script_args.dataset_name)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
@@ -75,11 +85,16 @@ def main(
             print(line)
 
     say(trainer.describe())
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args.resume_from_checkpoint))
+    sigterm.may_end_no_more()
+    trainer.train(resume_from_checkpoint=checkpoint)
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
         raise trainer.unfinished(trainer.stopped_by)
-    trainer.save_model(output_dir)
+    try:
+        trainer.save_model(output_dir)
+    except (OSError, SafetensorError) as error:
+        logger.error("The model was NOT saved (%s). Checkpoints stay as they are; make room, and resume.", error)
+        raise SavesFailed([output_dir]) from error
     say(f"Model saved to {training_args.output_url or output_dir}")
     if eval_dataset is not None:
         say(held_out_table(trainer.evaluate()))
@@ -89,8 +104,23 @@ def main(
     if what.startswith(synthetic.PREFIX) and trainer.is_world_process_zero():
         print_examples(output_dir)
     trainer.end()  # closes the trackers
+    if trainer.best_model_lost is not None:
+        raise BestModelLost(trainer.best_model_lost)
     if trainer.checkpointer.failed:
         raise SavesFailed(trainer.checkpointer.failed)
+
+
+def begin_anew(args: RewardConfig) -> None:
+    """Make the folder a new run's, so that whatever stops the command from here on, it is this run that is resumed.
+
+    Raises:
+        UserError: Another process trains there, or it cannot be written to.
+    """
+    remote = None if args.output_url is None else RemoteRun(args.output_url)
+    folder = RunFolder(Path(str(args.output_dir)), remote, args.should_save)
+    folder.claim()
+    folder.begin(folder.run, None, 0, None)
+    folder.release()
 
 
 def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> dict[str, Any]:

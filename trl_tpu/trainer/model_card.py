@@ -6,6 +6,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
 
+_TAG = "generated_from_trainer"
 _CARD = """---
 {metadata}
 ---
@@ -52,7 +53,7 @@ def make_model_card(
         location: Where it can be loaded from: a hub id or a folder.
         base_model: The hub id of the model that was trained further.
         dataset_name: The dataset, if known.
-        tags: Tags beside `generated_from_trainer`.
+        tags: Tags beside that of a trainer's card.
         versions: Versions of the libraries, by name.
     """
     metadata = ModelCardData(
@@ -61,7 +62,7 @@ def make_model_card(
         library_name="transformers",
         model_name=name,
         pipeline_tag="text-classification",
-        tags=sorted({"generated_from_trainer", *tags}),
+        tags=sorted({_TAG, *tags}),
         licence="license",
     )
     return ModelCard(
@@ -76,3 +77,8 @@ def make_model_card(
             ),
         )
     )
+
+
+def is_generated(card: str) -> bool:
+    """Tell whether a trainer wrote a model card, here or in TRL, and not its owner."""
+    return _TAG in card

@@ -1,5 +1,6 @@
 """RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honor is refused here."""
 
+import copy
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +11,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
-from ..checkpoint.remote import is_url, staging_folder
+from ..checkpoint.remote import is_url, private_folder
 from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
@@ -175,7 +176,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.output_dir is not None and is_url(self.output_dir):
-            self.output_url, self.output_dir = self.output_dir, staging_folder(self.output_dir)
+            self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
         self.take_removed()
         if self.pad_token is not None:
             warnings.warn(
@@ -233,9 +234,18 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         vars(made).update(vars(self))  # with the Hub's token, which `__getstate__` leaves out
         return made
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RewardConfig":
+        made = object.__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
-        return vars(self) | {"hub_token": None}
+        return vars(self) | {"hub_token": None, "model_init_kwargs": _without_token(self.model_init_kwargs)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, as trackers log them, without tokens."""
+        return super().to_dict() | {"model_init_kwargs": _without_token(self.model_init_kwargs)}
 
     @property
     def process_index(self) -> int:
@@ -277,6 +287,13 @@ class RewardConfig(RemovedArguments, TrainingArguments):
                 f"{per_device + -per_device % shards} pairs."
             )
         return per_device
+
+
+def _without_token(model_init_kwargs: Any) -> Any:
+    """Return the arguments without the token that `from_pretrained` may be given."""
+    if not isinstance(model_init_kwargs, dict):
+        return model_init_kwargs
+    return {name: value for name, value in model_init_kwargs.items() if name not in ("token", "use_auth_token")}
 
 
 def _multiple(value: int | str | None) -> int | None:

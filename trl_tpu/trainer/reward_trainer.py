@@ -37,7 +37,7 @@ from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
 from .builders import build_dataset, build_reward_model, check_arguments, default_folder
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
-from .model_card import make_model_card
+from .model_card import is_generated, make_model_card
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -326,8 +326,9 @@ class RewardTrainer(DeviceTrainer):
     def create_model_card(  # type: ignore[override]  # TRL's signature
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
-        """Write the model card, with TRL's tags, to ``output_dir/README.md``."""
-        if not self.is_world_process_zero():
+        """Write the model card, with TRL's tags, to ``output_dir/README.md``; one that you wrote stays."""
+        path = Path(str(self.args.output_dir), "README.md")
+        if not self.is_world_process_zero() or (path.is_file() and not is_generated(path.read_text(errors="replace"))):
             return
         base = getattr(self.model.config, "_name_or_path", "")
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
@@ -340,7 +341,7 @@ class RewardTrainer(DeviceTrainer):
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
         )
-        card.save(os.path.join(folder, "README.md"))
+        card.save(path)
 
 
 _READ_BATCHES = (

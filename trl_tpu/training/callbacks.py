@@ -34,10 +34,10 @@ def report_pushes(trainer: Trainer) -> None:
 
 
 @contextlib.contextmanager
-def keeping_two(args: TrainingArguments) -> Iterator[None]:
-    """Keep the checkpoint to resume from: with a limit of 1 a Trainer that ends deletes all but the best."""
+def keeping_all(args: TrainingArguments) -> Iterator[None]:
+    """Let a Trainer that ends delete no checkpoint, which it does with a limit of 1, and by how names begin."""
     limit = args.save_total_limit
-    args.save_total_limit = 2 if limit == 1 else limit
+    args.save_total_limit = None
     try:
         yield
     finally:
@@ -55,6 +55,7 @@ class StepEdges(TrainerCallback):
         trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
         resume_sums(trainer)
         trainer.agreement.start(state.global_step)
+        trainer.find_best_again()
         # a resumed run compares this with its own argument, and would warn of a change on every mesh
         state.train_batch_size = args.per_device_train_batch_size
         if trainer.runtime.compiles:

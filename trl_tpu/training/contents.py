@@ -10,12 +10,14 @@ from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
+from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.saver import Contents
 from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
 from ..modeling.adapters import save_adapter_config
 from .logs import open_sums
 from .optimizer import bare
 from .preemption import Preemption
+from .same_run import settings_of
 
 if TYPE_CHECKING:
     from .device_trainer import DeviceTrainer
@@ -26,16 +28,16 @@ def keeps_state(trainer: Trainer) -> bool:
     return not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
 
 
-def contents_of(trainer: "DeviceTrainer", run_folder: Path) -> Contents:
+def contents_of(trainer: "DeviceTrainer", run: RunFolder) -> Contents:
     """Return what the checkpoint of the step that ``trainer`` is at contains."""
     state, args = trainer.state, trainer.args
     if state.best_global_step:
-        best = run_folder / f"checkpoint-{state.best_global_step}"
+        best = run.path / f"checkpoint-{state.best_global_step}"
         if best.is_dir() or state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(best)
     return Contents(
         name=f"checkpoint-{state.global_step}",
-        run_folder=run_folder,
+        run=run,
         describe=partial(_describe, trainer),
         model=trainer.model if keeps_state(trainer) else None,
         optimizer=None if args.save_only_model else bare(trainer.optimizer),
@@ -84,6 +86,7 @@ def _save_progress(trainer: "DeviceTrainer", folder: Path) -> None:
             "optimizer": optimizer_numbers(bare(trainer.optimizer), trainer.model),
             "batches": trainer.batch_plan.layout,
             "order": trainer.order,
+            "settings": settings_of(trainer.args),
         }
         write_progress(folder, progress)
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]

@@ -30,7 +30,9 @@ _finalize_training                  wait for saves; leave nonfinite steps out of
 
 import contextlib
 import logging
+import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,20 +40,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from ..checkpoint.loader import CheckpointLoader
-from ..checkpoint.remote import RemoteRun, is_url, staging_folder
+from ..checkpoint.manifest import files_in, is_ours
+from ..checkpoint.remote import RemoteRun, is_url, private_folder
+from ..checkpoint.run_folder import SAVING, RunFolder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
-from ..checkpoint.state_dict import give_weights_on_host, whole_weights
+from ..checkpoint.state_dict import give_weights_on_host, read_trainer_state, whole_weights
+from ..checkpoint.storage import replace_model_files
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
+from ..errors import UserError
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
 from .agreement import HostAgreement
-from .callbacks import StepEdges, keeping_two, report_pushes, watches_saves
+from .callbacks import StepEdges, keeping_all, report_pushes, watches_saves
 from .contents import contents_of, keeps_state
 from .evaluation import evaluate_batch, run_evaluation
 from .logs import leave_nonfinite_out, log_step
@@ -61,7 +67,7 @@ from .nonfinite import NonfiniteGuard, limit_of
 from .optimizer import bare
 from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
 from .recompile_guard import RecompileGuard
-from .same_run import check_alike, describe_run, order_of_pairs
+from .same_run import check_alike, describe_run, order_of_pairs, settings_of
 from .step_state import StepState
 
 if TYPE_CHECKING:
@@ -109,9 +115,11 @@ class DeviceTrainer(Trainer):
             limit=args.save_total_limit,
             remote=self.remote,
         )
-        self.checkpoints = CheckpointLoader(
-            runtime, self.agreement, str(args.output_dir), shares_disk=shares_disk, remote=self.remote
-        )
+        self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk, remote=self.remote)
+        self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
+        self.best_model_lost: str | None = None
+        """Why the last `train()` ended with its last model in the place of its best; None if it did not."""
+        self._best: str | None = None  # the best checkpoint of a run that is resumed, where it is now
         self.order: dict[str, Any] = {}
         """What the pairs of each step of this training depend on."""
         self._accumulates = args.gradient_accumulation_steps > 1
@@ -139,22 +147,58 @@ class DeviceTrainer(Trainer):
         """
         preemption = self.preemption
         preemption.start()
-        self.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
+        self.best_model_lost = None
+        self.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), self.remote, self.args.should_save)
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             try:
-                if self.runtime.shares_mesh and self.agreement.count > 1:
-                    own = self.order | describe_run(self.args, self.eval_dataset, resume_from_checkpoint)
-                    check_alike(self.agreement.all_gather_object(own))
-                checkpoint = self.checkpoints.find(resume_from_checkpoint, self.batch_plan.layout, self.order)
+                checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
                 self._step_state.unstack()
                 self.checkpoints.drop_download()
+                run.release()
+        if self.state.global_step == 0 and self.stopped_by is None and self.state.max_steps > 0:
+            raise UserError("Training took no step: the train dataset gave no pair that can be trained on.")
         if self.stopped_by == SIGTERM or (self.stopped_by is not None and preemption.told_to_stop):
             raise self.unfinished(SIGTERM)
         if preemption.told_to_stop:  # after the last step, where we do not save: it does what it does without us
             signal.raise_signal(signal.SIGTERM)
         return output
+
+    def _check_there_is_a_batch(self) -> None:
+        batch = self.args.train_batch_size * self.accelerator.num_processes
+        if self.args.dataloader_drop_last and has_length(self.train_dataset) and len(self.train_dataset) < batch:
+            raise UserError(
+                f"There would be no step: dataloader_drop_last leaves out a batch that is not full, and the "
+                f"{len(self.train_dataset)} pairs of the train dataset do not fill one of {batch}. Leave it out, or "
+                "make batches smaller."
+            )
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Do something in every process, and raise in all what any one raised."""
+        if (failure := failure_anywhere(action, self.agreement.all_gather_object)) is not None:
+            raise failure
+
+    def _checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
+        """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
+        self._check_there_is_a_batch()
+        self.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
+        if self.runtime.shares_mesh and self.agreement.count > 1:
+            own = self.order | describe_run(self.args, self.eval_dataset, resume)
+            check_alike(self.agreement.all_gather_object(own))
+        self._together(run.claim)
+        settings, layout = settings_of(self.args), self.batch_plan.layout
+        checkpoint = self.checkpoints.find(resume, run, layout, self.order, settings)
+        state = TrainerState() if checkpoint is None else read_trainer_state(checkpoint)
+        self._best = None
+        if checkpoint is not None and state.best_model_checkpoint is not None:
+            name = Path(state.best_model_checkpoint).name  # the folder may have had another path
+            places = [run.path / name, Path(checkpoint).with_name(name)]
+            self._best = str(next((place for place in places if place.is_dir()), places[0]))
+        saved = self.checkpoints.run
+        name_of_run: str = self.agreement.all_gather_object(saved or run.run)[0]
+        self._together(lambda: run.begin(name_of_run, checkpoint, state.global_step, saved))
+        return checkpoint
 
     @property
     def stopped_by(self) -> str | None:
@@ -370,23 +414,33 @@ class DeviceTrainer(Trainer):
     # ---- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, or its adapters, as safetensors with config and tokenizer beside it."""
+        """Write the model, or its adapters, as safetensors with config and tokenizer beside it.
+
+        A folder has all of its files afterwards or, where there is no room for them, what it had before.
+        """
         folder = str(output_dir or self.args.output_dir)
         remote = self.remote if folder == str(self.args.output_dir) else None
         if is_url(folder):
-            folder, remote = staging_folder(folder), RemoteRun(folder)
+            folder, remote = private_folder(folder), RemoteRun(folder)
+        staging = Path(folder, f"{SAVING}{self.run_folder.run}")
 
         def write() -> None:
             if self.runtime.compiles:
-                self._save(folder, whole_weights(self.model, self.runtime, keeps=self.args.should_save))
+                self._save(str(staging), whole_weights(self.model, self.runtime, keeps=self.args.should_save))
             else:
-                super(DeviceTrainer, self).save_model(folder, _internal_call=True)
-            if remote is not None and self.args.should_save:
-                remote.put(Path(folder), [path.name for path in Path(folder).iterdir() if path.is_file()])
+                super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
+            if not self.args.should_save:
+                return
+            if remote is not None:
+                remote.put(staging, files_in(staging))
+            replace_model_files(staging, Path(folder))
 
-        # the other hosts wait here, since they may read it next
-        if (failure := failure_anywhere(write, self.runtime.all_gather_object)) is not None:
-            raise failure
+        try:
+            # the other hosts wait here, since they may read it next
+            if (failure := failure_anywhere(write, self.runtime.all_gather_object)) is not None:
+                raise failure
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -399,10 +453,10 @@ class DeviceTrainer(Trainer):
         except OSError as error:  # the save itself says more
             logger.error("The model card could not be written: %s", error)
         self.checkpointer.wait()  # the best one so far may be on its way
-        contents = contents_of(self, Path(self._get_output_dir(trial)))
+        contents = contents_of(self, self.run_folder)
         self.checkpointer.save(contents)
         self.preemption.note_save(self.state.global_step)
-        final = contents.run_folder / contents.name
+        final = contents.run.path / contents.name
         if self.args.push_to_hub or any(map(watches_saves, self.callback_handler.callbacks)):
             self.checkpointer.wait()  # they look for the folder
         if self.args.push_to_hub and final.is_dir():
@@ -413,14 +467,22 @@ class DeviceTrainer(Trainer):
         if not self.checkpoints.load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def find_best_again(self) -> None:
+        """Say where a resumed run's best checkpoint is now."""
+        if self._best is not None:
+            self.state.best_model_checkpoint = self._best
+
     def _load_best_model(self) -> None:
         if self.stopped_by == SIGTERM:
             return
         best = str(self.state.best_model_checkpoint)
-        if self.checkpoints.load_best(self.model, best):
-            logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
-        else:
+        if not keeps_state(self) or (self.remote is None and Path(best).is_dir() and not is_ours(best)):
             super()._load_best_model()
+        elif faults := self.checkpoints.load_best(self.model, best):
+            self.best_model_lost = f"{best}: {'; '.join(faults)}"
+            logger.error("The best model is LOST, and the last one is in its place: %s.", self.best_model_lost)
+        else:
+            logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -452,8 +514,10 @@ class DeviceTrainer(Trainer):
         if self.stopped_by is not None:
             done, of = self.state.global_step, self.state.max_steps
             logger.warning("At step %s of %s: %s.", done, of, self.unfinished(self.stopped_by))
-        with keeping_two(self.args) if self.stopped_by is not None else contextlib.nullcontext():
+        with keeping_all(self.args):
             result = super()._finalize_training(*args, **kwargs)
+        if self.stopped_by is None and self.state.best_model_checkpoint is not None and not self.best_model_lost:
+            self.checkpointer.keep_best_alone(self.run_folder, Path(self.state.best_model_checkpoint).name)
         report_pushes(self)
         if self.checkpointer.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(self.checkpointer.failed))

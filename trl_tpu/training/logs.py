@@ -81,7 +81,8 @@ def _stop_if_nonfinite(trainer: "DeviceTrainer", counted: Counted) -> None:
     if trainer.args.save_strategy != "no":
         trainer._save_checkpoint(trainer.model, None)
         trainer.checkpointer.wait()
-        weights = f"in checkpoint-{step}"
+        saved = trainer.checkpointer.latest not in trainer.checkpointer.failed
+        weights = f"in checkpoint-{step}" if saved else "not saved, as the log says"
     raise FloatingPointError(trainer.nonfinite.explain(first, last, rows, weights))
 
 

@@ -12,6 +12,15 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..errors import UserError
 
+_SETTINGS = (
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("center_rewards_coefficient", "disable_dropout", "bf16", "nonfinite_limit"),
+)
+
+_ROWS = 10_000
+"""Rows of a dataset that are summed up at once."""
+
 
 def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
     """Refuse hosts that were started with different arguments, data or checkpoints.
@@ -45,6 +54,11 @@ def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, A
     return order | {"train data": digest(train_dataset)}
 
 
+def settings_of(args: Any) -> dict[str, Any]:
+    """Return how a step trains: in a resumed run new values hold, and are named."""
+    return {name: getattr(args, name) for name in _SETTINGS}
+
+
 def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
     """Return what else has to be the same on every host of a mesh: how long, over what mesh, from which checkpoint."""
     folder = get_last_checkpoint(str(args.output_dir)) if resume is True else resume
@@ -57,13 +71,16 @@ def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dic
 
 
 def digest(dataset: Any) -> Any:
-    """Return how many rows there are, and a checksum of some; None for a stream; of a dict, this of each dataset."""
+    """Return how many rows there are, and a checksum of all; None for a stream; of a dict, this of each dataset."""
     if isinstance(dataset, dict):
         return {name: digest(part) for name, part in dataset.items()}
     if not isinstance(dataset, Dataset) or not len(dataset):
         return None
-    some = dataset[range(0, len(dataset), -(-len(dataset) // 16))]
-    return f"{len(dataset)} pairs ({crc32(json.dumps(some, sort_keys=True, default=str).encode()):08x})"
+    checksum = 0
+    for table in dataset.with_format("arrow").iter(_ROWS):
+        for batch in table.select(sorted(table.column_names)).combine_chunks().to_batches():
+            checksum = crc32(batch.serialize(), checksum)
+    return f"{len(dataset)} pairs ({checksum:08x})"
 
 
 def _named(hosts: list[int]) -> str:

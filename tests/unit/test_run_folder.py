@@ -1,0 +1,141 @@
+"""A folder is one run's: no other process trains there, and what another run left is moved aside."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish, run_in
+from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, STAGING_FOLDER, RunFolder
+from trl_tpu.errors import UserError
+
+HOLDS = """
+import fcntl, os, sys
+file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(os.pwrite(file, b'{"run": "abc", "host": "there", "process": 7, "since": "noon"}', 0), flush=True)
+sys.stdin.read()
+"""
+
+
+def checkpoint(folder: Path, step: int, run: str | None = None) -> Path:
+    aside = folder / "aside" / f"checkpoint-{step}"
+    aside.mkdir(parents=True)
+    (aside / "weights").write_text("of a model")
+    publish(aside, folder / aside.name, describe_files(aside, files_in(aside), {}), run)
+    aside.parent.rmdir()
+    return folder / aside.name
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("checkpoint-*")}
+
+
+@contextmanager
+def training(folder: Path, run: str, resumed: Path | None = None, step: int = 0) -> Iterator[RunFolder]:
+    """As a process does that trains ``run``, here on from a checkpoint."""
+    found = RunFolder(folder, None, writes=True)
+    found.claim()
+    try:
+        of = None if resumed is None else run_in((resumed / MANIFEST_FILE).read_text())
+        found.begin(run, None if resumed is None else str(resumed), step, of)
+        yield found
+    finally:
+        found.release()
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path / RUN_FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(UserError, match=f"Process 7 on there trains in {tmp_path} since noon"):
+            RunFolder(tmp_path, None, writes=True).claim()
+        RunFolder(tmp_path, None, writes=False).claim()  # one that does not write may look
+        other.kill()
+    with training(tmp_path, "mine"):
+        assert json.loads((tmp_path / RUN_FILE).read_text())["run"] == "mine"
+
+
+def test_a_new_run_moves_aside_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (20, 60):
+        checkpoint(tmp_path, step, "old")
+    (tmp_path / "checkpoint-1-my-backup").mkdir()
+    with training(tmp_path, "new"):
+        assert names(tmp_path) == {"checkpoint-1-my-backup"}
+    (earlier,) = (tmp_path / EARLIER_FOLDER).iterdir()
+    assert names(earlier) == {"checkpoint-20", "checkpoint-60"} and earlier.name in caplog.text
+
+
+def test_a_resumed_run_keeps_its_own_up_to_there(tmp_path: Path) -> None:
+    checkpoints = {step: checkpoint(tmp_path, step, run) for step, run in ((10, "a"), (20, "b"), (40, "a"), (60, "a"))}
+    with training(tmp_path, "a", checkpoints[40], 40):
+        assert names(tmp_path) == {"checkpoint-10", "checkpoint-40"}
+
+
+def test_what_is_of_another_run_is_told(tmp_path: Path) -> None:
+    old = checkpoint(tmp_path, 10)
+    with training(tmp_path, "mine", old, 10):
+        mine = checkpoint(tmp_path, 20, "mine")
+    found = RunFolder(tmp_path, None, writes=False)
+    found.claim()
+    assert not found.is_foreign(old), "the run went on from it"
+    assert not found.is_foreign(mine) and found.is_foreign(checkpoint(tmp_path, 60, "other"))
+
+
+def test_what_was_killed_while_it_was_replaced_is_put_back(tmp_path: Path) -> None:
+    staging = tmp_path / STAGING_FOLDER / "0123456789ab"
+    whole = checkpoint(tmp_path, 4)
+    staging.mkdir(parents=True)
+    whole.rename(staging / "checkpoint-4.replaced")
+    (staging / "checkpoint-6").mkdir()
+    (tmp_path / STAGING_FOLDER / "my notes").write_text("of the user")
+    RunFolder(tmp_path, None, writes=True).claim()
+    assert names(tmp_path) == {"checkpoint-4"} and (whole / MANIFEST_FILE).is_file()
+    assert [path.name for path in (tmp_path / STAGING_FOLDER).iterdir()] == ["my notes"]
+
+
+def test_where_nothing_can_be_locked_the_last_to_begin_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("no locks here")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    with training(tmp_path, "first") as first:
+        assert "cannot be locked (no locks here)" in caplog.text
+        first.check_owner()
+        with training(tmp_path, "second") as second:
+            second.check_owner()
+            with pytest.raises(OSError, match=r"process \d+ on .+ trains there since"):
+                first.check_owner()
+
+
+def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(UserError, match="cannot be written to"):
+        RunFolder(tmp_path / "a file", None, writes=True).claim()
+
+
+def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
+    files, url = fsspec.filesystem("memory"), "memory://runs/shared"
+    for name, text in ((MANIFEST_FILE, '{"run": "old"}'), ("progress.json", ""), ("state/host-0.safetensors", "")):
+        files.pipe_file(f"/runs/shared/checkpoint-60/{name}", text.encode())
+    first, second = (RunFolder(tmp_path, RemoteRun(url), writes=True) for _ in range(2))
+    first.claim()
+    first.begin("new", None, 0, None)
+    assert RemoteRun(url).checkpoints() == []
+    (moved,) = files.glob("/runs/shared/_earlier/*/checkpoint-60")
+    assert len(files.find(moved)) == 3
+    first.check_owner()
+    second.claim()
+    second.begin("newer", None, 0, None)
+    with pytest.raises(OSError, match="trains there since"):
+        first.check_owner()
