@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,14 @@ ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
     ([{"chosen": [{"from": "user", "value": "a"}], "rejected": [{"from": "user", "value": "a"}]}], ValueError,
      r"`chosen` holds \{'from': 'user', 'value': 'a'\}.*maybe_convert_to_chatml"),
     ([{**CHAT, "tools": "no json"}], ValueError, "Row 0 .*`chosen`.* cannot be rendered.*Expecting value.*`tools`"),
+    ([{**CHAT, "chat_template_kwargs": {"truncation": True, "max_length": 5}}], ValueError,
+     "Row 0 .*`chosen`.* cannot be rendered.*`chat_template_kwargs` has the key 'truncation', which is no variable"),
+    ([{**CHAT, "chosen": [{"role": "assistant", "content": [{"type": "text", "text": None}]}]}], ValueError,
+     "Row 0 .*`chosen`.* cannot be rendered.*reads text, but the content holds {'type': 'text', 'text': None}"),
+    ([{**CHAT, "chosen": [{"role": "assistant", "content": ["a", "b"]}]}], ValueError,
+     "Row 0 .*`chosen`.* cannot be rendered.*reads text, but the content holds 'a'"),
+    ([{**CHAT, "chosen": [{"role": "assistant", "content": {"a": "b"}}]}], ValueError,
+     "Row 0 .*`chosen`.* cannot be rendered.*reads text, but the content holds {'a': 'b'}"),
     ([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], ValueError, "Row 1 .*`margin` is nan.*fill it with 0"),
     ([{**GOOD, "margin": math.inf}], ValueError, "Row 0 .*`margin` is inf"),
     ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .*`margin` is None"),
@@ -91,6 +100,36 @@ def test_bad_rows(rows: list[dict[str, Any]], error: type[Exception], text: str,
     with pytest.raises(error, match=text) as caught:
         prepare(dataset)
     assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chat_template", "{{ 'x' }}"),
+        ("continue_final_message", True),
+        ("max_length", 5),
+        ("padding", "max_length"),
+        ("return_dict", False),
+        ("return_tensors", "np"),
+        ("sanitize_control_tokens", True),
+        ("tokenize", False),
+        ("tokenizer_kwargs", {"truncation": True}),
+        ("tools", []),
+    ],
+)
+@pytest.mark.parametrize(
+    "render", [prepare, partial(tokenize_legacy, processing_class=tiny_tokenizer(), num_proc=None)]
+)
+def test_a_row_cannot_say_how_it_is_tokenized(key: str, value: Any, render: Any) -> None:
+    rows = Dataset.from_list([CHAT | {"chat_template_kwargs": {"shout": "A", key: value}}])
+    with pytest.raises(UserError, match=f"Row 0 of the train .*`chat_template_kwargs` has the key '{key}'"):
+        render(rows, name="train")
+
+
+@pytest.mark.parametrize("row", [{**GOOD, "chosen": "a\ud800"}, {**CHAT, "chosen": [assistant("a\ud800")]}])
+def test_half_a_character_of_a_stream(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"Row 0 .*`chosen` holds '\\ud800' at character 1, .*half of a character"):
+        prepare(IterableDataset.from_generator(stream, gen_kwargs={"rows": [row]}))
 
 
 @pytest.mark.parametrize("dataset", [Dataset.from_dict({"chosen": [], "rejected": []}), Dataset.from_dict({})])

@@ -59,6 +59,15 @@ def test_template_arguments_reach_the_template() -> None:
     assert rendered == {"prompt": "LOUD HEY\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}
 
 
+def test_parts_of_text_are_rendered_as_the_text() -> None:
+    parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
+    for form in ("messages", "prompt"):
+        rendered = [formats.apply_chat_template({form: [each]}, tiny_tokenizer()) for each in (parts, user("Hi"))]
+        assert rendered[0] == rendered[1]
+    render = formats.conversations_formatting_function(tiny_tokenizer(), "messages")
+    assert render({"messages": [parts]}) == render({"messages": [user("Hi")]})
+
+
 def test_a_generation_prompt_that_the_dialogue_lacks_is_no_part_of_the_prompt() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace(

@@ -195,3 +195,99 @@ def test_messages_without_answers_of_their_own_still_render() -> None:
     row = {"prompt": [user("Hi")], "chosen": [assistant("Yes")], "rejected": [assistant("")]}
     prepared = prepare(Dataset.from_list([row]))
     assert tiny_tokenizer().decode(prepared["rejected_ids"][0]).endswith("<|im_start|>assistant\n<|im_end|>\n")
+
+
+def each_message(written: str) -> str:
+    return f"{{% for message in messages %}}{{{{ message['role'] }}}}: {written};{{% endfor %}}"
+
+
+PARTS = "{% for part in message['content'] %}<{{ part['text'] }}>{% endfor %}"
+READS_TEXT = {
+    "prints what it gets": "{{ message['content'] }}",
+    "trims it": "{{ message['content'] | trim }}",
+    "adds it to a text": "{{ 'x' + message['content'] }}",
+    "asks it as only texts can": "{{ message['content'].split('</think>')[-1] }}",
+    "leaves out what is no text": "{% if message['content'] is string %}{{ message['content'] }}{% endif %}",
+    "begins with a user": "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    "{{ message['content'] }}",
+}
+READS_PARTS = {
+    "parts": PARTS,
+    "parts and text": "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    + PARTS
+    + "{% endif %}",
+    "parts after a user": "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}" + PARTS,
+    "JSON": "{{ message['content'] | tojson }}",
+}
+
+
+def in_parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def pair_of(*contents: Any) -> Dataset:
+    """A pair of equals: a user's message, an assistant's, and so on."""
+    roles = ["user", "assistant"] * len(contents)
+    dialogue = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return Dataset.from_list([{"chosen": dialogue, "rejected": dialogue}])
+
+
+@pytest.mark.parametrize("template", READS_TEXT.values(), ids=READS_TEXT)
+def test_parts_of_text_are_joined_where_the_template_reads_text(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = each_message(template)
+    joined = prepare(pair_of("Hello", "you"), tokenizer)["chosen_ids"][0]
+    assert "Hello" in tokenizer.decode(joined)
+    assert prepare(pair_of(in_parts("Hel", "lo"), in_parts("you")), tokenizer)["chosen_ids"][0] == joined
+    silent = prepare(pair_of(in_parts("Hello"), in_parts()), tokenizer)["chosen_ids"][0]
+    assert silent == prepare(pair_of("Hello", ""), tokenizer)["chosen_ids"][0]
+
+
+@pytest.mark.parametrize("template", READS_PARTS.values(), ids=READS_PARTS)
+def test_a_template_that_reads_parts_gets_them(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = each_message(template)
+    pair = pair_of(in_parts("Hel", "lo"), in_parts("you"))
+    expected: Any = tokenizer.apply_chat_template(pair[0]["chosen"], tokenize=False)
+    assert "Hel" in expected and "Hello" not in expected and "'Hel'" not in expected
+    assert tokenizer.decode(prepare(pair, tokenizer)["chosen_ids"][0]) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "llama3_1", "phi3", "qwen2_5", "qwen2_5_vl", "qwen3", "smolvlm", "llava_next"]
+)
+def test_published_templates_write_text_and_parts_alike(name: str) -> None:
+    tokenizer = tiny_tokenizer(bos_token="<|begin|>")
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    text, parts = (
+        tokenizer.decode(prepare(pair, tokenizer)["chosen_ids"][0])
+        for pair in (pair_of("Hello", "you"), pair_of(in_parts("Hello"), in_parts("you")))
+    )
+    assert text == parts and "Hello" in text and "you" in text and "{'" not in text
+
+
+def test_a_template_may_read_parts_of_one_role_only() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = each_message(
+        f"{{% if message['role'] == 'user' %}}{PARTS}{{% else %}}{{{{ message['content'] }}}}{{% endif %}}"
+    )
+    pair = prepare(pair_of(in_parts("Hel", "lo"), in_parts("Hel", "lo")), tokenizer)
+    assert tokenizer.decode(pair["chosen_ids"][0]) == "user: <Hel><lo>;assistant: Hello;"
+
+
+def test_the_template_that_stands_at_the_time_decides() -> None:
+    tokenizer = tiny_tokenizer()
+    pair, told = pair_of(in_parts("Hel", "lo")), []
+    for template in (READS_TEXT["prints what it gets"], PARTS):
+        tokenizer.chat_template = each_message(template)
+        told.append(tokenizer.decode(prepare(pair, tokenizer)["chosen_ids"][0]))
+    assert told == ["user: Hello;", "user: <Hel><lo>;"]
+
+
+def test_what_other_rows_give_the_template_is_not_given_as_none() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if mute is not defined %}{{ messages[-1]['content'] }}{% endif %}{{ shout }}"
+    pair = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
+    rows = [pair | {"chat_template_kwargs": words} for words in ({"shout": "A"}, {"mute": True, "shout": "B"})]
+    prepared = prepare(Dataset.from_list(rows), tokenizer)
+    assert [tokenizer.decode(ids) for ids in prepared["chosen_ids"]] == ["aA", "B"]

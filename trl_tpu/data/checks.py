@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
-from jinja2 import TemplateError
 
 from ..errors import UserError, UserTypeError
+from .chat import TEMPLATE_ERRORS
 from .measure import tables_of
 
 logger = logging.getLogger(__name__)
@@ -89,15 +89,7 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
     """
     parts = {key: row[key] for key in ("prompt", *RAW_COLUMNS) if key in row}
     for key, value in parts.items():
-        if value is None:
-            raise UserError(f"{where} has no `{key}` (null); every pair needs one. Remove such rows or fill them.")
-        if isinstance(value, list):
-            for message in value:
-                _check_message(message, f"{where}: `{key}`")
-        elif not isinstance(value, str):
-            raise UserTypeError(
-                f"{where}: `{key}` must be text or a list of messages, got {type(value).__name__}. Convert the column."
-            )
+        check_dialogue(value, key, where)
     if len({type(value) for value in parts.values()}) > 1:
         raise UserError(
             f"{where} mixes text and lists of messages in {', '.join(f'`{key}`' for key in parts)}. If the dialogues "
@@ -117,6 +109,42 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
         )
 
 
+def check_dialogue(value: Any, key: str, where: str) -> None:
+    """Check the text or the messages of one column of a row; they may be empty.
+
+    Args:
+        value: the value of the column ``key``.
+        key: the column.
+        where: how errors begin, see `row_of`.
+
+    Raises:
+        UserError: a null value, a message with nothing said or with images, half of a character.
+        UserTypeError: neither text nor a list of messages.
+    """
+    if value is None:
+        raise UserError(f"{where} has no `{key}` (null); every row needs one. Remove such rows or fill them.")
+    if isinstance(value, list):
+        for message in value:
+            _check_message(message, f"{where}: `{key}`")
+    elif isinstance(value, str):
+        check_text(value, f"{where}: `{key}`")
+    else:
+        raise UserTypeError(
+            f"{where}: `{key}` must be text or a list of messages, got {type(value).__name__}. Convert the column."
+        )
+
+
+def check_text(text: str, where: str) -> None:
+    """Raise UserError where a text holds half of a character (a lone surrogate), which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where} holds {text[error.start]!r} at character {error.start}, which is half of a character: the text "
+            "was cut inside one, or its bytes are no UTF-8. Correct or remove it."
+        ) from error
+
+
 def _check_message(message: Any, where: str) -> None:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     says = role and isinstance(role, str) and any(message[key] is not None for key in message if key != "role")
@@ -125,12 +153,15 @@ def _check_message(message: Any, where: str) -> None:
             f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text, '' where "
             "nothing was said; `maybe_convert_to_chatml` converts `from`/`value`."
         )
-    for part in content if isinstance(content, list) else ():
+    for part in content if isinstance(content, list) else [content]:
         if isinstance(part, dict) and part.get("type") not in (None, "text"):
             raise UserError(
                 f"{where} holds content of the type {part['type']!r}; a reward model here reads text only. Remove "
                 "such rows, or such parts of their messages."
             )
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            check_text(text, where)
 
 
 @contextmanager
@@ -138,7 +169,7 @@ def rendering(what: str) -> Iterator[None]:
     """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError."""
     try:
         yield
-    except (TemplateError, TypeError, ValueError) as error:
+    except TEMPLATE_ERRORS as error:
         raise UserError(
             f"{what} cannot be rendered as a chat: {error}. Correct the row, its `tools` or `chat_template_kwargs`, "
             "or give another template by `chat_template_path`."

@@ -14,6 +14,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError, UserTypeError
+from .chat import apply_template
 
 AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -102,16 +103,18 @@ def apply_chat_template(
 
     Raises:
         KeyError: the columns are of none of these forms.
-        UserError: the prompt ends with a turn that is neither user's, tool's nor assistant's.
+        UserError: the prompt ends with a turn that is neither user's, tool's nor assistant's; a key of
+            ``chat_template_kwargs`` that is not for the template; content that is no text for it.
     """
     keys = {key for key in (*_DIALOGUE_KEYS, "label") if key in example}
     if keys not in _TEMPLATE_FORMS:
         raise KeyError(f"Invalid keys in the example: {keys}")
     render: Callable[..., Any] = partial(
-        processing_class.apply_chat_template,
+        apply_template,
+        processing_class,
         tools=tools or None,  # some templates write their tool preamble for an empty list
+        chat_template_kwargs=example.get("chat_template_kwargs"),
         tokenize=False,
-        **(example.get("chat_template_kwargs") or {}),
         **template_kwargs,
     )
     output: dict[str, Any] = {}
@@ -166,8 +169,8 @@ def conversations_formatting_function(
     def render(rows: Mapping[str, Any]) -> Any:
         messages = rows[messages_field]
         if isinstance(messages[0], list):
-            return [tokenizer.apply_chat_template(each, tokenize=False) for each in messages]
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+            return [apply_template(tokenizer, each, tokenize=False) for each in messages]
+        return apply_template(tokenizer, messages, tokenize=False)
 
     return render
 

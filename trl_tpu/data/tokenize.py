@@ -1,6 +1,5 @@
 """Raw preference rows to token pairs: the columns ``chosen_ids`` and ``rejected_ids``, as TRL 1.16 makes them."""
 
-import json
 import logging
 import warnings
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
+from .chat import apply_template
 from .measure import lengths_of, pair_sizes, tables_of
 
 logger = logging.getLogger(__name__)
@@ -103,38 +103,48 @@ def _tokenize_rows(
         checks.check_raw_row(row, checks.row_of(index, name))
     output = {}
     for answer, key in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True):
-        if all(isinstance(row[answer], str) for row in rows):
-            output[key] = _tokenize_texts(rows, answer, processing_class)
+        ended = [with_eos(row[answer], processing_class) for row in rows]
+        dialogues = [row["prompt"] + end if "prompt" in row else end for row, end in zip(rows, ended, strict=True)]
+        if all(isinstance(dialogue, str) for dialogue in dialogues):
+            output[key] = processing_class(text=dialogues, return_attention_mask=False)["input_ids"]
         else:  # a stream may have rows of both forms
             output[key] = [
-                _tokenize_texts([row], answer, processing_class)[0]
-                if isinstance(row[answer], str)
-                else _tokenize_messages(row, answer, processing_class, checks.row_of(index, name))
-                for index, row in zip(indices, rows, strict=True)
+                tokenize_dialogue(dialogue, processing_class, row, f"{checks.row_of(index, name)}: `{answer}`")
+                for index, row, dialogue in zip(indices, rows, dialogues, strict=True)
             ]
     return output
 
 
-def _tokenize_texts(
-    rows: list[dict[str, Any]], answer: str, processing_class: PreTrainedTokenizerBase
-) -> list[list[int]]:
+def with_eos(dialogue: Any, processing_class: PreTrainedTokenizerBase) -> Any:
+    """Put the end-of-sequence token after a text that does not end with it; messages stay as they are."""
     eos = processing_class.eos_token or ""
-    texts = [row.get("prompt", "") + row[answer] + ("" if row[answer].endswith(eos) else eos) for row in rows]
-    return processing_class(text=texts, return_attention_mask=False)["input_ids"]
+    return dialogue + eos if isinstance(dialogue, str) and not dialogue.endswith(eos) else dialogue
 
 
-def _tokenize_messages(
-    row: dict[str, Any], answer: str, processing_class: PreTrainedTokenizerBase, where: str
+def tokenize_dialogue(
+    dialogue: str | list[dict[str, Any]], processing_class: PreTrainedTokenizerBase, row: Mapping[str, Any], where: str
 ) -> list[int]:
-    messages = row.get("prompt", []) + row[answer]
-    tools = row.get("tools")
-    with checks.rendering(f"{where}: `{answer}`, whose roles are {[message['role'] for message in messages]},"):
-        rendered: Any = processing_class.apply_chat_template(
-            messages,
-            tools=json.loads(tools) if isinstance(tools, str) else tools,
+    """Tokenize one dialogue.
+
+    Args:
+        dialogue: a whole text (see `with_eos`), or messages that `checks.check_dialogue` accepts.
+        processing_class: the tokenizer.
+        row: may hold ``tools`` and ``chat_template_kwargs``, with which messages are rendered.
+        where: how errors begin.
+
+    Raises:
+        UserError: messages that cannot be rendered.
+    """
+    if isinstance(dialogue, str):
+        return processing_class(text=dialogue, return_attention_mask=False)["input_ids"]
+    with checks.rendering(f"{where}, whose roles are {[message['role'] for message in dialogue]},"):
+        rendered = apply_template(
+            processing_class,
+            dialogue,
+            tools=row.get("tools"),
+            chat_template_kwargs=row.get("chat_template_kwargs"),
             tokenize=True,
             return_dict=True,
-            **(row.get("chat_template_kwargs") or {}),
         )
     return rendered["input_ids"]
 

@@ -26,6 +26,7 @@ from ..modeling.chat_template import set_chat_template
 from ..modeling.experts import use_static_experts
 from ..modeling.layers import find_layers
 from ..modeling.load import check_num_labels, load_model, load_processing_class, set_eos_token, set_pad_token
+from ..modeling.positions import learned_positions
 from ..modeling.score_head import keep_score_head_in_float32
 from ..parallel.shard import WeightPlacer
 from .reward_config import RewardConfig
@@ -191,7 +192,6 @@ def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:
         f"The {name} dataset has a dialogue of {lengths[row]} tokens (row {row} of those kept), but the model was "
         f"made for {limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
     )
-    computed = getattr(config, "rope_parameters", None) or getattr(config, "relative_attention", False)
-    if not computed:  # a table: CUDA stops at a row that it lacks, and XLA reads its last
+    if learned_positions(model) is not None:
         raise UserError(message)
     logger.warning(message)

@@ -1,0 +1,264 @@
+"""The command `score` reads rows as training does, names what it cannot score, and writes rows as they are scored."""
+
+import json
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from bad_input import Job, learned_positions, save_good_model, set_to, tokenizer
+from datasets import Dataset
+from preference_forms import TEMPLATE, TOOLS, assistant, user
+from transformers import AutoModelForSequenceClassification
+
+from trl_tpu import cli
+from trl_tpu.scripts import rows_file, score
+
+CHAT = [user("Hi"), assistant("Hello")]
+ROWS = [{"text": "a" * (1 + number % 7), "number": number} for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "model"
+    save_good_model(folder)
+    return folder
+
+
+@pytest.fixture
+def own_model(model: Path, tmp_path: Path) -> Path:
+    """A model that a test may spoil."""
+    return copytree(model, tmp_path / "model")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def words(model: Path, dataset: Path, output: Path | None = None) -> list[str]:
+    more = [] if output is None else ["--output", str(output)]
+    return ["score", "--model_name_or_path", str(model), "--dataset_name", str(dataset), *more]
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(argv)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert exit_.value.code == 2 and told.startswith("trl-tpu score: error: ")
+    return told
+
+
+def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(model: Path) -> None:
+    scorer = score.Scorer(str(model))
+    scorer.tokenizer.chat_template = TEMPLATE
+    others: list[dict[str, Any]] = [
+        {"tools": TOOLS, "chat_template_kwargs": None},
+        {"tools": json.dumps(TOOLS), "chat_template_kwargs": {"shout": "A"}},
+        {"tools": None, "chat_template_kwargs": {"shout": "B"}},
+    ]
+    for other in others:
+        pair = score.score_dataset(scorer, Dataset.from_list([{"chosen": CHAT, "rejected": CHAT, **other}]))
+        assert score.score_dataset(scorer, Dataset.from_list([{"messages": CHAT, **other}])) == {
+            "reward": pytest.approx(pair["reward_chosen"], abs=1e-6)
+        }
+        assert pair["reward_chosen"] != score.score_dataset(scorer, Dataset.from_list([{"messages": CHAT}]))["reward"]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "told"),
+    [
+        ({"text": None}, "Row 1 of the scored dataset has no `text` (null)"),
+        ({"messages": None}, "Row 1 of the scored dataset has no `messages` (null)"),
+        ({"messages": [{"role": "user", "content": None}]}, "Row 1 of the scored dataset: `messages` holds {"),
+        ({"messages": []}, "Row 1 of the scored dataset: `messages`, whose roles are [], cannot be rendered"),
+        (
+            {"messages": CHAT, "chat_template_kwargs": {"truncation": True, "max_length": 5}},
+            "Row 1 of the scored dataset: `messages`, whose roles are ['user', 'assistant'], cannot be rendered as a "
+            "chat: `chat_template_kwargs` has the key 'truncation'",
+        ),
+        ({"messages": CHAT, "tools": "["}, "Row 1 of the scored dataset: `messages`, whose roles"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named_and_nothing_is_written(
+    spoiled: dict[str, Any], told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {key: {"text": "a", "messages": CHAT}.get(key) for key in spoiled}
+    rows, output = write(tmp_path / "rows.jsonl", [good, spoiled]), tmp_path / "out.jsonl"
+    for earlier in (output, tmp_path / "out.jsonl.partial"):
+        earlier.write_text("an earlier run's")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert told in refusal(words(model, rows, output), capsys)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_half_a_character_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["score", "--model_name_or_path", str(model), "--text", "whole", "--text", "ab\ud800"]
+    assert "`--text` number 2 holds '\\ud800' at character 2, which is half of a char" in refusal(argv, capsys)
+    for dialogue in ("ab\ud800", [user("ab\ud800")], [{"role": "user", "content": [{"text": "ab\ud800"}]}]):
+        with pytest.raises(ValueError, match="Row 0 of the scored .* at character 2, which is half of a character"):
+            score.score_texts(str(model), [dialogue])  # type: ignore[list-item]
+
+
+def test_a_dialogue_beyond_the_learned_positions_is_refused_unless_it_gets_no_reward(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned_positions(Job(tmp_path))
+    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "a " * 99}])
+    told = refusal(words(own_model, rows), capsys)
+    assert "Row 1 of the scored dataset: `text` has " in told and "learned 64 positions" in told
+    assert "max_length=64" in told
+    assert cli.main([*words(own_model, rows, tmp_path / "out.jsonl"), "--max_length", "64"]) == 0
+    assert [row["reward"] is None for row in read(tmp_path / "out.jsonl")] == [False, True]
+
+
+def test_a_token_that_the_model_lacks_is_refused(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer(lambda changed: changed.add_tokens([f"<more{number}>" for number in range(99)]))(Job(tmp_path))
+    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "<more98>"}])
+    assert "Row 1 of the scored dataset: `text` holds the token id" in refusal(words(own_model, rows), capsys)
+
+
+def itself(folder: Path) -> tuple[Path, Path]:
+    rows = write(folder / "rows.jsonl", ROWS)
+    return rows, rows
+
+
+def a_link(folder: Path) -> tuple[Path, Path]:
+    (folder / "link.jsonl").symlink_to(write(folder / "rows.jsonl", ROWS))
+    return folder / "rows.jsonl", folder / "link.jsonl"
+
+
+def a_hard_link(folder: Path) -> tuple[Path, Path]:
+    (folder / "link.jsonl").hardlink_to(write(folder / "rows.jsonl", ROWS))
+    return folder / "rows.jsonl", folder / "link.jsonl"
+
+
+def in_the_folder(folder: Path) -> tuple[Path, Path]:
+    rows = write(folder / "data" / "rows.jsonl", ROWS)
+    return rows.parent, rows
+
+
+def new_in_the_folder(folder: Path) -> tuple[Path, Path]:
+    return write(folder / "data" / "rows.jsonl", ROWS).parent, folder / "data" / "out.jsonl"
+
+
+def no_folder(folder: Path) -> tuple[Path, Path]:
+    return write(folder / "rows.jsonl", ROWS), folder / "none" / "out.jsonl"
+
+
+def a_folder(folder: Path) -> tuple[Path, Path]:
+    return write(folder / "data" / "rows.jsonl", ROWS), folder
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        (itself, "`output` is the dataset itself"),
+        (a_link, "`output` is the dataset itself"),
+        (a_hard_link, "`output` is the dataset itself"),
+        (in_the_folder, "lies in the folder of the dataset"),
+        (new_in_the_folder, "lies in the folder of the dataset"),
+        (no_folder, "none. Make it, or name another"),
+        (a_folder, "cannot be written: name a file in a folder where you may write"),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(
+    places: Callable[[Path], tuple[Path, Path]], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset, output = places(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert told in refusal(words(tmp_path / "no model", dataset, output), capsys)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_rows_are_scored_in_order_as_they_are_asked_for(model: Path) -> None:
+    scorer = score.Scorer(str(model))
+    batches: list[int] = []
+    scorer.model.register_forward_hook(lambda *_: batches.append(1))
+    ids = [scorer.token_ids(row["text"]) for row in ROWS]
+    rewards = scorer.score({"text": ids}, batch_size=1)
+    assert not batches
+    first = next(rewards)
+    assert 0 < len(batches) < len(ROWS)
+    alone = {text: next(scorer.score({"text": [scorer.token_ids(text)]})) for text in {row["text"] for row in ROWS}}
+    for row, reward in zip(ROWS, [first, *rewards], strict=True):
+        assert reward == pytest.approx(alone[row["text"]], abs=1e-5)
+
+
+def test_an_interrupted_output_is_called_partial_and_leaves_the_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    output.write_text("an earlier run's")
+    with pytest.raises(KeyboardInterrupt), rows_file.opened(str(output)) as file:
+        print("a row", file=file)
+        raise KeyboardInterrupt
+    assert output.read_text() == "an earlier run's" and partial.read_text() == "a row\n"
+    assert f"those that are, are in {partial}" in caplog.text
+    with rows_file.opened(str(output)) as file:
+        print("all rows", file=file)
+    assert output.read_text() == "all rows\n" and not partial.exists()
+
+
+def test_an_output_that_is_no_ordinary_file_is_written_to_itself(model: Path, tmp_path: Path) -> None:
+    rows = write(tmp_path / "rows.jsonl", ROWS[:2])
+    reader, writer = os.pipe()
+    assert cli.main(words(model, rows, Path(f"/dev/fd/{writer}"))) == 0
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        assert [json.loads(line)["number"] for line in lines] == [0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_reader_who_has_gone_does_not_take_the_output_along(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError), open(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        cli.main(words(model, rows, tmp_path / "out.jsonl"))
+    assert [row["number"] for row in read(tmp_path / "out.jsonl")] == list(range(40))
+
+
+def test_what_is_not_finite_is_null_and_told(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = AutoModelForSequenceClassification.from_pretrained(own_model)
+    with torch.no_grad():
+        model.score.weight.fill_(torch.finfo(torch.float32).max)
+    model.save_pretrained(own_model)
+    row = {"text": "a", "reward": 2.0, "weight": math.nan, "of": [math.inf, 1.0]}
+    Dataset.from_list([row, {**row, "text": "b"}]).to_parquet(tmp_path / "rows.parquet")
+    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+        assert cli.main(words(own_model, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 0
+    expected = {"reward": None, "weight": None, "of": [None, 1.0]}
+    assert read(tmp_path / "out.jsonl") == [{"text": text, **expected} for text in "ab"]
+    assert "2 rewards are not finite, of the rows 0, 1: " in caplog.text
+    assert "new rewards in place of the dataset's: reward" in caplog.text
+    assert "no row was scored" in capsys.readouterr().out
+
+
+def test_a_tokenizer_without_a_template_scores_no_messages(
+    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer(set_to(chat_template=None))(Job(tmp_path))
+    rows = write(tmp_path / "rows.jsonl", [{"messages": CHAT}])
+    assert "has no chat template, so it scores text" in refusal(words(own_model, rows), capsys)
