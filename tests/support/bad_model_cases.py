@@ -79,6 +79,13 @@ MODELS = {
     "an index of nothing": Case(
         both(in_shards, model_file("model.safetensors.index.json", b"{}")), ["KeyError: 'weight_map'", "its files"]
     ),
+    "an index of files elsewhere": Case(
+        both(
+            in_shards,
+            edit_json("model.safetensors.index.json", lambda index: index["weight_map"].update(x="a/../../private")),
+        ),
+        ["DIR/model/model.safetensors.index.json names 'a/../../private', a file elsewhere", "Correct it"],
+    ),
     "a pickle that is none": Case(
         both(model_file("model.safetensors", None), model_file("pytorch_model.bin", b"no")),
         ["DIR/model cannot be loaded", "Weights only load failed"],

@@ -1,5 +1,6 @@
 """A checkpoint is complete or invisible, a damaged one is named and skipped, and nothing in it runs code."""
 
+import hashlib
 import json
 import logging
 import os
@@ -77,6 +78,36 @@ def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
         assert newest_good(checkpoints_in(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
     assert "checkpoint-10" in caplog.text and fault in caplog.text
     assert find_faults(tmp_path / "checkpoint-2") == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/dev/zero", "../outside", "inner/../../outside", "link", "inner", "pipe", "loop", "a\0b", "linked/outside"],
+)
+def test_only_regular_files_of_the_folder_are_looked_at(name: str, tmp_path: Path) -> None:
+    """Whatever a manifest names: a device never ends, and the files of others are none of its business."""
+    folder = made_checkpoint(tmp_path, 1)
+    (tmp_path / "outside").write_bytes(b"")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    (folder / "linked").symlink_to(tmp_path)
+    (folder / "loop").symlink_to(folder / "loop")
+    os.mkfifo(folder / "pipe")
+    manifest = json.loads((folder / MANIFEST_FILE).read_text())
+    manifest["files"] = {name: {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}}
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
+    (fault,) = find_faults(folder)
+    assert fault.startswith(f"{name!r} cannot be read (") and "\n" not in fault
+    (folder / MANIFEST_FILE).unlink()
+    os.mkfifo(folder / MANIFEST_FILE)
+    assert find_faults(folder) == ["manifest.json cannot be read (OSError: it is no regular file in the folder)"]
+
+
+def test_links_within_a_checkpoint_are_followed(tmp_path: Path) -> None:
+    folder = made_checkpoint(tmp_path, 1)
+    (folder / "weights").rename(folder / "moved")
+    (folder / "weights").symlink_to("moved")
+    (tmp_path / "latest").symlink_to(folder)
+    assert find_faults(tmp_path / "latest") == []
 
 
 def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:

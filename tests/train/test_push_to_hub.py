@@ -151,7 +151,9 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
     assert find_faults(out / "checkpoint-2") == []
 
     # the repository has weights of another kind by now, that loading would prefer
-    others = {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"}
+    others = {name: b"old" for name in ("model-00001-of-00002.safetensors", "adapter_config.json", "notes.md")}
+    kept = {name: b"of another" for name in ("policy/model.safetensors", "vae.safetensors", "a/adapter_config.json")}
+    others |= kept
     hub.failures, hub.files[repo] = [("/commit/", 501)], dict(others)
     words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
     process = push(*words)
@@ -162,7 +164,7 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
 
     hub.failures = [("/preupload/", 403)]
     assert push(*again).returncode == 2
-    assert list(hub.files[repo]) == ["model-00001-of-00002.safetensors", "notes.md"]
+    assert hub.files[repo] == others
     process = push(*again)
     assert process.returncode == 0, process.stderr
     assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
@@ -170,14 +172,20 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
     pushed = hub.files[repo]
     loaded = run("-c", LOAD_AND_SCORE, repo)
     assert loaded.returncode == 0, loaded.stderr[-4000:]
-    assert pushed["notes.md"] == b"mine" and "model-00001-of-00002.safetensors" not in pushed
+    assert pushed["notes.md"] == b"old" and kept.items() <= pushed.items()
+    assert not {"model-00001-of-00002.safetensors", "adapter_config.json"} & pushed.keys()
     assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)
     assert not {"trainer_state.json", "manifest.json", "training_args.bin", "optimizer.pt"} & pushed.keys()
 
 
-def test_a_checkpoint_of_training_is_not_pushed_as_it_is(hub: hub_server.Hub, push: Run, tmp_path: Path) -> None:
+def test_checkpoints_of_training_and_links_are_not_pushed(hub: hub_server.Hub, push: Run, tmp_path: Path) -> None:
     (tmp_path / "trainer_state.json").write_text("{}")
     process = push("export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
     assert process.returncode == 2 and "is a checkpoint of training (it has trainer_state.json)" in process.stderr
+    (tmp_path / "trainer_state.json").unlink()
+    (tmp_path / "model.safetensors").write_text("")
+    (tmp_path / "README.md").symlink_to("/etc/hostname")
+    process = push("export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
+    assert process.returncode == 2 and "README.md is a link, and what it leads to would be up" in process.stderr
     assert hub.files == {}

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from trl.trainer import utils as reference
 
 from trl_tpu import runtime
+from trl_tpu.errors import UserError
 from trl_tpu.modeling import adapters
 from trl_tpu.trainer.model_config import ModelConfig
 
@@ -169,6 +170,14 @@ def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraCon
     model.save_pretrained(tmp_path / "adapters")
     reloaded: Any = adapters.load_adapted_model(str(tmp_path / "adapters"), num_labels=1)
     torch.testing.assert_close(reloaded.eval()(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("config", ['{"r": 4', "[]", '{"r": 4}', '{"peft_type": "LORA"}', '{"peft_type": "SORCERY"}'])
+def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(UserError, match=f"{tmp_path} cannot be loaded as a reward model: ") as refused:
+        adapters.load_adapted_model(str(tmp_path), num_labels=1)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import tiny
 import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -15,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 
 from trl_tpu.checkpoint.loader import CheckpointLoader
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, find_faults
+from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.checkpoint.saver import Checkpointer, Contents
 from trl_tpu.checkpoint.state_dict import optimizer_numbers, write_progress
@@ -171,3 +174,38 @@ def test_weights_of_an_older_model_that_would_be_read_instead_are_removed(tmp_pa
     replace_model_files(staging, folder)
     assert {path.name for path in folder.iterdir()} == {*others, *newer}
     assert {path.name for path in folder.iterdir() if path.read_text() == "staging"} == set(newer)
+
+
+# ---- at a URL
+
+
+@pytest.mark.parametrize("run", ["run[1]", "run*", "run?", "run{1}"])
+@pytest.mark.parametrize("store", ["memory://names", "file://"])
+def test_a_url_is_no_pattern(store: str, run: str, tmp_path: Path) -> None:
+    """fsspec takes most paths for patterns, and run[1] for run1."""
+    store = f"{store}{tmp_path}"
+    (tmp_path / MANIFEST_FILE).write_text("{}")
+    mine, other = RemoteRun(f"{store}/{run}"), RemoteRun(f"{store}/run1")
+    for each in (mine, other):
+        each.put(tmp_path, [MANIFEST_FILE], "checkpoint-1")
+        each.put(tmp_path, [MANIFEST_FILE], "checkpoint-2/state")
+    assert mine.checkpoints() == ["checkpoint-1"]
+    assert (mine.get("checkpoint-1", tmp_path / "copy") / MANIFEST_FILE).is_file()
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
+        mine.delete(name)
+    assert mine.checkpoints() == [] and other.checkpoints() == ["checkpoint-1"]
+    files = fsspec.filesystem(store.partition(":")[0])
+    assert files.find(mine.url) == [] and len(files.find(other.url)) == 2
+    assert not files.exists(f"{mine.url}/checkpoint-1")
+
+
+@pytest.mark.parametrize("name", ["../escaped", "state/../../escaped", "..", "{absolute}/escaped", "\0"])
+def test_names_in_a_store_that_lead_out_of_the_copy_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ("/run/checkpoint-1/first", f"/run/checkpoint-1/{name.format(absolute=tmp_path)}")
+    store = {path: MemoryFile(None, path, b"hostile") for path in paths}
+    monkeypatch.setattr(MemoryFileSystem, "store", store)
+    with pytest.raises(UserError, match="which would be written outside of the folder"):
+        RemoteRun("memory://run").get("checkpoint-1", tmp_path / "copy" / "of")
+    assert list(tmp_path.iterdir()) == []

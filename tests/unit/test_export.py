@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import exports
 import fsspec
 import pytest
 import torch
+import transformers
 from places import ROOT, SUPPORT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -24,7 +26,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from trl_tpu import cli, runtime
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
+from trl_tpu.checkpoint.model_folder import companions
 from trl_tpu.checkpoint.state_dict import whole_weights
+from trl_tpu.errors import UserError
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
 
@@ -111,6 +115,68 @@ def test_an_ordinary_checkpoint_is_exported_in_another_dtype(tmp_path: Path) -> 
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_what_belongs_to_a_model_goes_along_and_nothing_else(tmp_path: Path) -> None:
+    folder, out = tmp_path / "c", tmp_path / "out"
+    exports.llama().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoConfig": "own_config.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    classes = {"AutoTokenizer": ["own.Slow", None], "AutoProcessor": "user/other--theirs.Theirs"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": classes}))
+    (folder / "own.py").write_text("from .used import x\nfrom .absent import y\nfrom ./../run import z\n")
+    (folder / "additional_chat_templates").mkdir()
+    along = ["tokenizer.json", "vocab.txt", "qwen.tiktoken", "spiece.model", "LICENSE", "README.md", "used.py"]
+    along += ["own_config.py", "generation_config.json", "additional_chat_templates/tools.jinja"]
+    beside = ["service-account.json", "notes.txt", "diary.md", "run.py", "trainer_state.json"]
+    beside += ["additional_chat_templates/key"]
+    for name in (*along, *beside):
+        (folder / name).write_text("{}")
+    export_checkpoint(folder, out)
+    written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+    assert written == {"model.safetensors", "config.json", "tokenizer_config.json", "own.py", *along}
+
+
+def test_every_vocabulary_that_a_tokenizer_of_transformers_reads_goes_along(tmp_path: Path) -> None:
+    sources = Path(transformers.__file__).parent.glob("models/*/tokenization_*.py")
+    tables = re.findall(r"^VOCAB_FILES_NAMES = {(.*?)}", "".join(map(Path.read_text, sources)), re.M | re.S)
+    names = {name for table in tables for name in re.findall(r': "([^"]+)"', table)}
+    assert len(names) > 20
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    assert set(companions(tmp_path)) == names
+
+
+@pytest.mark.parametrize("kind", ["empty", "link", "current"])
+def test_a_folder_that_is_there_stays_and_is_filled(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount point has to, which cannot be replaced by a rename."""
+    model = exports.llama()
+    model.save_pretrained(tmp_path / "c")
+    (folder := tmp_path / "out").mkdir()
+    (folder / ".out.unfinished").mkdir()  # of an export that was killed
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    before = folder.stat().st_ino
+    export_checkpoint(tmp_path / "c", {"empty": folder, "link": tmp_path / "link", "current": Path(".")}[kind])
+    assert folder.stat().st_ino == before and (tmp_path / "link").is_symlink()
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert exports.same_weights(loaded(folder), model.state_dict())
+
+
+def test_a_whole_model_that_cannot_be_moved_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model := exports.llama()).save_pretrained(tmp_path / "c")
+    save = PreTrainedModel.save_pretrained
+
+    def save_late(*args: Any, **kwargs: Any) -> None:
+        save(*args, **kwargs)
+        (tmp_path / "out" / "of another").mkdir(parents=True)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_late)
+    with pytest.raises(UserError, match="The model is whole, but cannot be moved to .*out: .*Move it from"):
+        export_checkpoint(tmp_path / "c", tmp_path / "out")
+    assert exports.same_weights(loaded(tmp_path / ".out.unfinished"), model.state_dict())
+
+
 # ---- URLs
 
 
@@ -126,6 +192,22 @@ def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, mo
         assert cli.main(["export", url, str(out)]) == 0
         assert exports.same_weights(loaded(out), model.state_dict())
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/escaped/../../escaped", "..", "a/../../escaped"])
+def test_names_that_lead_out_of_the_copy_are_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (inner := tmp_path / "a" / "b" / "tmp").mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(inner))
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr(name, "hostile")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["export", f"zip://::{tmp_path}/c.zip", str(tmp_path / "out")])
+    assert refused.value.code == 2 and "so nothing was copied" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -275,10 +357,64 @@ def _existing(folder: Path) -> list[str]:
     return []
 
 
-def _truncated(folder: Path) -> list[str]:
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(1000)
+def _truncated(folder: Path, name: str = "model.safetensors") -> list[str]:
+    os.truncate(folder / name, 1000)
     return []
+
+
+def _linked(name: str) -> Callable[[Path], list[str]]:
+    """A file of the user's under a name of the model's."""
+
+    def link(folder: Path) -> list[str]:
+        (folder.parent / "secret").write_text("{}")
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder.parent / "secret")
+        return []
+
+    return link
+
+
+def _linked_folder(folder: Path) -> list[str]:
+    (secret := folder.parent / "secret").mkdir()
+    (secret / "key.jinja").write_text("{}")
+    (folder / "additional_chat_templates").symlink_to(secret)
+    return []
+
+
+def _pipe(folder: Path) -> list[str]:
+    os.mkfifo(folder / "generation_config.json")
+    return []
+
+
+def _weights_elsewhere(folder: Path) -> list[str]:
+    (folder / "model.safetensors").rename(folder.parent / "private.safetensors")
+    index = {"metadata": {}, "weight_map": {name: "../private.safetensors" for name in exports.llama().state_dict()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"unused": torch.zeros(1)}, folder / "model-00001-of-00001.safetensors")
+    return []
+
+
+def _large(form: str) -> Callable[[Path], list[str]]:
+    def make(folder: Path) -> list[str]:
+        model = exports.llama()
+        model.score.weight.data[0, 3] = -1e5
+        if form == "files":
+            model.save_pretrained(folder)
+        else:
+            (folder / "model.safetensors").unlink()
+            exports.write_state(folder / "state", model.state_dict())
+        return ["--dtype", "float16"]
+
+    return make
+
+
+def _adapters(config: str) -> Callable[[Path], list[str]]:
+    def make(folder: Path) -> list[str]:
+        (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(config)
+        return []
+
+    return make
 
 
 REFUSED: list[tuple[Callable[[Path], list[str]], str]] = [
@@ -292,6 +428,22 @@ REFUSED: list[tuple[Callable[[Path], list[str]], str]] = [
     (_part_missing, "state lacks shards of the weight model.*A file is missing"),
     (_incomplete, "c is of another model: it has no model.score.weight"),
     (_headless, "c lacks weights: score.weight"),
+    (_linked("tokenizer.json"), "c/tokenizer.json is a link or no regular file, and neither is exported.*cp -rL"),
+    (_linked("model.safetensors"), "c/model.safetensors is a link"),
+    (_linked("adapter_config.json"), "c/adapter_config.json is a link"),
+    (_linked_folder, "c/additional_chat_templates/key.jinja is a link"),
+    (_pipe, "c/generation_config.json is a link or no regular file"),
+    (_weights_elsewhere, "index.json names '../private.safetensors', a file elsewhere"),
+    (_large("files"), "score.weight has values up to 100000, .*float16 ends at 65504. Give `--dtype bfloat16`"),
+    (_large("state"), "score.weight has values up to 100000"),
+    (lambda folder: ["--max_shard_size", "abc"], "max_shard_size='abc' is no size: .*Give one such as 5GB"),
+    (lambda folder: ["--max_shard_size", "infGB"], "max_shard_size='infGB' is no size"),
+    (
+        lambda folder: _adapters("{}")(folder) + _truncated(folder, "adapter_model.safetensors"),
+        "A file in .*c is torn: .*Copy it anew",
+    ),
+    (_adapters('{"r": 4'), "c/adapter_config.json is broken: .*Copy or download it again"),
+    (_adapters("[]"), "c/adapter_config.json is broken: it is no JSON object"),
     (lambda folder: (folder / "config.json").unlink() or [], "has no config.json"),  # type: ignore[func-returns-value]
 ]
 

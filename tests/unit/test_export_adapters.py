@@ -1,5 +1,6 @@
 """Adapters out of a checkpoint: as peft saves them, and merged into their base."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
+from trl_tpu.errors import UserError
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "init_lora_weights": False}
 KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
@@ -110,6 +112,28 @@ def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> 
         export_checkpoint(checkpoint, tmp_path / "out", merge=True)
     with pytest.raises(ValueError, match="do not fit the base model .*narrow: .*q_proj.*`--base`"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "narrow"))
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    (checkpoint / "adapter_config.json").write_text(json.dumps(config | {"r": "two"}))
+    with pytest.raises(UserError, match="do not fit the base model .*base: "):
+        export_checkpoint(checkpoint, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """In adapters, and in what comes of merging them."""
+    exports.llama().save_pretrained(tmp_path / "base")
+    read = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    adapted: Any = peft.get_peft_model(read, peft.LoraConfig(target_modules=["q_proj"], **LORA))
+    for parameter in adapted.parameters():
+        parameter.data.fill_(300)  # the product of two is beyond float16
+    checkpoint = state_checkpoint(adapted, tmp_path / "c")
+    export_checkpoint(checkpoint, tmp_path / "adapters", dtype=torch.float16)
+    with pytest.raises(UserError, match=r"q_proj.weight has values up to .*Give `--dtype bfloat16`"):
+        export_checkpoint(checkpoint, tmp_path / "out", merge=True, dtype=torch.float16)
+    adapted.score.weight.data[:] = 1e5
+    shutil.rmtree(checkpoint)
+    with pytest.raises(UserError, match="score.weight has values up to 100000"):
+        export_checkpoint(state_checkpoint(adapted, checkpoint), tmp_path / "out", dtype=torch.float16)
     assert not (tmp_path / "out").exists()
 
 

@@ -9,34 +9,33 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from ..errors import UserError
 from ..modeling import broken
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
-from ..modeling.load import load_classifier
+from ..modeling.load import load_classifier, load_tokenizer
 from ..runtime.native import Runtime
 from .manifest import MANIFEST_FILE, find_faults
+from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
 from .remote import is_url, local_copy
 from .state_dict import STATE_FOLDER, read_weights
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-#: files of a checkpoint that go with the model: config, tokenizer, chat template, the model's own code
-_COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
-_OF_TRAINING = {MANIFEST_FILE, "trainer_state.json", "progress.json", "reward_metrics.json", ADAPTER_CONFIG}
+_READ = ("*.safetensors*", ADAPTER_CONFIG, f"{STATE_FOLDER}/*.safetensors")
 
 
 def export_checkpoint(
@@ -51,12 +50,13 @@ def export_checkpoint(
 ) -> None:
     """Write the model in a checkpoint to a new folder, as ``from_pretrained`` reads it.
 
-    The folder appears when it is complete.
+    The folder appears when it is complete. An empty one may be there already, and be a mount point or a link: its
+    files appear when all are complete, what loading begins with last.
 
     Args:
         checkpoint: A checkpoint of this trainer or of transformers', or the folder of a saved model or of adapters; at
             a URL of fsspec's (`gs://...`) it is copied to below TMPDIR first.
-        out: The new folder.
+        out: The new folder, or an empty one.
         merge: Whether to merge adapters into their base model.
         base: Folder or Hub id of that base model; the one that the adapters name when None.
         dtype: Of the weights; None leaves them as they were trained (merged ones: as the base model is stored).
@@ -64,18 +64,22 @@ def export_checkpoint(
         trust_remote_code: Whether the model may bring its own code.
 
     Raises:
-        UserError: The checkpoint is damaged, has no weights in safetensors, or lacks some; `out` exists; `merge` or
-            `base` do not fit what the checkpoint is.
+        UserError: The checkpoint is damaged, has no weights in safetensors, or lacks some; `out` has files; `merge` or
+            `base` do not fit what the checkpoint is; `dtype` cannot hold a weight.
     """
-    out = _new_folder(out)
-    staging = out.with_name(f".{out.name}.unfinished")
+    _check_size(max_shard_size)
+    out, staging = _new_folder(out)
     with local_copy(checkpoint) as folder:
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
         _check(folder, merge, base, has_adapters)
+        going_along = companions(folder)
         shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
         try:
-            _copy_companions(folder, staging)
+            staging.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{staging} cannot be made: {error}. Give a folder that can be written to.") from error
+        try:
+            _copy(folder, going_along, staging)
             if not has_adapters:
                 _whole_model(folder, dtype, trust_remote_code).save_pretrained(staging, max_shard_size=max_shard_size)
             elif merge:
@@ -83,23 +87,55 @@ def export_checkpoint(
                 merged.save_pretrained(staging, max_shard_size=max_shard_size)
             else:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
-            os.replace(staging, out)  # also over an empty folder
-        finally:
+        except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
+            raise
+    _publish(staging, out)
 
 
-def _new_folder(out: str | Path) -> Path:
+def _check_size(max_shard_size: int | str) -> None:
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"max_shard_size={max_shard_size!r} is no size: {error}. Give one such as 5GB.") from error
+
+
+def _new_folder(out: str | Path) -> tuple[Path, Path]:
+    """Return where the model goes, and the folder in which it is written until it is whole."""
     if is_url(str(out)):
         raise UserError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    out = Path(os.path.realpath(out))
+    # a folder that is there stays: a mount point cannot be replaced, and a shell may be in it
+    staging = (out if out.exists() else out.parent) / f".{out.name}.unfinished"
+    if os.path.lexists(out) and (not out.is_dir() or set(out.iterdir()) - {staging}):
         raise UserError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
-    return out
+    return out, staging
+
+
+def _publish(staging: Path, out: Path) -> None:
+    """Move a whole model to its place.
+
+    Raises:
+        UserError: It cannot be moved, and is whole where it was written.
+    """
+    try:
+        if staging.parent != out:
+            os.replace(staging, out)
+            return
+        # nothing loads a folder without the config
+        for path in sorted(staging.iterdir(), key=lambda path: path.name in ("config.json", ADAPTER_CONFIG)):
+            os.replace(path, out / path.name)
+        staging.rmdir()
+    except OSError as error:
+        told = f"The model is whole, but cannot be moved to {out}: {error}. Move it from {staging}."
+        raise UserError(told) from error
 
 
 def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
+    read = (path for pattern in _READ for path in checkpoint.glob(pattern))
+    check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in read))
     if merge and not has_adapters:
         raise UserError(f"There is nothing to merge: {checkpoint} has no {ADAPTER_CONFIG}. Leave `--merge` out.")
     if base is not None and not has_adapters:
@@ -110,24 +146,23 @@ def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) 
         raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(wrong)}. Export another one.")
 
 
-def _copy_companions(checkpoint: Path, folder: Path) -> None:
-    for path in checkpoint.iterdir():
-        if path.suffix in _COMPANIONS and path.name not in _OF_TRAINING and ".index." not in path.name:
-            shutil.copyfile(path, folder / path.name)
-    templates = checkpoint / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, folder / templates.name)
+def _copy(checkpoint: Path, names: Iterable[str], folder: Path) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint / name, folder / name)
 
 
 def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the trained model, in the dtype that is asked for."""
     if any((checkpoint / file).is_file() for file in MODEL_FILES):
         stored_dtype = _stored_dtype(checkpoint)
+        _check_range(_stored(checkpoint), dtype)
         model, missing = _load(str(checkpoint), dtype=dtype or stored_dtype, trust_remote_code=trust_remote_code)
         if missing:
             raise UserError(f"{checkpoint} lacks weights: {', '.join(missing[:5])}. Copy it anew.")
         return model
     stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+    _check_range(_stored(checkpoint / STATE_FOLDER, "model."), dtype)
     model = _without_memory(str(checkpoint), dtype or stored_dtype, trust_remote_code).to_empty(device="cpu")
     model.tie_weights()
     read_weights(model, checkpoint, Runtime())
@@ -139,6 +174,7 @@ def _write_adapters(
 ) -> None:
     """Write the trained adapters as peft does."""
     if (checkpoint / ADAPTER_FILE).is_file():
+        _stored_dtype(checkpoint)  # refuses a torn file
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
         stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
@@ -148,9 +184,10 @@ def _write_adapters(
             adapted = empty_adapters(model, str(checkpoint), stored_dtype)
             read_weights(adapted, checkpoint, Runtime())
         weights = adapter_weights(adapted)
+    _check_range(weights.items(), dtype)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / ADAPTER_FILE, {"format": "pt"})
-    config = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = read_config(checkpoint / ADAPTER_CONFIG)
     config |= {"inference_mode": True} | ({} if base is None else {"base_model_name_or_path": base})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -170,11 +207,12 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
         with _explaining_misfit(checkpoint, base):
             merged: Any = merge_adapters(model, adapters)
     if (checkpoint / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    stored_dtype = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
-    return merged.to(dtype or stored_dtype or torch.float32)
+    dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
+    _check_range(merged.named_parameters(), dtype)
+    return merged.to(dtype)
 
 
 def _load(name: str, **kwargs: Any) -> tuple[PreTrainedModel, list[str]]:
@@ -215,9 +253,37 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
+def _stored(folder: Path, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights in a folder's safetensors files whose names begin with ``prefix``, whole or in shards."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # not a dict
+                if name.startswith(prefix):
+                    yield name.removeprefix(prefix), opened.get_tensor(name)
+
+
+def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> None:
+    """Refuse to write finite weights as infinite ones; only float16 has a much smaller range than what is trained.
+
+    Raises:
+        UserError: A weight is too large for float16; names the first.
+    """
+    if dtype != torch.float16:
+        return
+    for name, tensor in weights:
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float64) and tensor.numel():
+            low, high = tensor.detach().aminmax()
+            largest = torch.maximum(-low, high)
+            if largest.isfinite() and largest.to(dtype).isinf():
+                raise UserError(
+                    f"{name} has values up to {largest.item():g}, which would become infinite: float16 ends at "
+                    f"{torch.finfo(dtype).max:g}. Give `--dtype bfloat16`, which has the range of float32."
+                )
+
+
 def _base_name(checkpoint: Path, base: str | None) -> str:
-    name = base or json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not name:
+    named = read_config(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not (name := base or named) or not isinstance(name, str):
         raise UserError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Give its folder or Hub id: `--base`.")
     return name
 
@@ -226,7 +292,7 @@ def _base_name(checkpoint: Path, base: str | None) -> str:
 def _explaining_misfit(checkpoint: Path, base: str) -> Iterator[None]:
     try:
         yield
-    except (KeyError, RuntimeError, UserWarning, ValueError) as error:
+    except (KeyError, RuntimeError, TypeError, UserWarning, ValueError) as error:
         reason = str(error).rstrip(".")
         raise UserError(
             f"The adapters in {checkpoint} do not fit the base model {base}: {reason}. Give the one that they were "

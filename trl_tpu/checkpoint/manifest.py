@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,24 +144,25 @@ def is_ours(folder: str | Path) -> bool:
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return what is wrong with a checkpoint by its own manifest; empty for a good one.
 
-    Files beside those of the manifest are no fault.
+    Files beside those of the manifest are no fault. Only regular files in the folder are looked at, whatever the
+    manifest names.
 
     Args:
         share: Which part of the files to look at, and into how many parts they are divided.
     """
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = json.loads(_regular(folder, MANIFEST_FILE).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             return [f"{MANIFEST_FILE} has format {manifest['format']}, and this version reads format {_FORMAT}"]
         expected = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         return [f"it has no {MANIFEST_FILE}"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
     part, parts = share
     shared = list(expected.items())[part::parts]
-    found = (_file_fault(folder / name, name, size, sha256) for name, (size, sha256) in shared)
+    found = (_file_fault(folder, name, size, sha256) for name, (size, sha256) in shared)
     return [fault for fault in found if fault]
 
 
@@ -212,15 +214,38 @@ def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = find_
         )
 
 
-def _file_fault(path: Path, name: str, size: int, sha256: str) -> str | None:
+def path_below(folder: str | Path, name: str) -> Path | None:
+    """Return the path of ``name``, with links resolved; None if that is not below ``folder``."""
+    root = os.path.realpath(folder)
     try:
+        path = Path(os.path.realpath(os.path.join(root, name)))
+    except ValueError:  # a null character
+        return None
+    return path if Path(root) in path.parents else None
+
+
+def _regular(folder: Path, name: str) -> Path:
+    """Return the path of a regular file below ``folder``; reading a device or a pipe might never end.
+
+    Raises:
+        OSError: It is none, is elsewhere, or is missing.
+    """
+    path = path_below(folder, name)
+    if path is None or not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file in the folder")
+    return path
+
+
+def _file_fault(folder: Path, name: str, size: int, sha256: str) -> str | None:
+    try:
+        path = _regular(folder, name)
         if (actual := path.stat().st_size) != size:
             return f"{name} has {actual} bytes instead of {size}"
         return None if _sha256(path) == sha256 else f"{name} was altered (its SHA-256 is another)"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
-        return f"{name} cannot be read ({error})"
+        return f"{name!r} cannot be read ({error})"
 
 
 def _sha256(path: Path) -> str:

@@ -4,15 +4,16 @@ Object stores have no rename. There a checkpoint is complete when its manifest i
 invisible before. Files pass through a folder on the host's own disk.
 """
 
+import glob
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import fsspec
 
 from ..errors import UserError
-from .manifest import MANIFEST_FILE, newest_first, surplus
+from .manifest import MANIFEST_FILE, newest_first, path_below, surplus
 
 _PRIVATE: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -25,8 +26,9 @@ def is_url(folder: str) -> bool:
 def private_folder(url: str) -> str:
     """Make a folder below TMPDIR through which files of ``url`` pass: nobody else's, and removed with this process."""
     _PRIVATE.append(tempfile.TemporaryDirectory(prefix="trl-tpu-", ignore_cleanup_errors=True))
-    folder = Path(_PRIVATE[-1].name, url.rstrip("/").rpartition("/")[2])
-    folder.mkdir()
+    place = _PRIVATE[-1].name
+    folder = path_below(place, url.rstrip("/").rpartition("/")[2]) or Path(place)
+    folder.mkdir(exist_ok=True)
     return str(folder)
 
 
@@ -41,7 +43,8 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         yield Path(folder)
         return
     with tempfile.TemporaryDirectory(prefix="trl-tpu-") as place:
-        yield RemoteRun(url := str(folder)).get("", Path(place, url.rstrip("/").rpartition("/")[2]))
+        name = str(folder).rstrip("/").rpartition("/")[2]
+        yield RemoteRun(str(folder)).get("", path_below(place, name) or Path(place))
 
 
 class RemoteRun:
@@ -60,7 +63,7 @@ class RemoteRun:
 
     def checkpoints(self) -> list[str]:
         """Return the names of complete checkpoints, the last step first."""
-        manifests = self._files.glob(f"{self._root}/checkpoint-*/{MANIFEST_FILE}")
+        manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
     def read_text(self, name: str) -> str | None:
@@ -83,9 +86,9 @@ class RemoteRun:
             for path in paths:
                 moved = f"{new}/{path.partition(f'/{name}/')[2]}"
                 self._files.makedirs(moved.rpartition("/")[0], exist_ok=True)
-                self._files.mv(path, moved)
-            if self._files.exists(old):
-                self._files.rm(old, recursive=True)  # folders, where the file system has such
+                self._files.cp_file(path, moved)
+                self._files.rm_file(path)
+            self.delete(name)  # folders, where the file system has such
 
     def put(self, folder: Path, names: Iterable[str], below: str = "") -> None:
         """Upload files of ``folder``, in this order, to ``below`` the URL."""
@@ -98,25 +101,39 @@ class RemoteRun:
         """Download what is below ``name``, or all if that is empty, to below ``folder``.
 
         Raises:
-            UserError: There is nothing.
+            UserError: There is nothing, or a name there leads elsewhere: an archive or a store may have any.
         """
-        (target := folder / name).mkdir(parents=True, exist_ok=True)
+        target, url = folder / name, "/".join(filter(None, (self.url, name)))
         beginning = "/".join(filter(None, (self._root, name))) + "/"
-        if not (paths := self._files.find(beginning)):
-            raise UserError(f"There is nothing at {'/'.join(filter(None, (self.url, name)))}.")
-        for path in paths:
-            own = target / path.removeprefix(beginning)
-            own.parent.mkdir(parents=True, exist_ok=True)
-            self._files.get_file(path, str(own))
+        copies: dict[str, Path] = {}
+        for path in self._files.find(beginning):
+            if (copy := path_below(target, path.removeprefix(beginning))) is None:
+                raise UserError(
+                    f"{url} has a file named {path!r}, which would be written outside of the folder that it is copied "
+                    "to, so nothing was copied. Give a URL whose names have no `..` and begin with no `/`."
+                )
+            copies[path] = copy
+        if not copies:
+            raise UserError(f"There is nothing at {url}.")
+        target.mkdir(parents=True, exist_ok=True)
+        for path, copy in copies.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            self._files.get_file(path, str(copy))
         return target
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint, its manifest first: half removed, it is no checkpoint."""
         folder = f"{self._root}/{name}"
         if self._files.exists(f"{folder}/{MANIFEST_FILE}"):
-            self._files.rm(f"{folder}/{MANIFEST_FILE}")
-        if self._files.exists(folder):
-            self._files.rm(folder, recursive=True)
+            self._files.rm_file(f"{folder}/{MANIFEST_FILE}")
+        found = self._files.find(folder, withdirs=True, detail=True)
+        # one by one: `rm` takes a path for a pattern, and run[1] for the run1 of somebody else
+        for path in sorted(found, reverse=True):
+            if found[path]["type"] != "directory":
+                self._files.rm_file(path)
+            else:
+                with suppress(OSError):  # object stores have no folders
+                    self._files.rmdir(path)
 
     def rotate(self, limit: int | None, best: str | None, saved: str) -> None:
         """Keep ``limit`` checkpoints, among them the one just ``saved`` and the ``best``, then those of last steps."""

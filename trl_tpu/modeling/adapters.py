@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from .. import runtime
 from ..errors import UserError, UserTypeError
+from . import broken
 from .load import NO_BITSANDBYTES
 
 if TYPE_CHECKING:
@@ -176,10 +177,14 @@ def load_adapted_model(folder: str, **kwargs: Any) -> "PeftModel":
     Args:
         folder: Folder or Hub id of saved adapters.
         **kwargs: For the base model's ``from_pretrained``.
+
+    Raises:
+        UserError: A file is broken, or names what is not there.
     """
     from peft import AutoPeftModelForSequenceClassification
 
-    return AutoPeftModelForSequenceClassification.from_pretrained(folder, **kwargs)
+    with broken.explaining(folder):
+        return AutoPeftModelForSequenceClassification.from_pretrained(folder, **kwargs)
 
 
 def _train_added_tokens(peft_config: Any, added_tokens: list[int], model: PreTrainedModel) -> None:

@@ -5,9 +5,11 @@ writes into it). The model's config is written to, as in TRL: the saved model mu
 """
 
 import copy
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from .. import runtime
 from ..errors import UserError
@@ -96,6 +99,7 @@ def load_classifier(name: str, *, may_mismatch: bool = False, **kwargs: Any) -> 
     Raises:
         UserError: there is none, a file is broken, or weights have other shapes than the config says.
     """
+    _check_shards(Path(name))
     with broken.explaining(name), _without_load_report():
         model, info = AutoModelForSequenceClassification.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
@@ -113,6 +117,22 @@ def load_classifier(name: str, *, may_mismatch: bool = False, **kwargs: Any) -> 
             )
         logger.warning(f"{told} They start random, as `ignore_mismatched_sizes` asks for.")
     return model, info
+
+
+def _check_shards(folder: Path) -> None:
+    """Refuse an index that names files outside of its folder: transformers reads whatever it names.
+
+    A broken index is for transformers to refuse, if it reads it at all.
+    """
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        try:
+            index = json.loads((folder / name).read_text(encoding="utf-8"))
+            files = [PurePosixPath(file) for file in index["weight_map"].values()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+        for file in files:
+            if file.is_absolute() or ".." in file.parts:
+                raise UserError(f"{folder / name} names {str(file)!r}, a file elsewhere. Correct it, or copy it anew.")
 
 
 def _dtype(dtype: Any) -> Any:

@@ -1,7 +1,7 @@
 """Export a checkpoint as safetensors, and push it to a hub: ``trl-tpu export``."""
 
 import argparse
-import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +10,10 @@ from trl_tpu.errors import UserError
 # nothing heavy at the top: asking for help imports no torch
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# what loading would prefer to a model's files, or mix with them, beside each other at the top of a repository
+_OF_A_MODEL = re.compile(
+    r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json"
+)
 _STATE_OF_TRAINING = ("state", "trainer_state.json", "optimizer.pt", "manifest.json")
 
 
@@ -66,13 +70,14 @@ def run(argv: list[str]) -> int:
 
 
 def push(folder: Path, repo: str, private: bool = False) -> str:
-    """Upload an export in one commit, with a model card; weights of an earlier one go in the same commit.
+    """Upload an export in one commit, with a model card; an earlier model in its place goes in the same commit.
 
     Returns:
         The address of the commit.
 
     Raises:
-        UserError: The folder is a checkpoint of training, or no model; or the hub refused, and shows nothing of it.
+        UserError: The folder is a checkpoint of training, no model, or has links; or the hub refused, and shows
+            nothing of it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # of the library it makes requests with: no connection, say
@@ -83,15 +88,18 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
         )
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder} has no weights in safetensors, so there is nothing to push.")
+    if links := sorted(path for path in folder.rglob("*") if path.is_symlink()):
+        raise UserError(f"{links[0]} is a link, and what it leads to would be uploaded. Put a copy in its place.")
     write_card(folder, repo)
     api = HfApi()
     try:
         name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+        earlier = [file for file in api.list_repo_files(name) if _OF_A_MODEL.fullmatch(file)]
         commit = api.upload_folder(
             repo_id=name,
             folder_path=folder,
             commit_message="Upload reward model",
-            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+            delete_patterns=earlier,
         )
     except (HTTPError, OSError) as error:
         raise UserError(
@@ -105,16 +113,17 @@ def write_card(folder: Path, repo: str) -> None:
     """Write the model card, README.md, where there is none."""
     from importlib.metadata import version
 
+    from trl_tpu.checkpoint.model_folder import ADAPTER_CONFIG, read_config
     from trl_tpu.trainer.model_card import make_model_card
 
     if (folder / "README.md").exists():
         return
-    adapters = folder / "adapter_config.json"
-    base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"] if adapters.exists() else None
+    adapters = folder / ADAPTER_CONFIG
+    base = read_config(adapters).get("base_model_name_or_path") if adapters.exists() else None
     card = make_model_card(
         repo.rpartition("/")[2],
         location=repo,
-        base_model=base if base and not Path(base).exists() else None,
+        base_model=base if isinstance(base, str) and base and not Path(base).exists() else None,
         dataset_name=None,
         tags=["reward-trainer", "trl"],
         versions={library: version(library) for library in ("torch", "transformers")},
