@@ -20,6 +20,7 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 from transformers.utils import find_adapter_config_file
 
+from trl_tpu.data.checks import rendering
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import load_adapted_model
@@ -92,7 +93,8 @@ class Scorer:
             return self.tokenizer(text=dialogue if dialogue.endswith(eos) else dialogue + eos)["input_ids"]
         if self.tokenizer.chat_template is None:
             raise UserError("This model's tokenizer has no chat template, so it scores text, not messages.")
-        return self.tokenizer.apply_chat_template(dialogue, tokenize=True, return_dict=True)["input_ids"]
+        with rendering(f"A conversation, {dialogue!r:.80},", "Correct it, or the tokenizer's `chat_template`"):
+            return self.tokenizer.apply_chat_template(dialogue, tokenize=True, return_dict=True)["input_ids"]
 
     def rewards(self, ids: list[list[int]], batch_size: int = 8, max_length: int | None = None) -> list[float]:
         """Compute rewards of tokenized dialogues, in order; nan for one of more than `max_length` tokens.
