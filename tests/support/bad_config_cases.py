@@ -1,6 +1,6 @@
 """Flags and YAML files that must be refused, and the words that each error must hold."""
 
-from bad_input import Case, config, flags, without
+from bad_input import Case, both, config, flags, without
 
 CONFIGURATION = {
     "a mesh without sizes": Case(flags(mesh="fsdp"), ["mesh 'fsdp'", "axis=size", "write e.g. 'fsdp=-1'"]),
@@ -33,12 +33,62 @@ CONFIGURATION = {
     "a rate of nan": Case(flags(learning_rate="nan"), ["learning_rate must be a finite number", "got nan"]),
     "a coefficient of nan": Case(flags(center_rewards_coefficient="nan"), ["center_rewards_coefficient", "0.01"]),
     "negative epochs": Case(
-        flags(max_steps=-1, num_train_epochs=-1), ["num_train_epochs must be 0 or more", "max_st"]
+        flags(max_steps=-1, num_train_epochs=-1), ["num_train_epochs must be a finite number, 0 or more", "max_st"]
+    ),
+    "epochs without end": Case(flags(max_steps=-1, num_train_epochs="inf"), ["num_train_epochs must be", "got inf"]),
+    "a moment that grows": Case(flags(adam_beta1=2), ["adam_beta1 must be 0 or more and below 1, got 2.0", "default"]),
+    "an epsilon of nan": Case(flags(adam_epsilon="nan"), ["adam_epsilon must be a finite number", "got nan"]),
+    "logs every nan steps": Case(flags(logging_steps="nan"), ["logging_steps must be a whole number", "got nan"]),
+    "logs every 2.5 steps": Case(flags(logging_steps=2.5), ["logging_steps must be a whole number", "got 2.5"]),
+    "saves every 0 steps": Case(flags(save_steps=0), ["save_steps must be", "above 0", "set save_strategy='no'"]),
+    "saves every -1 steps": Case(flags(save_steps=-1), ["save_steps must be", "got -1", "set save_strategy='no'"]),
+    "evaluations every 0 steps": Case(flags(eval_strategy="steps", eval_steps=0), ["eval_steps must be", "got 0"]),
+    "evaluations after nan": Case(flags(eval_delay="nan"), ["eval_delay must be a finite number"]),
+    "workers that stay, and none": Case(
+        flags(dataloader_persistent_workers="true"), ["dataloader_persistent_workers=True", "dataloader_num_workers"]
+    ),
+    "a start method for no workers": Case(
+        flags(dataloader_multiprocessing_context="spawn"), ["dataloader_multiprocessing_context='spawn'", "1 or more"]
+    ),
+    "workers that fetch nothing": Case(
+        flags(dataloader_num_workers=1, dataloader_prefetch_factor=0), ["dataloader_prefetch_factor must be at least"]
+    ),
+    "negative noise": Case(flags(neftune_noise_alpha=-1), ["neftune_noise_alpha must be", "got -1.0", "Leave it out"]),
+    "options of a schedule that it lacks": Case(
+        flags(lr_scheduler_type="cosine", lr_scheduler_kwargs='{"cycles": 1}'),
+        ["lr_scheduler_type='cosine' with lr_scheduler_kwargs={'cycles': 1}", "unexpected keyword", "Correct lr_"],
+    ),
+    "an option of a schedule that is a word": Case(
+        flags(lr_scheduler_type="cosine", lr_scheduler_kwargs='{"num_cycles": "many"}'), ["cannot be used", "'many'"]
+    ),
+    "a schedule to nan": Case(
+        flags(lr_scheduler_type="polynomial", lr_scheduler_kwargs='{"power": NaN}'), ["learning rate becomes nan"]
+    ),
+    "a schedule without what it needs": Case(flags(lr_scheduler_type="warmup_stable_decay"), ["num_decay_steps"]),
+    "options of an optimizer in words": Case(flags(optim_args="foo"), ["optim_args must be name=value", "got 'foo'"]),
+    "an option of an optimizer that is a word": Case(
+        flags(optim="sgd", optim_args="momentum=much"), ["optim='sgd' with optim_args='momentum=much'", "could not"]
+    ),
+    "an optimizer that is not installed": Case(flags(optim="grokadamw"), ["optim='grokadamw'", "pip install grok"]),
+    "pairs by lengths that nobody has": Case(
+        flags(train_sampling_strategy="group_by_length"), ["='group_by_length' reads lengths", "'length'", "Leave it"]
+    ),
+    "the best by an unknown metric": Case(
+        both(flags(eval_strategy="steps", metric_for_best_model="f1"), flags(dataset_test_split="train")),
+        ["metric_for_best_model='f1'", "loss, num_tokens, min_reward", "compute_metrics"],
+    ),
+    "an unknown tracker": Case(flags(report_to="wandbb"), ["report_to names 'wandbb'", "wandb, ", "or write 'none'"]),
+    "a tracker that is not installed": Case(flags(report_to="dvclive"), ["report_to='dvclive'", "install dvclive"]),
+    "an output folder without a name": Case(flags(output_dir=""), ["output_dir must be a name, not empty, got ''"]),
+    "a checkpoint without a name": Case(
+        flags(resume_from_checkpoint=""), ["resume_from_checkpoint must be a name", "leave it out to start anew"]
     ),
     "negative workers": Case(flags(dataloader_num_workers=-1), ["dataloader_num_workers must be 0 or more, got -1"]),
     "negative processes": Case(flags(dataset_num_proc=-1), ["dataset_num_proc must be 0 or more", "0 does the work"]),
     "a negative seed": Case(flags(seed=-1), ["seed must be from 0 to 4294967295, got -1"]),
-    "negative warm-up": Case(flags(warmup_steps=-1), ["warmup_steps = -1.0", ">= 0"]),
+    "negative warm-up": Case(flags(warmup_steps=-1), ["warmup_steps must be a finite number, 0 or more, got -1.0"]),
+    "warm-up without end": Case(flags(warmup_steps="inf"), ["warmup_steps must be a finite number", "got inf"]),
+    "more warm-up than training": Case(flags(warmup_ratio=2), ["warmup_ratio must be 0 or more and below 1, got 2.0"]),
     "a misspelled flag": Case(flags(lerning_rate=1), ["`--lerning_rate`", "did you mean `learning_rate`?"]),
     "a misspelled key": Case(config("lerning_rate: 1"), ["in the config file", "did you mean `learning_rate`?"]),
     "a misspelled optimizer": Case(flags(optim="adamw_trch"), ["adamw_trch is not a valid", "'adamw_torch'"]),
@@ -48,9 +98,7 @@ CONFIGURATION = {
     ),
     "a key that is no name": Case(config("1: 2"), ["DIR/c.yaml", "the key 1 is not text", "Correct or remove"]),
     "a tab in YAML": Case(config("seed:\n\t- 1"), ["DIR/c.yaml is not valid YAML", "line 2, column 1", "Correct"]),
-    "no such day in YAML": Case(
-        config("seed: 2001-13-45"), ["DIR/c.yaml is not valid YAML", "month must be in 1..12"]
-    ),
+    "no such day in YAML": Case(config("seed: 2001-13-45"), ["argument --seed: invalid int value: '2001-13-45'"]),
     "two documents in YAML": Case(config("seed: 1\n---\nseed: 2"), ["another document", "line 2"]),
     "an object in YAML": Case(config("seed: !!python/object/apply:os.getcwd []"), ["constructor", "line 1, column 7"]),
     "YAML that is nested without end": Case(config("[" * 500), ["DIR/c.yaml is not valid YAML", "recursion"]),
@@ -65,6 +113,9 @@ CONFIGURATION = {
     ),
     "empty YAML": Case(config(""), ["DIR/c.yaml must contain a YAML mapping (`name: value`), not nothing"]),
     "a list of variables": Case(config("env: [A]"), ["`env` field should be a dict", "DIR/c.yaml", "`NAME: value`"]),
+    "a variable without a value": Case(
+        config("env: {A: null}"), ["DIR/c.yaml: `env` gives A None", "no text", "`A: ''` for an empty value"]
+    ),
     "a variable that cannot be": Case(
         config("env: {'A=B': 1}"), ["DIR/c.yaml: `env` has a name", "no environment can hold", "Correct it"]
     ),

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.training.evaluation import METRICS
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,7 @@ def test_evaluate_equals_a_float64_computation_over_all_pairs(folder: str, tmp_p
     }
     for name, value in expected.items():
         assert metrics[f"eval_{name}"] == pytest.approx(float(value), abs=1e-6), name  # float32 rewards
+    assert metrics.keys() - {"epoch", "eval_model_preparation_time"} == {f"eval_{name}" for name in METRICS}
 
 
 def test_predict_gives_the_rewards_of_raw_pairs_in_order(folder: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import signal
 from functools import partial
 from typing import Any
 
@@ -166,6 +167,25 @@ def test_the_old_api_names_the_row_that_cannot_be_rendered() -> None:
     rows = Dataset.from_list([CHAT | {"chat_template_kwargs": words} for words in (None, "no mapping")])
     with pytest.raises(UserError, match="Row 1 .*cannot be rendered as a chat.*Correct the row, its `tools`"):
         tokenize_legacy(rows, tiny_tokenizer(), num_proc=None, name="train")
+
+
+def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_tpu.data.checks._RENDERING_SECONDS", 0.2)
+    alarm = signal.getsignal(signal.SIGALRM)
+    templates = {
+        "{% for i in range(10**9) %}a{% endfor %}": "Range too big",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "longer than 0.2 seconds",
+        "{{ 'a' * 10**15 }}": "MemoryError",
+        "{% macro more() %}{{ more() }}{% endmacro %}{{ more() }}": "recursion",
+        "{{ 1 / (messages | length - messages | length) }}": "division by zero",
+    }
+    for template, reason in templates.items():
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
+        with pytest.raises(UserError, match=f"^Row 0 .* cannot be rendered as a chat: .*{reason}.*Correct the row"):
+            prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, **settings)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is alarm
 
 
 def test_an_empty_answer_to_a_prompt_is_no_error() -> None:

@@ -27,6 +27,7 @@ from transformers import (
 
 from trl_tpu import cli
 from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.errors import UserError
 from trl_tpu.modeling import adapters
 from trl_tpu.scripts import reward, score, short_help, synthetic
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
@@ -179,6 +180,13 @@ def test_dialogues_get_the_tokens_that_training_gave_them(saved: Path, form: str
     pairs = score.score_dataset(scorer, rows)
     alone = score.score_texts(str(saved), whole)
     assert [pairs["reward_chosen"][0], pairs["reward_rejected"][0]] == pytest.approx(alone, abs=1e-5)
+
+
+def test_a_conversation_that_cannot_be_rendered_is_one_line(saved: Path) -> None:
+    scorer = score.Scorer(str(saved))
+    scorer.tokenizer.chat_template = "{{ raise_exception('No') }}"
+    with pytest.raises(UserError, match=r"A conversation, \[.* cannot be rendered as a chat: No. Correct it, or"):
+        scorer.token_ids(CHATS[0])
 
 
 def test_too_long_dialogues_get_nan_as_training_leaves_them_out(saved: Path) -> None:

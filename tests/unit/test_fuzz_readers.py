@@ -43,6 +43,16 @@ def environment() -> Iterator[None]:
 # ---- YAML
 
 
+def is_meant_by(value: Any, ours: Any) -> bool:
+    """Whether what we read is what PyYAML reads, or the text of it; or a number that only YAML 1.2 knows."""
+    if isinstance(value, dict | list):
+        parts, own = (list(each.values()) if isinstance(each, dict) else each for each in (value, ours))
+        return len(parts) == len(own) and all(map(is_meant_by, parts, own))
+    if isinstance(value, str) and isinstance(ours, float):
+        return float(value) == ours
+    return repr(value) == repr(ours) or (isinstance(ours, str) and repr(yaml.safe_load(ours)) == repr(value))
+
+
 @FAST
 @given(content=st.text() | st.lists(YAML_PIECES).map("".join) | st.binary())
 @example(content="a: 2001-13-45")
@@ -52,6 +62,9 @@ def environment() -> Iterator[None]:
 @example(content="a: =\nb: 0b")
 @example(content="a: !!binary é")
 @example(content="a: !!int x")
+@example(content="a: 010\nb: [010, 12:30, 1e-5, on, 2001-01-01]\nc: no\nd: 1_0")
+@example(content="a: &a [*a]")
+@example(content="a: &a 5\nb: {c: *a}")
 def test_any_yaml_is_a_mapping_of_names_or_one_error(content: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
@@ -62,7 +75,11 @@ def test_any_yaml_is_a_mapping_of_names_or_one_error(content: str | bytes, tmp_p
         assert str(path) in str(error) and "\n" not in str(error)
     else:
         assert all(isinstance(name, str) for name in values)
-        assert repr(values) == repr(yaml.safe_load(data.decode("utf-8-sig")))
+        try:
+            expected = yaml.safe_load(data.decode("utf-8-sig"))
+        except (yaml.YAMLError, ValueError):
+            return  # a date that is none, say, which is text here
+        assert is_meant_by(expected, values)
 
 
 @FAST
@@ -70,7 +87,7 @@ def test_any_yaml_is_a_mapping_of_names_or_one_error(content: str | bytes, tmp_p
 def test_what_is_written_as_yaml_is_read_as_it_was(values: dict[str, Any], tmp_path: Path) -> None:
     text = yaml.safe_dump(values, allow_unicode=True)
     (tmp_path / "c.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert read_config(str(tmp_path / "c.yaml")) == yaml.safe_load(text)
+    assert is_meant_by(yaml.safe_load(text), read_config(str(tmp_path / "c.yaml")))
 
 
 @FAST
@@ -84,9 +101,10 @@ def test_any_env_is_exported_or_refused(env: Any, tmp_path: Path, environment: N
     except UserError as error:
         assert str(tmp_path / "c.yaml") in str(error)
     else:
-        assert (values, words) == ({"seed": 1}, ["--x"])
-        expected = {str(name): str(value) for name, value in yaml.safe_load(text)["env"].items()}
-        assert dict(os.environ) == before | expected
+        assert (values, words) == ({"seed": "1"}, ["--x"])
+        read = yaml.safe_load(text)["env"]
+        as_written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in read.items()}
+        assert dict(os.environ) == before | as_written
     finally:
         os.environ.clear()
         os.environ.update(before)

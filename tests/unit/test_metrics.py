@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trl_tpu.runtime.native import Runtime
@@ -104,6 +104,19 @@ def test_many_batches_lose_no_token_and_no_precision_that_shows() -> None:
     logged = close(metrics)
     assert logged["num_tokens"] == 500 * 123_457  # float32 would not hold it
     assert logged["margin"] == pytest.approx((table[..., 0] - table[..., 1]).mean(dtype=np.float64), abs=1e-6)
+
+
+@given(st.lists(st.integers(0, 2**30), max_size=12), st.integers(0, 12))
+@example([2**30] * 3, 1)
+def test_tokens_between_two_logs_are_exact_beyond_int32_and_over_a_resume(counts: list[int], saved_at: int) -> None:
+    metrics = new_metrics()
+    for index, tokens in enumerate(counts):
+        if index == saved_at:
+            state = json.loads(json.dumps(metrics.state_dict()))
+            metrics = new_metrics()
+            metrics.load_state_dict(state)
+        update(metrics, [(1.0, 0.0, True)], tokens)
+    assert close(metrics)["num_tokens"] == sum(counts)
 
 
 @given(batches)

@@ -79,7 +79,7 @@ class CheckpointLoader:
             UserError: None is whole, or the one given by name is damaged or of other batches.
         """
         self.progress, self.run, self._changed_settings = None, None, frozenset()
-        if not asked:
+        if asked is None or asked is False:
             return None
         if asked is True:
             local = self._remote is None

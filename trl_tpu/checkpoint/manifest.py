@@ -194,7 +194,7 @@ def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = find_
     Raises:
         UserError: There is none, or its files are not those of its manifest; one of ours has to have one.
     """
-    if not Path(folder).is_dir():
+    if not str(folder) or not Path(folder).is_dir():
         raise UserError(
             f"resume_from_checkpoint={str(folder)!r} is no folder. Give the folder of a checkpoint, or True for the "
             "newest good one of output_dir."

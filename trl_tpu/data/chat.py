@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError, UserTypeError
-
-#: what a template that cannot render a dialogue raises
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError)
 
 # All other arguments of transformers' method say what is done with the text, or which template writes it.
 _FOR_THE_TEMPLATE = {"documents", "add_generation_prompt", "kwargs"}
@@ -115,6 +111,6 @@ def _reads(tokenizer: PreTrainedTokenizerBase, template: str, role: str, kind: s
 def _writes_mark(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, Any]]) -> bool:
     try:
         text: Any = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except TEMPLATE_ERRORS:
+    except Exception:  # a template is a program, which may raise anything
         return False
     return _MARK in text and repr(_MARK) not in text  # else this is how Python prints a part

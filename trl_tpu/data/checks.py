@@ -2,6 +2,8 @@
 
 import difflib
 import logging
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +14,6 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserTypeError
-from .chat import TEMPLATE_ERRORS
 from .measure import tables_of
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 RAW_COLUMNS = ("chosen", "rejected")
 TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
 _OPTIONAL_COLUMNS = ("prompt", "margin", "tools", "chat_template_kwargs")
+_RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
 _LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
@@ -165,15 +167,40 @@ def _check_message(message: Any, where: str) -> None:
 
 
 @contextmanager
-def rendering(what: str) -> Iterator[None]:
-    """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError."""
+def rendering(
+    what: str,
+    mend: str = "Correct the row, its `tools` or `chat_template_kwargs`, or give another template by "
+    "`chat_template_path`",
+) -> Iterator[None]:
+    """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError.
+
+    A template is a program, which may raise anything, and need not end.
+    """
+    try:
+        with _time_limit(_RENDERING_SECONDS):
+            yield
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise UserError(f"{what} cannot be rendered as a chat: {reason}. {mend}.") from error
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after some seconds; never in a thread, since only a process's main one can be interrupted."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {seconds} seconds")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    pending = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
-    except TEMPLATE_ERRORS as error:
-        raise UserError(
-            f"{what} cannot be rendered as a chat: {error}. Correct the row, its `tools` or `chat_template_kwargs`, "
-            "or give another template by `chat_template_path`."
-        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *pending)
+        signal.signal(signal.SIGALRM, handler)
 
 
 # ---- token ids

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 from transformers.hf_argparser import HfArgumentParser
 
 from trl_tpu.errors import UserError
-from trl_tpu.scripts.config_file import take_config
+from trl_tpu.scripts.config_file import read_scalar, take_config
 
 T = TypeVar("T")
 
@@ -148,10 +148,7 @@ def _check_choice(action: argparse.Action, value: Any) -> None:
     choices = [str(choice) for choice in action.choices]
     # an Enum member prints as its class and name, its value is the spelling
     if str(getattr(value, "value", value)) not in choices:
-        hint = (
-            ' YAML reads an unquoted no, off, yes or on as a boolean: write "no".' if isinstance(value, bool) else ""
-        )
-        raise UserError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.{hint}")
+        raise UserError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.")
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -162,20 +159,24 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _typed(action: argparse.Action, value: Any) -> Any:
+def _typed(action: argparse.Action, given: Any) -> Any:
     """Convert a value of the file as the flag does: argparse converts text only, and leaves any other default.
 
-    So a whole number may be written 8.0, and a name 2024, as on a command line.
+    So a whole number may be written 8.0, a switch on, and a name 1.10, as on a command line.
     """
     kind = getattr(action.type, "__name__", "")
+    if kind not in _KINDS or action.nargs == "+":
+        return given
+    value = read_scalar(given) if isinstance(given, str) and kind != "str" else given
     may_be_none = action.type not in (int, float)
-    if kind not in _KINDS or action.nargs == "+" or isinstance(value, str) or (value is None and may_be_none):
+    if isinstance(value, str) or (value is None and may_be_none):
         return value
     wanted, fits = _KINDS[kind]
     if not fits(value) or (kind in ("int", "float") and isinstance(value, bool)):
+        shown = given if isinstance(given, str) else json.dumps(given, default=str)
         raise UserError(
-            f"`{action.dest}: {json.dumps(value, default=str)}` in the config file is not {wanted}. Correct it, or "
-            "leave it out for the default."
+            f"`{action.dest}: {shown}` in the config file is not {wanted}. Correct it, or leave it out for the "
+            "default."
         )
     if kind == "int":
         return int(value)

@@ -4,7 +4,10 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple, cast
+
+from transformers import TrainingArguments
 
 from .. import runtime
 from ..errors import UserError
@@ -54,16 +57,27 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+_NAMED = Rule("a name, not empty", lambda value: value != "")
 _AT_LEAST_1 = Rule("at least 1", lambda value: value >= 1)
 _AT_LEAST_0 = Rule("0 or more", lambda value: value >= 0)
 _AMOUNT = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
+_BELOW_1 = Rule("0 or more and below 1", lambda value: 0 <= value < 1)
 _FINITE = Rule("a finite number", math.isfinite)
+_INTERVAL = Rule(
+    "a whole number above 0, or a fraction of all steps",
+    lambda value: 0 < value < math.inf and (value < 1 or value == int(value)),
+)
+_ASSIGNMENTS = Rule(
+    "name=value, or several with commas between",
+    lambda value: value == "" or (isinstance(value, str) and all(part.count("=") == 1 for part in value.split(","))),
+)
 _SEED = Rule("from 0 to 4294967295", lambda value: 0 <= value < 2**32)
 _YEAR = 365 * 24 * 60  # minutes
 _MINUTES = Rule(f"above 0 and at most {_YEAR}, a year", lambda value: 0 < value <= _YEAR)
 
 _PAIRS = "The pairs of a step are per_device_train_batch_size x devices x gradient_accumulation_steps"
 _FITTING = "Leave it out for a value that fits the data and the device"
+_DEFAULT = "Leave it out for the default"
 
 #: What transformers and torch find out only after the model is loaded, or never; and what to do instead. None is
 #: always a setting left out.
@@ -76,17 +90,34 @@ RULES: dict[str, tuple[Rule, str]] = {
     "max_shapes": (_AT_LEAST_1, _FITTING),
     "pad_to_multiple_of": (_AT_LEAST_1, _FITTING),
     "nonfinite_limit": (_AT_LEAST_0, "0 turns it off, 1 stops after the first step that is not finite"),
-    "num_train_epochs": (_AT_LEAST_0, "Or set max_steps instead"),
+    "num_train_epochs": (_AMOUNT, "Or set max_steps instead"),
     "dataset_num_proc": (_AT_LEAST_0, "0 does the work in this process"),
     "dataloader_num_workers": (_AT_LEAST_0, "0 does the work in this process"),
-    "learning_rate": (_AMOUNT, "Leave it out for the default"),
-    "weight_decay": (_AMOUNT, "Leave it out for the default"),
-    "max_grad_norm": (_AMOUNT, "Leave it out for the default"),
+    "dataloader_prefetch_factor": (_AT_LEAST_1, _DEFAULT),
+    "learning_rate": (_AMOUNT, _DEFAULT),
+    "warmup_ratio": (_BELOW_1, "It is a fraction of all steps; warmup_steps counts them"),
+    "warmup_steps": (_AMOUNT, "Below 1 it is a fraction of all steps"),
+    "weight_decay": (_AMOUNT, _DEFAULT),
+    "max_grad_norm": (_AMOUNT, _DEFAULT),
+    "adam_beta1": (_BELOW_1, _DEFAULT),
+    "adam_beta2": (_BELOW_1, _DEFAULT),
+    "adam_epsilon": (_AMOUNT, _DEFAULT),
+    "optim_args": (_ASSIGNMENTS, "For example optim_args='momentum=0.9,nesterov=true' with optim='sgd'"),
+    "neftune_noise_alpha": (_AMOUNT, "Leave it out for no noise"),
+    "eval_delay": (_FINITE, _DEFAULT),
     "center_rewards_coefficient": (_FINITE, "0.01 is recommended; leave it out not to center"),
     "save_interval_minutes": (_MINUTES, "Leave it out to save only when save_strategy says so"),
     "seed": (_SEED, "numpy takes no other seed"),
     "data_seed": (_SEED, "numpy takes no other seed"),
+    "output_dir": (_NAMED, "Leave it out for trainer_output"),
+    "resume_from_checkpoint": (_NAMED, "Name a checkpoint's folder, or leave it out to start anew"),
 }
+#: What is about the processes that load data.
+_ABOUT_WORKERS = (
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+)
 
 
 def check_ranges(args: Any) -> None:
@@ -98,9 +129,18 @@ def check_ranges(args: Any) -> None:
     for setting in args._VALID_DICT_FIELDS:
         _check_json(setting, getattr(args, setting))
     for setting, (rule, instead) in RULES.items():
-        value = getattr(args, setting)
-        if value is not None and not rule.holds(value):
-            raise UserError(f"{setting} must be {rule.words}, got {value}. {instead}.")
+        _check_range(setting, getattr(args, setting), rule, instead)
+    for kind in ("logging", "eval", "save"):
+        if getattr(args, f"{kind}_strategy") == "steps":  # else nobody reads it
+            _check_range(
+                f"{kind}_steps", getattr(args, f"{kind}_steps"), _INTERVAL, f"For none set {kind}_strategy='no'"
+            )
+    for setting in _ABOUT_WORKERS:
+        if getattr(args, setting) and not args.dataloader_num_workers:
+            raise UserError(
+                f"{setting}={getattr(args, setting)!r} is about processes that load data, and there are none: set "
+                "dataloader_num_workers to 1 or more, or leave it out."
+            )
     try:
         _ = args.time_limit
     except ValueError as error:
@@ -109,8 +149,19 @@ def check_ranges(args: Any) -> None:
         raise UserError(f"output_dir {args.output_dir} is a file. Name a folder; it need not exist.")
 
 
+def _check_range(setting: str, value: Any, rule: Rule, instead: str) -> None:
+    try:
+        holds = value is None or rule.holds(value)
+    except TypeError:  # text where a number belongs, say
+        holds = False
+    if not holds:
+        raise UserError(f"{setting} must be {rule.words}, got {value!r}. {instead}.")
+
+
 def _check_json(setting: str, value: Any) -> None:
-    """Refuse text that is no JSON object. Some settings may also name a JSON file, which transformers reads."""
+    """Refuse what is no JSON object. Some settings may also name a JSON file, which transformers reads."""
+    if setting.endswith("_kwargs") and not isinstance(value, str | dict | None):
+        raise UserError(f"{setting} must be a mapping of names to values, not {value!r:.80}.")
     if not isinstance(value, str) or not (value.startswith("{") or setting.endswith("_kwargs")):
         return
     try:
@@ -131,6 +182,10 @@ def check_choices(args: Any) -> None:
         UserError: Names the setting, its value and the words.
     """
     _ = args.remat_policy
+    for each in fields(TrainingArguments):
+        value, choices = getattr(args, each.name), each.metadata.get("choices")
+        if choices and value is not None and value not in choices:
+            raise UserError(f"{each.name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
     if args.packed_attention not in ("auto", "masks", "expanded"):
         raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
     if args.activation_offloading:

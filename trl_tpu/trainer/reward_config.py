@@ -17,6 +17,7 @@ from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
 from ..training.preemption import parse_duration
+from .before_training import check_tracker_names, check_update
 from .field_help import help_from_docstring
 from .limits import check_choices, check_ranges, check_remat, check_xla_limits
 from .packing_option import Packing
@@ -199,6 +200,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
+        check_update(self)
+        check_tracker_names(self)
         topology = runtime.current().topology()
         self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)

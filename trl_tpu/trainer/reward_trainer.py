@@ -35,6 +35,7 @@ from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
+from .before_training import check_best_metric, check_hub, check_lengths, check_trackers
 from .builders import build_dataset, build_reward_model, check_arguments, default_folder
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import is_generated, make_model_card
@@ -113,6 +114,7 @@ class RewardTrainer(DeviceTrainer):
         max_steps = getattr(args, "max_steps", -1)
         check_arguments(model, model_init, train_dataset, optimizers, max_steps, compiles=device.compiles)
         args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
+        self._check_surroundings(args, train_dataset, eval_dataset, compute_metrics, callbacks)
         self._old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
@@ -161,6 +163,19 @@ class RewardTrainer(DeviceTrainer):
             self.model_init = init
         # names of TRL up to 0.23
         self.tokenizer, self.use_reward_data_collator = own_tokenizer, self._old_columns
+
+    def _check_surroundings(
+        self, args: RewardConfig, train_dataset: Any, eval_dataset: Any, compute_metrics: Any, callbacks: Any
+    ) -> None:
+        """Refuse what cannot work with these settings before anything is loaded; a subclass's own ways are its own."""
+        check_trackers(args)
+        check_hub(args)
+        if self._is_own("_get_train_sampler"):
+            check_lengths(args, train_dataset, eval_dataset)
+        if compute_metrics is None and type(self) is RewardTrainer and all(map(_is_transformers, callbacks or ())):
+            check_best_metric(args, eval_dataset)
+        if args.label_smoothing_factor and self._is_own("compute_loss"):
+            logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
 
     @cached_property
     def _metrics(self) -> dict[str, dict[str, list[float]]]:
@@ -348,7 +363,13 @@ _READ_BATCHES = (
     *("compute_loss", "training_step", "prediction_step", "_prepare_inputs"),
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
 )
-_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, "_prepare_dataset")}
+_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, "_prepare_dataset", "_get_train_sampler")}
+
+
+def _is_transformers(callback: Any) -> bool:
+    """Tell whether a callback, or its class, is one of transformers', which add nothing to what is measured."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    return kind.__module__.startswith("transformers.")
 
 
 def _call(model_init: Any, trial: Any) -> Any:

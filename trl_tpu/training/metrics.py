@@ -10,8 +10,9 @@ from accelerate.utils import gather_object
 
 from ..runtime import Runtime
 
-_COUNTS = ("pairs", "correct", "ties", "tokens")
+_COUNTS = ("pairs", "correct", "ties")
 _SUMS = ("reward", "margin")
+_CARRY = 2**30  # tokens, of which a run may have more between two logs than int32 holds, and TPUs have no int64
 
 
 @dataclass
@@ -29,7 +30,7 @@ class RewardSums:
 
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """Return the sums over both sets of pairs."""
-        added = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, *_SUMS)}
+        added = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, "tokens", *_SUMS)}
         return RewardSums(**added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest))
 
     def metrics(self) -> dict[str, float]:
@@ -66,7 +67,7 @@ def sums_of(rewards_N2: torch.Tensor, tokens: int = 0) -> RewardSums:
 class RewardMetrics:
     """Adds up a training run's rewards on the device without stopping it.
 
-    `update` only records operations; `read` fetches. The sums are vectors, since XLA would bake a scalar 0 into the
+    `update` only records operations, and reads nothing. The sums are vectors, since XLA would bake a scalar 0 into the
     program and compile the step anew after every log.
 
     Args:
@@ -85,13 +86,14 @@ class RewardMetrics:
             return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
 
         self._counts = to_device([getattr(sums, name) for name in _COUNTS], torch.int32)
+        self._tokens = to_device(list(divmod(sums.tokens, _CARRY)), torch.int32)
         self._sums = to_device([getattr(sums, name) for name in _SUMS], torch.float32)
         self._lowest = to_device([sums.lowest], torch.float32)
         self._highest = to_device([sums.highest], torch.float32)
 
     @torch.no_grad()
     def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor | None, tokens: torch.Tensor) -> None:
-        """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count."""
+        """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count, at most 2**30."""
         rewards_P2 = rewards_P2.detach().float()
         mask_P = torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P
         if self._skips_nonfinite:
@@ -105,8 +107,12 @@ class RewardMetrics:
             return torch.where(mask_P, of_P, 0.0).sum()
 
         self._counts = self._counts + torch.stack(
-            [count(mask_P), count(chosen_P > rejected_P), count(chosen_P == rejected_P), tokens]
+            [count(mask_P), count(chosen_P > rejected_P), count(chosen_P == rejected_P)]
         )
+        high, low = self._tokens.unbind()
+        low = low + tokens
+        carry = (low >= _CARRY).int()
+        self._tokens = torch.stack([high + carry, low - carry * _CARRY])
         self._sums = self._sums + torch.stack([total(chosen_P + rejected_P), total(chosen_P - rejected_P)])
         lowest_P = torch.where(mask_P, rewards_P2.amin(-1), float("inf"))
         highest_P = torch.where(mask_P, rewards_P2.amax(-1), float("-inf"))
@@ -116,7 +122,7 @@ class RewardMetrics:
     @property
     def device_sums(self) -> list[torch.Tensor]:
         """The open sums; fetched, they are what `on_host` reads."""
-        return [self._counts, self._sums, self._lowest, self._highest]
+        return [self._counts, self._tokens, self._sums, self._lowest, self._highest]
 
     def close(self, sums: RewardSums) -> dict[str, float]:
         """Log ``sums``, the open ones (of all processes together), and start anew."""
@@ -143,6 +149,6 @@ def over_processes(accelerator: Accelerator, sums: RewardSums, loss: float) -> t
 
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:
     """Read fetched `RewardMetrics.device_sums`."""
-    counts, sums, lowest, highest = (tensor.tolist() for tensor in fetched)
+    counts, (high, low), sums, lowest, highest = (tensor.tolist() for tensor in fetched)
     named = dict(zip(_COUNTS, counts, strict=True)) | dict(zip(_SUMS, sums, strict=True))
-    return RewardSums(**named, lowest=lowest[0], highest=highest[0])
+    return RewardSums(**named, tokens=high * _CARRY + low, lowest=lowest[0], highest=highest[0])
