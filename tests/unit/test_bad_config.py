@@ -226,7 +226,13 @@ def test_bad_settings(case: str, start: Any) -> None:
 GOOD_SETTINGS: list[dict[str, Any]] = [
     {"warmup_steps": 0.1, "logging_steps": 0.5, "save_steps": 1.0, "max_steps": -1},
     {"save_strategy": "no", "save_steps": 0, "logging_strategy": "no", "logging_steps": 0, "eval_steps": -1},
-    {"resume_from_checkpoint": False, "optim_args": "", "dataloader_persistent_workers": False},
+    {
+        "fsdp": "no",
+        "packing": "off",
+        "resume_from_checkpoint": False,
+        "optim_args": "",
+        "dataloader_persistent_workers": False,
+    },
     {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true", "neftune_noise_alpha": 0},
     *({"lr_scheduler_type": name} for name in ("linear", "cosine", "polynomial", "inverse_sqrt", "constant")),
     *({"lr_scheduler_type": name} for name in ("cosine_with_restarts", "constant_with_warmup")),

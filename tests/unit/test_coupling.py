@@ -117,6 +117,7 @@ CALLED = {
     "_get_collator_with_removed_columns": ["data_collator", "description"],
     "_prepare_inputs": ["inputs"],
     "store_flos": [],
+    "get_optimizer_cls_and_kwargs": ["args", "model"],
 }
 ATTRIBUTES = [
     "_tr_loss",

@@ -58,7 +58,7 @@ def read_config(path: str) -> dict[str, Any]:
     """Read the mapping that a YAML file holds.
 
     Numbers, yes, no, on and off are text as they are written: the flag that takes a value decides what it means, as
-    on a command line. So are all values of ``env``. What is in lists and other mappings is read: see `_Reader`.
+    on a command line. So are those in lists, and all values of ``env``. What is in mappings is read: see `_Reader`.
 
     Raises:
         UserError: It is not UTF-8, not YAML, not a mapping, or has a key that is not text or is there twice, or
@@ -95,7 +95,7 @@ _INT, _FLOAT, _BOOL, _NULL, _STR, _MERGE = (
 )
 _ONLY_IN_1_1 = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # 010 is 8 there, and 12:30 is 750
 _NOT_IN_1_1 = re.compile(r"[-+]?[0-9]+[eE][-+][0-9]+")  # 1e-5 is text there
-_LARGEST = 10_000_000
+_LARGEST = 1_000_000
 
 
 class _Reader(yaml.SafeLoader):
@@ -151,7 +151,9 @@ def _size(node: yaml.Node, known: dict[int, float]) -> float:
 
 
 def _as_written(node: yaml.Node) -> yaml.Node:
-    """Make text of a number and of yes, no, on and off: which of them is meant, the flag knows that takes it."""
+    """Make text of a number and of yes, no, on and off, also in a list: what it is, the flag knows that takes it."""
+    if isinstance(node, yaml.SequenceNode):
+        return yaml.SequenceNode(node.tag, list(map(_as_written, node.value)), node.start_mark, node.end_mark)
     is_text = node.tag in (_INT, _FLOAT) or (node.tag == _BOOL and node.value.lower() not in ("true", "false"))
     return _text(node) if is_text else node
 

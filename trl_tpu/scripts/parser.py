@@ -52,6 +52,8 @@ class TrlParser(HfArgumentParser):
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:
             action.type = _json_object
+        if action.type is str:
+            action.takes_more = bool(set(members) - {str, NoneType})  # type: ignore[attr-defined]  # for `_typed`
         takes_one_value = action.nargs is None and action.choices is None and bool not in members
         if NoneType in members and takes_one_value and callable(action.type) and action.type is not str:
             action.type = _or_none(action.type)
@@ -162,12 +164,18 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _typed(action: argparse.Action, given: Any) -> Any:
     """Convert a value of the file as the flag does: argparse converts text only, and leaves any other default.
 
-    So a whole number may be written 8.0, a switch on, and a name 1.10, as on a command line.
+    So a whole number may be written 8.0, a switch on, and a name 1.10, as on a command line. A flag of text or
+    something else takes lists and mappings too, and no for false.
     """
     kind = getattr(action.type, "__name__", "")
-    if kind not in _KINDS or action.nargs == "+":
+    if kind not in _KINDS:
         return given
-    value = read_scalar(given) if isinstance(given, str) and kind != "str" else given
+    if action.nargs == "+":
+        return [_read(each, kind) for each in given] if isinstance(given, list) else given
+    if getattr(action, "takes_more", False):
+        switch = _read(given, "string_to_bool")
+        return switch if isinstance(switch, bool) else given
+    value = _read(given, kind)
     may_be_none = action.type not in (int, float)
     if isinstance(value, str) or (value is None and may_be_none):
         return value
@@ -181,6 +189,11 @@ def _typed(action: argparse.Action, given: Any) -> Any:
     if kind == "int":
         return int(value)
     return str(value) if kind == "str" and not isinstance(value, bool) else value
+
+
+def _read(given: Any, kind: str) -> Any:
+    """Read a value of the file, where it is text, as YAML does, for a flag that is not of text."""
+    return read_scalar(given) if isinstance(given, str) and kind != "str" else given
 
 
 def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:

@@ -83,7 +83,7 @@ def check_trackers(args: Any) -> None:
     for name in args.report_to:
         try:
             INTEGRATION_TO_CALLBACK[name]()
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"report_to={name!r} cannot be used: {error} Install it, or write report_to='none'."
             ) from error

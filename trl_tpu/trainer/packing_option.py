@@ -4,6 +4,8 @@ from enum import StrEnum
 
 from ..errors import UserError
 
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # as other flags take them
+
 
 class Packing(StrEnum):
     """Whether batches are to be packed."""
@@ -22,7 +24,8 @@ class Packing(StrEnum):
         Raises:
             UserError: It is neither 'auto' nor a bool.
         """
+        word = str(value).lower()
         try:
-            return cls(str(value).lower())
+            return cls(_SWITCHES.get(word, word))
         except ValueError:
             raise UserError(f"packing must be 'auto', true or false, got {value!r}.") from None

@@ -178,6 +178,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     def __post_init__(self) -> None:
         if self.output_dir is not None and is_url(self.output_dir):
             self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
+        if self.fsdp in ("no", "off"):  # as YAML writes False
+            self.fsdp = None
         self.take_removed()
         if self.pad_token is not None:
             warnings.warn(
