@@ -124,15 +124,15 @@ def _check_shards(folder: Path) -> None:
 
     A broken index is for transformers to refuse, if it reads it at all.
     """
-    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+    for index in filter(Path.is_file, (folder / SAFE_WEIGHTS_INDEX_NAME, folder / WEIGHTS_INDEX_NAME)):
         try:
-            index = json.loads((folder / name).read_text(encoding="utf-8"))
-            files = [PurePosixPath(file) for file in index["weight_map"].values()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [PurePosixPath(file) for file in weight_map.values()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         for file in files:
             if file.is_absolute() or ".." in file.parts:
-                raise UserError(f"{folder / name} names {str(file)!r}, a file elsewhere. Correct it, or copy it anew.")
+                raise UserError(f"{index} names {str(file)!r}, a file elsewhere. Correct it, or copy it anew.")
 
 
 def _dtype(dtype: Any) -> Any:
