@@ -68,6 +68,7 @@ INTENDED: dict[str, dict[str, str]] = {
         ),
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
         "ours alone: fixed_rows": _INTERNAL,
+        "ours alone: find_best_again": _INTERNAL,
         "ours alone: plan_batches": _INTERNAL,
         "ours alone: predictions_of": _INTERNAL,
         "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",

@@ -185,7 +185,7 @@ def test_dialogues_get_the_tokens_that_training_gave_them(saved: Path, form: str
 def test_a_conversation_that_cannot_be_rendered_is_one_line(saved: Path) -> None:
     scorer = score.Scorer(str(saved))
     scorer.tokenizer.chat_template = "{{ raise_exception('No') }}"
-    with pytest.raises(UserError, match=r"A conversation, \[.* cannot be rendered as a chat: No. Correct it, or"):
+    with pytest.raises(UserError, match=r"Row 0 of .* cannot be rendered as a chat: No. Correct the row, "):
         scorer.token_ids(CHATS[0])
 
 

@@ -167,11 +167,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 @contextmanager
-def rendering(
-    what: str,
-    mend: str = "Correct the row, its `tools` or `chat_template_kwargs`, or give another template by "
-    "`chat_template_path`",
-) -> Iterator[None]:
+def rendering(what: str) -> Iterator[None]:
     """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError.
 
     A template is a program, which may raise anything, and need not end.
@@ -181,7 +177,10 @@ def rendering(
             yield
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise UserError(f"{what} cannot be rendered as a chat: {reason}. {mend}.") from error
+        raise UserError(
+            f"{what} cannot be rendered as a chat: {reason}. Correct the row, its `tools` or `chat_template_kwargs`, "
+            "or the tokenizer's chat template (`chat_template_path` trains with another)."
+        ) from error
 
 
 @contextmanager

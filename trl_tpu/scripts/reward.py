@@ -60,9 +60,7 @@ def main(
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     output_dir = str(training_args.output_dir)
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
-    if checkpoint is None:
-        begin_anew(training_args)
-    sigterm.may_end()
+    sigterm.may_end(lambda: begin_anew(training_args) if checkpoint is None else None)
     dataset = load_data(script_args, dataset_args)
     what = "the mixture" if dataset_args.datasets else str(script_args.dataset_name)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
@@ -111,7 +109,7 @@ def main(
 
 
 def begin_anew(args: RewardConfig) -> None:
-    """Make the folder a new run's, so that whatever stops the command from here on, it is this run that is resumed.
+    """Make the folder a new run's, which was stopped before its first checkpoint: so it is this that is resumed.
 
     Raises:
         UserError: Another process trains there, or it cannot be written to.

@@ -8,41 +8,47 @@ SIGTERM kills at any time.
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 UNFINISHED = 75  # as `trl_tpu.training.preemption` has it
 
 
 class _Heard:
     signal = False
-    ends = False
+    at_end: Callable[[], None] | None = None  # None where the command is not to end
 
 
 def listen() -> None:
     """Hear SIGTERM from here on."""
-    _Heard.signal = _Heard.ends = False
+    _Heard.signal, _Heard.at_end = False, None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _hear)
 
 
-def may_end() -> None:
-    """End the command from here on, and now if a SIGTERM has come."""
-    _Heard.ends = True
+def may_end(at_end: Callable[[], None]) -> None:
+    """End the command from here on, and now if a SIGTERM has come.
+
+    Args:
+        at_end: What is to be done then, so that the run can be resumed.
+    """
+    _Heard.at_end = at_end
     if _Heard.signal:
-        _end()
+        _end(at_end)
 
 
 def may_end_no_more() -> None:
     """Leave what comes from here on to training, and then to the end of the command."""
-    _Heard.ends = False
+    _Heard.at_end = None
 
 
 def _hear(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _Heard.signal = True
-    if _Heard.ends:
-        _end()
+    if _Heard.at_end is not None:
+        _end(_Heard.at_end)
 
 
-def _end() -> None:
+def _end(at_end: Callable[[], None]) -> None:
+    at_end()
     print("SIGTERM came before training: go on with --resume_from_checkpoint true.", file=sys.stderr)
     raise SystemExit(UNFINISHED)
