@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.metadata
+import os
 import platform
 import sys
 
@@ -52,11 +53,16 @@ def main(argv: list[str] | None = None) -> int:
         if command != "run":  # whose words are the script's
             take_config(words)  # for its `env`, which must be there before anything below is imported
         settle()
-        return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
+        status = importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
+        sys.stdout.flush()
+        return status
     except UserError as error:
         # a worker process of a data loader puts its traceback before what the error says
         told = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
         parser.exit(2, f"\ntrl-tpu {command}: error: {told}\n")  # a progress bar may be open in its line
+    except BrokenPipeError:  # nobody reads what is printed any more: files are whole
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+        return 1
     except FloatingPointError as error:  # training has stopped itself, and says where and why
         parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
 

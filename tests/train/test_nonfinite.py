@@ -12,6 +12,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint.run_folder import STAGING_FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +149,13 @@ def test_the_weights_of_the_last_finite_step_are_saved(
         trainer.train()
     again = runs.make(str(tmp_path / "checkpoint-3"), tmp_path, [], 3)
     assert runs.differing_weights(again, runs.make(folder, tmp_path, [], 3)) == []
+
+
+def test_a_stop_that_could_not_save_says_so(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
+    (tmp_path / STAGING_FOLDER).write_text("where checkpoints are written first is no folder")
+    trainer = make([0, 1, 2], 4, save_strategy="steps", save_steps=100, logging_steps=1)
+    with pytest.raises(FloatingPointError, match=r"\(not saved, as the log says\)"):
+        trainer.train()
 
 
 def test_pairs_of_a_stream_are_not_known_by_their_rows(make: Callable[..., RewardTrainer]) -> None:

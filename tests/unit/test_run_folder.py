@@ -1,6 +1,7 @@
 """A folder is one run's: no other process trains there, and what another run left is moved aside."""
 
 import json
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import fsspec
 import pytest
 
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish, run_in
-from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.checkpoint.remote import RemoteRun, private_folder
 from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, STAGING_FOLDER, RunFolder
 from trl_tpu.errors import UserError
 
@@ -139,3 +140,16 @@ def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
     second.begin("newer", None, 0, None)
     with pytest.raises(OSError, match="trains there since"):
         first.check_owner()
+
+
+def test_a_url_that_cannot_be_written_to_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "a file").write_text("")
+    run = RunFolder(tmp_path, RemoteRun(f"file://{tmp_path}/a file/run"), writes=True)
+    with pytest.raises(UserError, match="a file/run cannot be written to"):
+        run.claim()
+
+
+def test_files_of_a_url_pass_through_a_folder_that_is_nobody_elses() -> None:
+    one, other = (Path(private_folder("memory://runs/shared")) for _ in range(2))
+    assert one != other and one.name == other.name == "shared"
+    assert stat.S_IMODE(one.parent.stat().st_mode) == 0o700 and not one.is_symlink()

@@ -232,9 +232,9 @@ def test_a_reader_who_has_gone_does_not_take_the_output_along(
     rows = write(tmp_path / "rows.jsonl", ROWS)
     reader, writer = os.pipe()
     os.close(reader)
-    with pytest.raises(BrokenPipeError), open(writer, "w", buffering=1) as closed:
+    with open(writer, "w", buffering=1) as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        cli.main(words(model, rows, tmp_path / "out.jsonl"))
+        assert cli.main(words(model, rows, tmp_path / "out.jsonl")) == 1
     assert [row["number"] for row in read(tmp_path / "out.jsonl")] == list(range(40))
 
 

@@ -93,7 +93,10 @@ class RunFolder:
             except OSError as error:
                 logger.warning("%s cannot be locked (%s): let no second process train there.", self.path, error)
             self._recover()
-        self._found = self._read()
+        try:
+            self._found = self._read()
+        except Exception as error:  # file systems of fsspec say it in errors of many kinds
+            raise self._unwritable(error) from error
 
     def release(self) -> None:
         """Let other processes train in the folder."""
@@ -136,7 +139,7 @@ class RunFolder:
             owner = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "since": since}
             began_from = None if resumed is None else Path(resumed).name
             self._write(json.dumps(owner | {"began_from": began_from, "claim": uuid.uuid4().hex}))
-        except Exception as error:  # file systems of fsspec say it in errors of many kinds
+        except Exception as error:
             raise self._unwritable(error) from error
 
     def check_owner(self) -> None:
