@@ -60,9 +60,13 @@ def main(argv: list[str] | None = None) -> int:
         # a worker process of a data loader puts its traceback before what the error says
         told = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
         parser.exit(2, f"\ntrl-tpu {command}: error: {told}\n")  # a progress bar may be open in its line
-    except BrokenPipeError:  # nobody reads what is printed any more: files are whole
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
-        return 1
+    except BrokenPipeError:
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:  # nobody reads what is printed any more: files are whole
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
+            return 1
+        raise  # another pipe: a worker's, or a tracker's
     except FloatingPointError as error:  # training has stopped itself, and says where and why
         parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
 

@@ -280,6 +280,28 @@ def test_a_best_model_that_is_damaged_is_not_taken(
     assert torch.equal(last["score.weight"], trainer.model.score.weight)
 
 
+def test_the_best_adapters_of_checkpoints_without_state_are_loaded(model_folder: str, tmp_path: Path) -> None:
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
+    trainer = make_trainer(model_folder, tmp_path, peft=lora, save_only_model=True, **BEST)
+    trainer.train()
+    assert trainer.best_model_lost is None
+    best = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    own = {name: weight for name, weight in trainer.model.state_dict().items() if "lora_B" in name}
+    assert own and all(torch.equal(best[name.replace(".default", "")], weight) for name, weight in own.items())
+
+
+def test_the_best_beside_what_is_resumed_is_taken_first(run: RewardTrainer, model_folder: str, tmp_path: Path) -> None:
+    """And not that of another run, which has the same name and is moved aside."""
+    all_stay = BEST | {"load_best_model_at_end": False, "save_total_limit": None}
+    make_trainer(model_folder, tmp_path / "one", max_steps=4, **all_stay).train()
+    shutil.copytree(f"{run.args.output_dir}/checkpoint-2", tmp_path / "two" / "checkpoint-2")
+    resumed = make_trainer(model_folder, tmp_path / "two", **BEST)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-4"))
+    assert resumed.best_model_lost is None
+    best = load_file(tmp_path / "one" / "checkpoint-2" / "model.safetensors")
+    assert torch.equal(best["score.weight"], resumed.model.score.weight)
+
+
 def test_the_command_s_status_tells_that_the_best_model_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

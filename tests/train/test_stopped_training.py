@@ -20,6 +20,7 @@ from trl_tpu.checkpoint.background import NOT_SAVED
 from trl_tpu.checkpoint.run_folder import STAGING_FOLDER
 from trl_tpu.cli import main as command
 from trl_tpu.scripts import reward
+from trl_tpu.scripts import sigterm as sigterm_of_command
 from trl_tpu.training import preemption
 from trl_tpu.training.preemption import SIGTERM, TIME_LIMIT, UNFINISHED, Unfinished
 
@@ -281,6 +282,17 @@ def test_a_sigterm_before_training_ends_the_command_as_one_in_training_does(
     monkeypatch.undo()
     assert command([*command_words, "--resume_from_checkpoint", "true"]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("command_words")
+def test_a_worker_of_the_command_ends_as_any_process(tmp_path: Path) -> None:
+    sigterm_of_command.listen()
+    sigterm_of_command.may_end(lambda: str((tmp_path / "ended").write_text("")))
+    if (worker := os.fork()) == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+    assert not (tmp_path / "ended").exists()
 
 
 def test_a_sigterm_after_training_leaves_a_complete_model(

@@ -17,6 +17,7 @@ from trl_tpu.checkpoint.remote import RemoteRun, private_folder
 from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, STAGING_FOLDER, RunFolder
 from trl_tpu.errors import UserError
 
+OLD, MINE, NEW = "0" * 12, "1" * 12, "2" * 12
 HOLDS = """
 import fcntl, os, sys
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
@@ -61,34 +62,36 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
             RunFolder(tmp_path, None, writes=True).claim()
         RunFolder(tmp_path, None, writes=False).claim()  # one that does not write may look
         other.kill()
-    with training(tmp_path, "mine"):
-        assert json.loads((tmp_path / RUN_FILE).read_text())["run"] == "mine"
+    with training(tmp_path, MINE):
+        assert json.loads((tmp_path / RUN_FILE).read_text())["run"] == MINE
 
 
 def test_a_new_run_moves_aside_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (20, 60):
-        checkpoint(tmp_path, step, "old")
+        checkpoint(tmp_path, step, OLD)
     (tmp_path / "checkpoint-1-my-backup").mkdir()
-    with training(tmp_path, "new"):
+    with training(tmp_path, NEW):
         assert names(tmp_path) == {"checkpoint-1-my-backup"}
     (earlier,) = (tmp_path / EARLIER_FOLDER).iterdir()
     assert names(earlier) == {"checkpoint-20", "checkpoint-60"} and earlier.name in caplog.text
 
 
 def test_a_resumed_run_keeps_its_own_up_to_there(tmp_path: Path) -> None:
-    checkpoints = {step: checkpoint(tmp_path, step, run) for step, run in ((10, "a"), (20, "b"), (40, "a"), (60, "a"))}
-    with training(tmp_path, "a", checkpoints[40], 40):
+    checkpoints = {
+        step: checkpoint(tmp_path, step, run) for step, run in ((10, MINE), (20, OLD), (40, MINE), (60, MINE))
+    }
+    with training(tmp_path, MINE, checkpoints[40], 40):
         assert names(tmp_path) == {"checkpoint-10", "checkpoint-40"}
 
 
 def test_what_is_of_another_run_is_told(tmp_path: Path) -> None:
     old = checkpoint(tmp_path, 10)
-    with training(tmp_path, "mine", old, 10):
-        mine = checkpoint(tmp_path, 20, "mine")
+    with training(tmp_path, MINE, old, 10):
+        mine = checkpoint(tmp_path, 20, MINE)
     found = RunFolder(tmp_path, None, writes=False)
     found.claim()
     assert not found.is_foreign(old), "the run went on from it"
-    assert not found.is_foreign(mine) and found.is_foreign(checkpoint(tmp_path, 60, "other"))
+    assert not found.is_foreign(mine) and found.is_foreign(checkpoint(tmp_path, 60, OLD))
 
 
 def test_what_was_killed_while_it_was_replaced_is_put_back(tmp_path: Path) -> None:
@@ -110,10 +113,10 @@ def test_where_nothing_can_be_locked_the_last_to_begin_has_the_folder(
         raise OSError("no locks here")
 
     monkeypatch.setattr("fcntl.lockf", refuse)
-    with training(tmp_path, "first") as first:
+    with training(tmp_path, MINE) as first:
         assert "cannot be locked (no locks here)" in caplog.text
         first.check_owner()
-        with training(tmp_path, "second") as second:
+        with training(tmp_path, NEW) as second:
             second.check_owner()
             with pytest.raises(OSError, match=r"process \d+ on .+ trains there since"):
                 first.check_owner()
@@ -127,17 +130,21 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path: P
 
 def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
     files, url = fsspec.filesystem("memory"), "memory://runs/shared"
-    for name, text in ((MANIFEST_FILE, '{"run": "old"}'), ("progress.json", ""), ("state/host-0.safetensors", "")):
+    for name, text in (
+        (MANIFEST_FILE, f'{{"run": "{OLD}"}}'),
+        ("progress.json", ""),
+        ("state/host-0.safetensors", ""),
+    ):
         files.pipe_file(f"/runs/shared/checkpoint-60/{name}", text.encode())
     first, second = (RunFolder(tmp_path, RemoteRun(url), writes=True) for _ in range(2))
     first.claim()
-    first.begin("new", None, 0, None)
+    first.begin(NEW, None)
     assert RemoteRun(url).checkpoints() == []
     (moved,) = files.glob("/runs/shared/_earlier/*/checkpoint-60")
     assert len(files.find(moved)) == 3
     first.check_owner()
     second.claim()
-    second.begin("newer", None, 0, None)
+    second.begin(MINE, None)
     with pytest.raises(OSError, match="trains there since"):
         first.check_owner()
 
@@ -153,3 +160,29 @@ def test_files_of_a_url_pass_through_a_folder_that_is_nobody_elses() -> None:
     one, other = (Path(private_folder("memory://runs/shared")) for _ in range(2))
     assert one != other and one.name == other.name == "shared"
     assert stat.S_IMODE(one.parent.stat().st_mode) == 0o700 and not one.is_symlink()
+
+
+@pytest.mark.parametrize("run", ['"/home/somebody"', '"../../x"', "[1]", "7", '"ABCDEFABCDEF"', "null"])
+def test_a_manifest_names_a_run_or_none(run: str) -> None:
+    """A folder is named by it, and removed in the end."""
+    assert run_in(f'{{"run": {run}}}') is None
+    assert run_in(f'{{"run": "{MINE}"}}') == MINE
+
+
+def test_what_is_resumed_from_elsewhere_is_no_reason_to_keep_what_is_here(tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for step in (10, 20):
+        checkpoint(here, step, MINE)
+    with training(here, MINE, checkpoint(elsewhere, 30, MINE), 30):
+        assert names(here) == set()
+    found = RunFolder(here, None, writes=False)
+    found.claim()
+    assert not found.began_without_a_checkpoint, "it did not begin from nothing"
+
+
+def test_a_run_that_has_ended_does_not_begin_anew(tmp_path: Path) -> None:
+    with training(tmp_path, MINE) as run:
+        run.end()
+    found = RunFolder(tmp_path, None, writes=False)
+    found.claim()
+    assert not found.began_without_a_checkpoint

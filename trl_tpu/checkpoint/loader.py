@@ -115,17 +115,15 @@ class CheckpointLoader:
         read_weights(model, checkpoint, self._runtime)
         return True
 
-    def load_best(self, model: nn.Module, best: str) -> list[str]:
-        """Load the weights of the best checkpoint, which may be at the run's URL; return why none could be."""
+    def find_best(self, best: str) -> tuple[str, list[str]]:
+        """Return the folder of the best checkpoint, which may be at the run's URL, and what is wrong with it."""
         try:
             if self._remote is not None:
                 best = self._local(f"{self._remote.url}/{Path(best).name}")
-            faults = self._examine(Path(best))
-        except (OSError, UserError) as error:
+            faults = find_faults(best, self._share)
+        except Exception as error:  # file systems of fsspec say it in errors of many kinds
             faults = [str(error)]
-        if not faults:
-            read_weights(model, best, self._runtime)
-        return faults
+        return best, [fault for said in self._processes.all_gather_object(faults) for fault in said]
 
     def load_optimizer(self, model: nn.Module, optimizer: Any, scheduler: Any, checkpoint: str) -> bool:
         """Load the optimizer's state and the schedule's place; False where transformers has to."""
@@ -151,10 +149,16 @@ class CheckpointLoader:
 
     def _examine(self, folder: Path, run: RunFolder | None = None) -> list[str]:
         """Return what is wrong with a checkpoint, in all processes: also, that it is not of this run."""
-        share = (self._processes.index, self._processes.count) if self._shares_disk else (0, 1)
         is_foreign = run is not None and run.is_foreign(folder)
-        faults = ["it is of another run than the last in this folder"] if is_foreign else find_faults(folder, share)
+        faults = (
+            ["it is of another run than the last in this folder"] if is_foreign else find_faults(folder, self._share)
+        )
         return [fault for said in self._processes.all_gather_object(faults) for fault in said]
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Which part of a checkpoint's files this process looks at, and of how many."""
+        return (self._processes.index, self._processes.count) if self._shares_disk else (0, 1)
 
     def _fetched(self) -> Iterator[Path]:
         """Yield the checkpoints at the run's URL, each downloaded when its turn comes."""

@@ -25,6 +25,7 @@ MANIFEST_FILE = "manifest.json"
 REPLACED = ".replaced"
 """How the folder of a checkpoint's older version ends, in the staging folder, while a newer one takes its place."""
 _FORMAT = 2
+RUN_ID = re.compile("[0-9a-f]{12}")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 Named = TypeVar("Named", str, Path)
@@ -130,9 +131,10 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
 
 
 def run_in(manifest: str) -> str | None:
-    """Return the run that a checkpoint with this manifest is of; None where it does not say."""
-    with contextlib.suppress(ValueError, AttributeError):
-        return json.loads(manifest).get("run")
+    """Return the run that a checkpoint with this manifest is of; None where it does not say, or no id of a run."""
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        run = json.loads(manifest).get("run")
+        return run if RUN_ID.fullmatch(run) else None  # a folder is named by it
     return None
 
 

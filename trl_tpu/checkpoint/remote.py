@@ -78,6 +78,16 @@ class RemoteRun:
         self._files.makedirs(self._root, exist_ok=True)
         self._files.pipe_file(f"{self._root}/{name}", text.encode())
 
+    def names(self) -> list[str]:
+        """Return the names of files directly below the URL."""
+        found = self._files.find(self._root, maxdepth=1) if self._files.exists(self._root) else []
+        return [path.rpartition("/")[2] for path in found]
+
+    def delete_files(self, names: Iterable[str]) -> None:
+        """Remove files directly below the URL."""
+        for name in names:
+            self._files.rm_file(f"{self._root}/{name}")
+
     def move(self, checkpoints: Iterable[str], below: str) -> None:
         """Move checkpoints to ``below``, their manifests first: half moved, a checkpoint is none."""
         for name in checkpoints:

@@ -14,7 +14,6 @@ import fcntl
 import json
 import logging
 import os
-import re
 import shutil
 import socket
 import uuid
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .manifest import MANIFEST_FILE, REPLACED, find_faults, newest_first, run_in
+from .manifest import MANIFEST_FILE, REPLACED, RUN_ID, find_faults, newest_first, run_in
 from .remote import RemoteRun
 
 RUN_FILE = "_run.json"
@@ -32,7 +31,6 @@ EARLIER_FOLDER = "_earlier"
 STAGING_FOLDER = "_unfinished"
 SAVING = "_saving-"
 """How a folder begins in which a model is written before it is whole; the run's id follows."""
-_RUN = re.compile(f"(?:{SAVING})?[0-9a-f]{{12}}")
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +111,20 @@ class RunFolder:
     @property
     def began_without_a_checkpoint(self) -> bool:
         """Whether a run began in this folder that was stopped before its first checkpoint."""
-        return "run" in self._found and self._found.get("began_from") is None and not self._checkpoints()
+        found = self._found
+        return "run" in found and not found.get("began_from") and not found.get("ended") and not self._checkpoints()
 
-    def begin(self, run: str, resumed: str | None, step: int, saved_run: str | None) -> None:
+    def begin(
+        self, run: str, resumed: str | None, step: int = 0, saved_run: str | None = None, best: str | None = None
+    ) -> None:
         """Write down that this process trains ``run``, and move aside what it does not go on from.
 
         Args:
             run: The id, the same in all processes.
-            resumed: The checkpoint that training goes on from; None where it begins anew.
+            resumed: The checkpoint that training goes on from, a folder or URL; None where it begins anew.
             step: Of this checkpoint.
             saved_run: The run that it is of; None for one of another trainer.
+            best: The name of this run's best checkpoint.
 
         Raises:
             UserError: The folder cannot be written to.
@@ -132,12 +134,13 @@ class RunFolder:
             return
         try:
             found = self._checkpoints()
-            before = [name for name in found if resumed is not None and int(name.rpartition("-")[2]) <= step]
-            kept = [name for name in before if self._run_of(name) == saved_run]
+            is_here = resumed is not None and self._has(resumed)
+            before = [name for name in found if is_here and int(name.rpartition("-")[2]) <= step]
+            kept = [name for name in before if name == best or self._run_of(name) == saved_run]
             self._move_aside([name for name in found if name not in kept])
             since = datetime.now(UTC).isoformat(timespec="seconds")
             owner = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "since": since}
-            began_from = None if resumed is None else Path(resumed).name
+            began_from = Path(resumed).name if resumed is not None and is_here else resumed
             self._write(json.dumps(owner | {"began_from": began_from, "claim": uuid.uuid4().hex}))
         except Exception as error:
             raise self._unwritable(error) from error
@@ -154,7 +157,19 @@ class RunFolder:
                 f"process {other.get('process')} on {other.get('host')} trains there since {other.get('since')}"
             )
 
+    def end(self) -> None:
+        """Write down that the run has come to its end, whether or not it has saved checkpoints."""
+        if self._said:
+            self._write(json.dumps(_parsed(self._said) | {"ended": True}))
+
     # ---- files, here or at the URL
+
+    def _has(self, checkpoint: str) -> bool:
+        """Tell whether a checkpoint, by its folder or URL, lies in this folder."""
+        place, _, _ = checkpoint.rstrip("/").rpartition("/")
+        if self._remote is not None:
+            return place == self._remote.url
+        return os.path.realpath(place) == os.path.realpath(self.path)
 
     def _text(self) -> str:
         if self._remote is not None:
@@ -211,7 +226,7 @@ class RunFolder:
     def _recover(self) -> None:
         """Put back a checkpoint that was being replaced when its process was killed; remove what else it left."""
         places = [*(self.path / STAGING_FOLDER).glob("*"), *self.path.glob(f"{SAVING}*")]
-        for left in [path for path in places if _RUN.fullmatch(path.name)]:
+        for left in [path for path in places if RUN_ID.fullmatch(path.name.removeprefix(SAVING))]:
             for replaced in left.glob(f"checkpoint-*{REPLACED}"):
                 whole = self.path / replaced.name.removesuffix(REPLACED)
                 if not whole.exists() and not find_faults(replaced):

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -98,14 +98,19 @@ def write_model_files(weights: Mapping[str, torch.Tensor], folder: Path) -> dict
     return checksums
 
 
+def older_weights(there: Iterable[str], new: Iterable[str]) -> list[str]:
+    """Return which files of ``there`` are weights of the kinds of ``new``, and not among them: of an older model."""
+    new = set(new)
+    kinds = {match[1] for name in new if (match := _WEIGHTS.fullmatch(name))}
+    found = [match for name in there if (match := _WEIGHTS.fullmatch(name)) and name not in new]
+    return [match[0] for match in found if match[1] in kinds]
+
+
 def replace_model_files(staging: Path, folder: Path) -> None:
     """Move a saved model's files to ``folder``, and remove weights of an older one there that are not among them."""
-    new = {path.name for path in staging.iterdir()}
-    kinds = {match[1] for name in new if (match := _WEIGHTS.fullmatch(name))}
-    for old in list(folder.iterdir()):
-        match = _WEIGHTS.fullmatch(old.name)
-        if match and match[1] in kinds and old.name not in new:
-            old.unlink()
+    new = [path.name for path in staging.iterdir()]
+    for name in older_weights([path.name for path in folder.iterdir()], new):
+        (folder / name).unlink()
     for path in list(staging.iterdir()):
         target = folder / path.name
         if target.is_dir() and not target.is_symlink():
@@ -177,6 +182,6 @@ class _HashingStream:
 
 
 __all__ = [
-    *("join_shards", "read_state", "replace_model_files", "tensors_in"),
+    *("join_shards", "older_weights", "read_state", "replace_model_files", "tensors_in"),
     *("to_host", "write_model_files", "write_state"),
 ]

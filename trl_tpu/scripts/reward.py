@@ -60,7 +60,7 @@ def main(
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     output_dir = str(training_args.output_dir)
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
-    sigterm.may_end(lambda: begin_anew(training_args) if checkpoint is None else None)
+    sigterm.may_end(lambda: be_resumable(training_args, checkpoint))
     dataset = load_data(script_args, dataset_args)
     what = "the mixture" if dataset_args.datasets else str(script_args.dataset_name)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
@@ -83,13 +83,15 @@ def main(
             print(line)
 
     say(trainer.describe())
-    sigterm.may_end_no_more()
+    trainer.at_late_sigterm = lambda: None  # what is left is short
+    sigterm.leave_to_training()
     trainer.train(resume_from_checkpoint=checkpoint)
+    sigterm.finish()
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
         raise trainer.unfinished(trainer.stopped_by)
     try:
-        trainer.save_model(output_dir)
+        trainer.save_model(output_dir, _internal_call=True)  # pushed below
     except (OSError, SafetensorError) as error:
         logger.error("The model was NOT saved (%s). Checkpoints stay as they are; make room, and resume.", error)
         raise SavesFailed([output_dir]) from error
@@ -108,17 +110,23 @@ def main(
         raise SavesFailed(trainer.checkpointer.failed)
 
 
-def begin_anew(args: RewardConfig) -> None:
-    """Make the folder a new run's, which was stopped before its first checkpoint: so it is this that is resumed.
+def be_resumable(args: RewardConfig, checkpoint: str | bool | None) -> str:
+    """Let a command that ends before training be resumed as what it was to be, and return how.
+
+    Where it was to begin anew, its folder becomes a new run's, which was stopped before its first checkpoint.
 
     Raises:
         UserError: Another process trains there, or it cannot be written to.
     """
-    remote = None if args.output_url is None else RemoteRun(args.output_url)
-    folder = RunFolder(Path(str(args.output_dir)), remote, args.should_save)
-    folder.claim()
-    folder.begin(folder.run, None, 0, None)
-    folder.release()
+    if checkpoint is None:
+        remote = None if args.output_url is None else RemoteRun(args.output_url)
+        folder = RunFolder(Path(str(args.output_dir)), remote, args.should_save)
+        folder.claim()
+        folder.begin(folder.run, None)
+        folder.release()
+    if isinstance(checkpoint, str):
+        return "start the same command again"
+    return "go on with --resume_from_checkpoint true"
 
 
 def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> dict[str, Any]:

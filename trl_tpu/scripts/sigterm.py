@@ -5,6 +5,7 @@ is lost, and the run can be resumed. After training the command finishes, so tha
 SIGTERM kills at any time.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -14,41 +15,51 @@ UNFINISHED = 75  # as `trl_tpu.training.preemption` has it
 
 
 class _Heard:
+    process = 0  # whose workers inherit the handler, and end as they would without it
     signal = False
-    at_end: Callable[[], None] | None = None  # None where the command is not to end
+    at_end: Callable[[], str] | None = None  # None where the command is not to end
 
 
 def listen() -> None:
     """Hear SIGTERM from here on."""
-    _Heard.signal, _Heard.at_end = False, None
+    _Heard.process, _Heard.signal, _Heard.at_end = os.getpid(), False, None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _hear)
 
 
-def may_end(at_end: Callable[[], None]) -> None:
+def may_end(at_end: Callable[[], str]) -> None:
     """End the command from here on, and now if a SIGTERM has come.
 
     Args:
-        at_end: What is to be done then, so that the run can be resumed.
+        at_end: Does what is to be done then, and returns how to go on.
     """
     _Heard.at_end = at_end
     if _Heard.signal:
         _end(at_end)
 
 
-def may_end_no_more() -> None:
-    """Leave what comes from here on to training, and then to the end of the command."""
+def leave_to_training() -> None:
+    """Hear nothing while training does; a second SIGTERM kills there."""
+    if _Heard.process == os.getpid():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def finish() -> None:
+    """Let the command come to its end from here on, whether or not a SIGTERM comes."""
     _Heard.at_end = None
+    if _Heard.process == os.getpid():
+        signal.signal(signal.SIGTERM, _hear)
 
 
 def _hear(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.getpid() != _Heard.process:
+        signal.raise_signal(signal.SIGTERM)
     _Heard.signal = True
     if _Heard.at_end is not None:
         _end(_Heard.at_end)
 
 
-def _end(at_end: Callable[[], None]) -> None:
-    at_end()
-    print("SIGTERM came before training: go on with --resume_from_checkpoint true.", file=sys.stderr)
+def _end(at_end: Callable[[], str]) -> None:
+    print(f"SIGTERM came before training: {at_end()}.", file=sys.stderr)
     raise SystemExit(UNFINISHED)

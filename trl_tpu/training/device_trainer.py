@@ -49,7 +49,7 @@ from ..checkpoint.remote import RemoteRun, is_url, private_folder
 from ..checkpoint.run_folder import SAVING, RunFolder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
 from ..checkpoint.state_dict import give_weights_on_host, read_trainer_state, whole_weights
-from ..checkpoint.storage import replace_model_files
+from ..checkpoint.storage import older_weights, replace_model_files
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
@@ -119,6 +119,8 @@ class DeviceTrainer(Trainer):
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
         self.best_model_lost: str | None = None
         """Why the last `train()` ended with its last model in the place of its best; None if it did not."""
+        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
+        """What is done where a SIGTERM came too late for training to stop."""
         self._best: str | None = None  # the best checkpoint of a run that is resumed, where it is now
         self.order: dict[str, Any] = {}
         """What the pairs of each step of this training depend on."""
@@ -153,16 +155,19 @@ class DeviceTrainer(Trainer):
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
+                if self.stopped_by is None and self.args.should_save:
+                    run.end()
             finally:
                 self._step_state.unstack()
                 self.checkpoints.drop_download()
+                self.checkpointer.wait()  # while the folder is ours
                 run.release()
         if self.state.global_step == 0 and self.stopped_by is None and self.state.max_steps > 0:
             raise UserError("Training took no step: the train dataset gave no pair that can be trained on.")
         if self.stopped_by == SIGTERM or (self.stopped_by is not None and preemption.told_to_stop):
             raise self.unfinished(SIGTERM)
         if preemption.told_to_stop:  # after the last step, where we do not save: it does what it does without us
-            signal.raise_signal(signal.SIGTERM)
+            self.at_late_sigterm()
         return output
 
     def _check_there_is_a_batch(self) -> None:
@@ -190,14 +195,19 @@ class DeviceTrainer(Trainer):
         settings, layout = settings_of(self.args), self.batch_plan.layout
         checkpoint = self.checkpoints.find(resume, run, layout, self.order, settings)
         state = TrainerState() if checkpoint is None else read_trainer_state(checkpoint)
-        self._best = None
-        if checkpoint is not None and state.best_model_checkpoint is not None:
-            name = Path(state.best_model_checkpoint).name  # the folder may have had another path
-            places = [run.path / name, Path(checkpoint).with_name(name)]
-            self._best = str(next((place for place in places if place.is_dir()), places[0]))
+        best = state.best_model_checkpoint
+        name_of_best = None if checkpoint is None or best is None else Path(best).name
         saved = self.checkpoints.run
         name_of_run: str = self.agreement.all_gather_object(saved or run.run)[0]
-        self._together(lambda: run.begin(name_of_run, checkpoint, state.global_step, saved))
+        asked = checkpoint if resume is True and self.remote is None else resume
+        if resume is True and self.remote is not None and checkpoint is not None:
+            asked = f"{self.remote.url}/{Path(checkpoint).name}"
+        resumed = None if checkpoint is None else str(asked)
+        self._together(lambda: run.begin(name_of_run, resumed, state.global_step, saved, name_of_best))
+        self._best = None
+        if checkpoint is not None and best is not None:  # the folder may have had another path
+            places = [Path(checkpoint).with_name(Path(best).name), run.path / Path(best).name, Path(best)]
+            self._best = str(next((place for place in places if place.is_dir()), places[1]))
         return checkpoint
 
     @property
@@ -433,6 +443,7 @@ class DeviceTrainer(Trainer):
                 return
             if remote is not None:
                 remote.put(staging, files_in(staging))
+                remote.delete_files(older_weights(remote.names(), files_in(staging)))
             replace_model_files(staging, Path(folder))
 
         try:
@@ -440,7 +451,8 @@ class DeviceTrainer(Trainer):
             if (failure := failure_anywhere(write, self.runtime.all_gather_object)) is not None:
                 raise failure
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            if self.args.should_save:  # others may be here earlier
+                shutil.rmtree(staging, ignore_errors=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -478,11 +490,17 @@ class DeviceTrainer(Trainer):
         best = str(self.state.best_model_checkpoint)
         if not keeps_state(self) or (self.remote is None and Path(best).is_dir() and not is_ours(best)):
             super()._load_best_model()
-        elif faults := self.checkpoints.load_best(self.model, best):
+            return
+        folder, faults = self.checkpoints.find_best(best)
+        if faults:
             self.best_model_lost = f"{best}: {'; '.join(faults)}"
             logger.error("The best model is LOST, and the last one is in its place: %s.", self.best_model_lost)
-        else:
+        elif self.checkpoints.load_weights(self.model, folder):
             logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
+        else:  # it has no state of ours, but a model's files
+            self.state.best_model_checkpoint = folder
+            super()._load_best_model()
+            self.state.best_model_checkpoint = best
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -13,8 +13,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..errors import UserError
 
 _SETTINGS = (
-    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
-    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("center_rewards_coefficient", "disable_dropout", "bf16", "nonfinite_limit"),
 )
 
