@@ -4,6 +4,9 @@ The command prints these in one line and ends with status 2; every other excepti
 of one message, so that they come back whole from worker processes.
 """
 
+#: The exit status of a run that is to be started again to go on: EX_TEMPFAIL of sysexits.h.
+UNFINISHED = 75
+
 
 class UserError(ValueError):
     """Something that the user gave cannot work."""

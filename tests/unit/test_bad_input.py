@@ -12,7 +12,7 @@ import apart
 import pytest
 from bad_config_cases import CONFIGURATION
 from bad_data_cases import DATA
-from bad_input import Case, Job, save_good_model
+from bad_input import Case, Job
 from bad_model_cases import MODELS
 from places import ROOT
 
@@ -20,13 +20,6 @@ from trl_tpu import cli
 from trl_tpu.checkpoint.run_folder import RUN_FILE
 
 CASES: dict[str, Case] = CONFIGURATION | DATA | MODELS
-
-
-@pytest.fixture(scope="module")
-def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good") / "model"
-    save_good_model(folder)
-    return folder
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import Job, learned_positions, save_good_model, set_to, tokenizer
+from bad_input import Job, learned_positions, set_to, tokenizer
 from datasets import Dataset
 from preference_forms import TEMPLATE, TOOLS, assistant, user
 from transformers import AutoModelForSequenceClassification
@@ -24,17 +24,10 @@ CHAT = [user("Hi"), assistant("Hello")]
 ROWS = [{"text": "a" * (1 + number % 7), "number": number} for number in range(40)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good") / "model"
-    save_good_model(folder)
-    return folder
-
-
 @pytest.fixture
-def own_model(model: Path, tmp_path: Path) -> Path:
+def own_model(good_model: Path, tmp_path: Path) -> Path:
     """A model that a test may spoil."""
-    return copytree(model, tmp_path / "model")
+    return copytree(good_model, tmp_path / "model")
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -63,8 +56,8 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return told
 
 
-def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(model: Path) -> None:
-    scorer = score.Scorer(str(model))
+def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good_model: Path) -> None:
+    scorer = score.Scorer(str(good_model))
     scorer.tokenizer.chat_template = TEMPLATE
     others: list[dict[str, Any]] = [
         {"tools": TOOLS, "chat_template_kwargs": None},
@@ -95,23 +88,23 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(mode
     ],
 )
 def test_a_row_that_cannot_be_scored_is_named_and_nothing_is_written(
-    spoiled: dict[str, Any], told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spoiled: dict[str, Any], told: str, good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = {key: {"text": "a", "messages": CHAT}.get(key) for key in spoiled}
     rows, output = write(tmp_path / "rows.jsonl", [good, spoiled]), tmp_path / "out.jsonl"
     for earlier in (output, tmp_path / "out.jsonl.partial"):
         earlier.write_text("an earlier run's")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert told in refusal(words(model, rows, output), capsys)
+    assert told in refusal(words(good_model, rows, output), capsys)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_half_a_character_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["score", "--model_name_or_path", str(model), "--text", "whole", "--text", "ab\ud800"]
+def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["score", "--model_name_or_path", str(good_model), "--text", "whole", "--text", "ab\ud800"]
     assert "`--text` number 2 holds '\\ud800' at character 2, which is half of a char" in refusal(argv, capsys)
     for dialogue in ("ab\ud800", [user("ab\ud800")], [{"role": "user", "content": [{"text": "ab\ud800"}]}]):
         with pytest.raises(ValueError, match="Row 0 of the scored .* at character 2, which is half of a character"):
-            score.score_texts(str(model), [dialogue])  # type: ignore[list-item]
+            score.score_texts(str(good_model), [dialogue])  # type: ignore[list-item]
 
 
 def test_a_dialogue_beyond_the_learned_positions_is_refused_unless_it_gets_no_reward(
@@ -187,8 +180,8 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_rows_are_scored_in_order_as_they_are_asked_for(model: Path) -> None:
-    scorer = score.Scorer(str(model))
+def test_rows_are_scored_in_order_as_they_are_asked_for(good_model: Path) -> None:
+    scorer = score.Scorer(str(good_model))
     batches: list[int] = []
     scorer.model.register_forward_hook(lambda *_: batches.append(1))
     ids = [scorer.token_ids(row["text"]) for row in ROWS]
@@ -216,10 +209,10 @@ def test_an_interrupted_output_is_called_partial_and_leaves_the_earlier_one(
     assert output.read_text() == "all rows\n" and not partial.exists()
 
 
-def test_an_output_that_is_no_ordinary_file_is_written_to_itself(model: Path, tmp_path: Path) -> None:
+def test_an_output_that_is_no_ordinary_file_is_written_to_itself(good_model: Path, tmp_path: Path) -> None:
     rows = write(tmp_path / "rows.jsonl", ROWS[:2])
     reader, writer = os.pipe()
-    assert cli.main(words(model, rows, Path(f"/dev/fd/{writer}"))) == 0
+    assert cli.main(words(good_model, rows, Path(f"/dev/fd/{writer}"))) == 0
     os.close(writer)
     with os.fdopen(reader) as lines:
         assert [json.loads(line)["number"] for line in lines] == [0, 1]
@@ -227,14 +220,14 @@ def test_an_output_that_is_no_ordinary_file_is_written_to_itself(model: Path, tm
 
 
 def test_a_reader_who_has_gone_does_not_take_the_output_along(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    good_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write(tmp_path / "rows.jsonl", ROWS)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", buffering=1) as closed:
         monkeypatch.setattr(sys, "stdout", closed)
-        assert cli.main(words(model, rows, tmp_path / "out.jsonl")) == 1
+        assert cli.main(words(good_model, rows, tmp_path / "out.jsonl")) == 1
     assert [row["number"] for row in read(tmp_path / "out.jsonl")] == list(range(40))
 
 

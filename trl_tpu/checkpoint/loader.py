@@ -56,6 +56,7 @@ class CheckpointLoader:
         self._download: Path | None = None  # the copy of a checkpoint from a URL
         self.progress: dict[str, Any] | None = None  # of the checkpoint that training resumes from
         self.run: str | None = None  # that this is of; None for one of another trainer
+        self.place: str | None = None  # where this is: a folder or URL
         self._changed_settings: frozenset[str] = frozenset()  # since then
 
     def find(
@@ -78,7 +79,7 @@ class CheckpointLoader:
         Raises:
             UserError: None is whole, or the one given by name is damaged or of other batches.
         """
-        self.progress, self.run, self._changed_settings = None, None, frozenset()
+        self.progress, self.run, self.place, self._changed_settings = None, None, None, frozenset()
         if asked is None or asked is False:
             return None
         if asked is True:
@@ -88,8 +89,10 @@ class CheckpointLoader:
                 logger.warning("The run in %s was stopped before its first checkpoint: it begins anew.", run.path)
                 return None
             folder = newest_good(found, lambda each: self._examine(each, run))
+            self.place = folder if self._remote is None else f"{self._remote.url}/{Path(folder).name}"
         else:
-            check_given(folder := self._local(os.fspath(asked)), self._examine)
+            self.place = os.fspath(asked)
+            check_given(folder := self._local(self.place), self._examine)
         self.progress = read_progress(folder)
         with contextlib.suppress(OSError):
             self.run = run_in(Path(folder, MANIFEST_FILE).read_text(errors="replace"))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .manifest import MANIFEST_FILE, REPLACED, RUN_ID, find_faults, newest_first, run_in
+from .manifest import MANIFEST_FILE, REPLACED, RUN_ID, checkpoints_in, find_faults, run_in
 from .remote import RemoteRun
 
 RUN_FILE = "_run.json"
@@ -195,7 +195,7 @@ class RunFolder:
     def _checkpoints(self) -> list[str]:
         if self._remote is not None:
             return self._remote.checkpoints()
-        return newest_first(path.name for path in self.path.glob("checkpoint-*") if path.is_dir())
+        return [path.name for path in checkpoints_in(self.path)]
 
     def _run_of(self, name: str) -> str | None:
         """Return the run that a checkpoint says it is of; None where it says nothing."""

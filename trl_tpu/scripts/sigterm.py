@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-UNFINISHED = 75  # as `trl_tpu.training.preemption` has it
+from trl_tpu.errors import UNFINISHED
 
 
 class _Heard:

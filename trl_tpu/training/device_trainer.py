@@ -199,11 +199,8 @@ class DeviceTrainer(Trainer):
         name_of_best = None if checkpoint is None or best is None else Path(best).name
         saved = self.checkpoints.run
         name_of_run: str = self.agreement.all_gather_object(saved or run.run)[0]
-        asked = checkpoint if resume is True and self.remote is None else resume
-        if resume is True and self.remote is not None and checkpoint is not None:
-            asked = f"{self.remote.url}/{Path(checkpoint).name}"
-        resumed = None if checkpoint is None else str(asked)
-        self._together(lambda: run.begin(name_of_run, resumed, state.global_step, saved, name_of_best))
+        place = self.checkpoints.place
+        self._together(lambda: run.begin(name_of_run, place, state.global_step, saved, name_of_best))
         self._best = None
         if checkpoint is not None and best is not None:  # the folder may have had another path
             places = [Path(checkpoint).with_name(Path(best).name), run.path / Path(best).name, Path(best)]
@@ -442,8 +439,8 @@ class DeviceTrainer(Trainer):
             if not self.args.should_save:
                 return
             if remote is not None:
-                remote.put(staging, files_in(staging))
-                remote.delete_files(older_weights(remote.names(), files_in(staging)))
+                remote.put(staging, names := files_in(staging))
+                remote.delete_files(older_weights(remote.names(), names))
             replace_model_files(staging, Path(folder))
 
         try:

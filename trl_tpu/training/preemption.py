@@ -18,13 +18,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
 from ..checkpoint.background import NOT_SAVED
-from ..errors import UserError
+from ..errors import UNFINISHED, UserError
 from .agreement import HostAgreement
 
 logger = logging.getLogger(__name__)
-
-#: The exit status of a run that stopped with a checkpoint and should be started again: EX_TEMPFAIL of sysexits.h.
-UNFINISHED = 75
 
 SIGTERM = "SIGTERM"
 TIME_LIMIT = "training_time_limit"
