@@ -23,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 from trl.trainer.utils import create_model_from_path
 
 from trl_tpu import chat_template_utils, runtime
-from trl_tpu.modeling import chat_template, load
+from trl_tpu.errors import UserError
+from trl_tpu.modeling import chat_template, load, special_tokens
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,7 @@ def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
     theirs = trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(pad_token=own_pad), pad_token=pad, eos_token=eos)
     model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)
     before = given.special_tokens_map
-    tokenizer = load.set_pad_token(model, load.set_eos_token(model, given, eos), pad)
+    tokenizer = special_tokens.set_pad_token(model, special_tokens.set_eos_token(model, given, eos), pad)
     assert tokenizer.special_tokens_map == theirs.processing_class.special_tokens_map
     assert model.config.pad_token_id == theirs.model.config.pad_token_id
     assert model.config.eos_token_id == theirs.model.config.eos_token_id
@@ -210,12 +211,14 @@ def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
 
 def test_a_tokenizer_that_is_right_is_not_copied() -> None:
     model, tokenizer = tiny_model(), tiny_tokenizer()
-    assert load.set_pad_token(model, tokenizer) is tokenizer
-    assert load.set_eos_token(model, tokenizer, "<|im_end|>") is tokenizer
+    assert special_tokens.set_pad_token(model, tokenizer) is tokenizer
+    assert special_tokens.set_eos_token(model, tokenizer, "<|im_end|>") is tokenizer
     assert chat_template.set_chat_template(model, tokenizer, None) == (model, tokenizer, [])
 
 
-@pytest.mark.parametrize(("kind", "settle"), [("pad_token", load.set_pad_token), ("eos_token", load.set_eos_token)])
+@pytest.mark.parametrize(
+    ("kind", "settle"), [("pad_token", special_tokens.set_pad_token), ("eos_token", special_tokens.set_eos_token)]
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, settle: Callable, tmp_path: Path) -> None:
     text = rf"The specified `{kind}` \('<none>'\) is not found in the vocabulary of the given `processing_class`"
@@ -227,14 +230,51 @@ def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, settle: 
 
 def test_a_tokenizer_without_pad_and_eos_is_refused() -> None:
     with pytest.raises(ValueError, match="neither a pad nor an eos token.*tokenizer.pad_token"):
-        load.set_pad_token(tiny_model(), tiny_tokenizer(pad_token=None, eos_token=None))
+        special_tokens.set_pad_token(tiny_model(), tiny_tokenizer(pad_token=None, eos_token=None))
 
 
-def test_pad_equal_to_eos_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    load.set_pad_token(tiny_model(), tiny_tokenizer())
+def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog: pytest.LogCaptureFixture) -> None:
+    own_pad, shared = tiny_tokenizer(), tiny_tokenizer(pad_token=None)
+    shared.pad_token = shared.eos_token
+    eos: Any = own_pad.eos_token_id
+    special_tokens.warn_of_unscored_eos(own_pad, [[1, 2, eos]])
+    special_tokens.warn_of_unscored_eos(shared, [[1, 2, eos, 3], [1]])
     assert caplog.text == ""
-    load.set_pad_token(tiny_model(), tiny_tokenizer(pad_token=None))
-    assert "the eos is never seen" in caplog.text and "pad token of its own" in caplog.text
+    special_tokens.warn_of_unscored_eos(shared, [[1, 2, eos], [1]])
+    assert "1 of 2 dialogues end in it" in caplog.text and "vLLM" in caplog.text
+    assert "own_pad_token=True" in caplog.text
+    special_tokens.warn_of_unscored_eos(shared, None)
+    assert "dialogues may end in it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reserved", "taken"),
+    [
+        (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], "<|finetune_right_pad_id|>"),  # Llama 3.1
+        (["<|vision_pad|>", "<|fim_pad|>"], "<|vision_pad|>"),  # Qwen 2.5
+        (["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"], "<|reserved_special_token_0|>"),  # Llama 3
+        (["<unused0>"], "<unused0>"),
+        (["(pad)", "pad"], "<|pad|>"),  # words of a text
+        ([], "<|pad|>"),
+    ],
+)
+def test_a_pad_token_of_its_own_is_a_reserved_one_or_new(reserved: list[str], taken: str) -> None:
+    tokenizer = tiny_tokenizer(pad_token=None)
+    tokenizer.add_tokens(reserved, special_tokens=True)
+    model = tiny_model()
+    model.resize_token_embeddings(len(tokenizer) + 1)
+    settled = special_tokens.set_pad_token(model, tokenizer, own=True)
+    assert settled.pad_token == taken and tokenizer.pad_token is None
+    assert model.config.pad_token_id == settled.pad_token_id != settled.eos_token_id
+    assert special_tokens.set_pad_token(model, settled, own=True) is settled
+    assert len(settled) == len(tokenizer) + (taken == "<|pad|>")
+
+
+def test_a_new_pad_token_needs_a_row_of_embeddings() -> None:
+    tokenizer, model = tiny_tokenizer(pad_token=None), tiny_model()
+    model.resize_token_embeddings(len(tokenizer))
+    with pytest.raises(UserError, match=r"'<\|pad\|>' has the id .* rows.*resize_token_embeddings"):
+        special_tokens.set_pad_token(model, tokenizer, own=True)
 
 
 def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
@@ -273,7 +313,7 @@ def test_the_trainers_cloning_leaves_the_users_tokenizer(source_tokenizer: str) 
 
 def test_the_settled_tokenizer_saves_and_loads(tmp_path: Path) -> None:
     model = tiny_model()
-    tokenizer = load.set_pad_token(model, tiny_tokenizer(pad_token=None), "<|begin|>")
+    tokenizer = special_tokens.set_pad_token(model, tiny_tokenizer(pad_token=None), "<|begin|>")
     tokenizer.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "<|begin|>"

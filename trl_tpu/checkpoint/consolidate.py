@@ -27,6 +27,7 @@ from ..errors import UserError
 from ..modeling import broken
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers
 from ..runtime.native import Runtime
 from .manifest import MANIFEST_FILE, find_faults
 from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
@@ -79,9 +80,11 @@ def export_checkpoint(
         except OSError as error:
             raise UserError(f"{staging} cannot be made: {error}. Give a folder that can be written to.") from error
         try:
-            _copy(folder, going_along, staging)
+            _copy(folder, [name for name in going_along if not (merge and name == BASE_CONFIG)], staging)
             if not has_adapters:
-                _whole_model(folder, dtype, trust_remote_code).save_pretrained(staging, max_shard_size=max_shard_size)
+                model = _whole_model(folder, dtype, trust_remote_code)
+                tell_readers(model.config)  # whoever trained it
+                model.save_pretrained(staging, max_shard_size=max_shard_size)
             elif merge:
                 merged = _merged_model(folder, _base_name(folder, base), dtype, trust_remote_code)
                 merged.save_pretrained(staging, max_shard_size=max_shard_size)
@@ -210,6 +213,8 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    tell_readers(merged.config)
+    set_scale(merged.config, saved_scale(checkpoint))
     dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
     _check_range(merged.named_parameters(), dtype)
     return merged.to(dtype)

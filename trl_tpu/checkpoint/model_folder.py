@@ -13,11 +13,12 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_imports
 
 from ..errors import UserError
+from ..modeling.readers import BASE_CONFIG
 
 ADAPTER_CONFIG = "adapter_config.json"
 #: the vocabularies are those of transformers' tokenizers
 _COMPANIONS = (
-    *("config.json", "generation_config.json", "*processor_config.json"),
+    *("config.json", BASE_CONFIG, "generation_config.json", "*processor_config.json"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     *("vocab.txt", "vocab*.json", "*_vocab.json", "merges.txt", "dict.txt", "bpe.codes", "byte_maps.json"),

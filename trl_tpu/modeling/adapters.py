@@ -17,6 +17,7 @@ from .. import runtime
 from ..errors import UserError, UserTypeError
 from . import broken
 from .load import NO_BITSANDBYTES
+from .readers import save_base_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -233,9 +234,10 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
 
 
 def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
-    """Write what adapters in a checkpoint are, and the tokenizer; but for the adapters themselves."""
+    """Write what adapters in a checkpoint are, their model's config, and the tokenizer; not their weights."""
     for config in model.peft_config.values():
         config.save_pretrained(folder)
+    save_base_config(without_adapters(model), folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
 

@@ -1,10 +1,5 @@
-"""Model and tokenizer, ready to train: loading them, and making them agree on their special tokens.
+"""Loading a model and its tokenizer, with errors that say what is wrong with a folder."""
 
-The functions that need another tokenizer than the user's return a changed copy and leave the user's as it was (TRL
-writes into it). The model's config is written to, as in TRL: the saved model must carry its pad and eos tokens.
-"""
-
-import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -241,74 +236,3 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """
     with broken.explaining(name, "a tokenizer"):
         return AutoTokenizer.from_pretrained(name, **kwargs)
-
-
-def set_eos_token(
-    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, eos_token: str | None
-) -> PreTrainedTokenizerBase:
-    """Make ``eos_token`` the end-of-sequence token of tokenizer and model config; None changes nothing.
-
-    Returns:
-        The tokenizer, a copy where it had to change.
-
-    Raises:
-        UserError: the token is not in the vocabulary.
-    """
-    if eos_token is None:
-        return processing_class
-    _check_in_vocabulary(processing_class, "eos_token", eos_token)
-    if processing_class.eos_token != eos_token:
-        processing_class = copy.deepcopy(processing_class)
-        processing_class.eos_token = eos_token
-    model.config.get_text_config().eos_token_id = processing_class.eos_token_id
-    return processing_class
-
-
-def set_pad_token(
-    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, pad_token: str | None = None
-) -> PreTrainedTokenizerBase:
-    """Settle the pad token (``pad_token``, else the tokenizer's, else its eos token) and write it to the model config.
-
-    transformers reads a reward at the rightmost token that is not the pad token, so the config must know it.
-
-    Returns:
-        The tokenizer, a copy where it had to change.
-
-    Raises:
-        UserError: the token is not in the vocabulary, there is none, or the model has no embedding for it.
-    """
-    token = pad_token or processing_class.pad_token or processing_class.eos_token
-    _check_in_vocabulary(processing_class, "pad_token", token)
-    if processing_class.pad_token != token:
-        processing_class = copy.deepcopy(processing_class)
-        processing_class.pad_token = token
-    embeddings: Any = model.get_input_embeddings()
-    if processing_class.pad_token_id >= embeddings.weight.shape[0]:
-        raise UserError(
-            f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the model's embedding table has "
-            f"{embeddings.weight.shape[0]} rows. After adding tokens call "
-            "`model.resize_token_embeddings(len(tokenizer))`."
-        )
-    model.config.get_text_config().pad_token_id = processing_class.pad_token_id
-    if processing_class.pad_token_id == processing_class.eos_token_id:
-        logger.warning(
-            f"The pad token is the eos token ({token!r}). A reward is read at the rightmost token that is not the pad "
-            "token, so the eos is never seen: the reward comes from the token before it. Give the tokenizer a pad "
-            "token of its own: `tokenizer.pad_token = ...`, a token of its vocabulary that texts do not contain."
-        )
-    return processing_class
-
-
-def _check_in_vocabulary(processing_class: PreTrainedTokenizerBase, kind: str, token: Any) -> None:
-    if token is None:
-        raise UserError(
-            f"The tokenizer ({type(processing_class).__name__}) has neither a pad nor an eos token, so there is "
-            "nothing to pad with. Set `tokenizer.pad_token` to a token of its vocabulary."
-        )
-    if token not in processing_class.get_vocab():
-        raise UserError(
-            f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
-            f"({type(processing_class).__name__}). Choose a token of the vocabulary, or first add this one with "
-            f"`tokenizer.add_special_tokens({{'{kind}': {token!r}}})` and resize the model's embeddings with "
-            "`model.resize_token_embeddings(len(tokenizer))`."
-        )

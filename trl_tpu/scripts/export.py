@@ -114,12 +114,16 @@ def write_card(folder: Path, repo: str) -> None:
     from importlib.metadata import version
 
     from trl_tpu.checkpoint.model_folder import ADAPTER_CONFIG, read_config
-    from trl_tpu.trainer.model_card import make_model_card
+    from trl_tpu.modeling.load import load_tokenizer
+    from trl_tpu.modeling.readers import saved_scale
+    from trl_tpu.trainer.model_card import Reading, make_model_card
 
     if (folder / "README.md").exists():
         return
     adapters = folder / ADAPTER_CONFIG
     base = read_config(adapters).get("base_model_name_or_path") if adapters.exists() else None
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(str(folder)) if has_tokenizer else None
     card = make_model_card(
         repo.rpartition("/")[2],
         location=repo,
@@ -127,6 +131,7 @@ def write_card(folder: Path, repo: str) -> None:
         dataset_name=None,
         tags=["reward-trainer", "trl"],
         versions={library: version(library) for library in ("torch", "transformers")},
+        reading=Reading(tokenizer, scale=saved_scale(folder)),
     )
     card.save(folder / "README.md")
 

@@ -11,7 +11,7 @@ from trl_tpu.data.measure import lengths_of, pair_sizes, shared_prefix_length, t
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.chat_template import set_chat_template
-from trl_tpu.modeling.load import set_eos_token, set_pad_token
+from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
 from trl_tpu.packing.shapes import round_up
 from trl_tpu.preflight.case import LONG_ROW, Case, Job
 from trl_tpu.preflight.compile import CompiledProgram, compile_for, missing
@@ -130,7 +130,7 @@ def _lengths_of_data(request: PlanRequest, model: Any, tokenizer: Any) -> tuple[
         raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
     tokenizer = set_eos_token(model, tokenizer, args.eos_token)
     _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
-    tokenizer = set_pad_token(model, tokenizer, args.pad_token)
+    tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
     tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     names = ["chosen_ids", "rejected_ids"]
     tables = list(tables_of(tokens, names))

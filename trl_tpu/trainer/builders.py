@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
+from ..data.checks import TOKEN_COLUMNS
 from ..data.measure import longer_dialogues
 from ..data.old_columns import prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
@@ -25,14 +26,18 @@ from ..modeling.attention.static import use_static_attention
 from ..modeling.chat_template import set_chat_template
 from ..modeling.experts import use_static_experts
 from ..modeling.layers import find_layers
-from ..modeling.load import check_num_labels, load_model, load_processing_class, set_eos_token, set_pad_token
+from ..modeling.load import check_num_labels, load_model, load_processing_class
 from ..modeling.positions import learned_positions
+from ..modeling.readers import tell_readers
 from ..modeling.score_head import keep_score_head_in_float32
+from ..modeling.special_tokens import set_eos_token, set_pad_token
 from ..parallel.shard import WeightPlacer
 from .reward_config import RewardConfig
 from .utils import disable_dropout_in_model
 
 logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 100  # dialogues, before training, for how they end
 
 
 def default_folder(model: Any) -> str:
@@ -127,7 +132,8 @@ def build_reward_model(
     warn_if_head_is_frozen(model)
     if args.disable_dropout:
         disable_dropout_in_model(model)
-    tokenizer = set_pad_token(model, tokenizer, args.pad_token)
+    tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
+    tell_readers(without_adapters(model).config)
     _fit_to_device(model, args)
     return model, tokenizer
 
@@ -176,6 +182,14 @@ def build_dataset(
     )
     _check_positions(prepared, model, name)
     return prepared
+
+
+def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
+    """Return the token ids of the first chosen dialogues; None for a stream, or where there are other columns."""
+    column = "input_ids_chosen" if old_columns else TOKEN_COLUMNS[0]
+    if not isinstance(pairs, Dataset) or column not in pairs.column_names:
+        return None
+    return pairs[:_LOOKED_AT][column]
 
 
 def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:

@@ -64,6 +64,10 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         max_length (`int`, *optional*, defaults to `1024`):
             Pairs with a longer dialogue, in tokens, are left out, and counted in the log. `None` keeps all. Nothing is
             truncated.
+        own_pad_token (`bool`, *optional*, defaults to `False`):
+            Where padding would be the end-of-sequence token, pad with a token of its own, one that the vocabulary
+            reserves where it has such. A reward is read at the last token that is not padding, so that it is then read
+            at the end-of-sequence token, as by servers that read the very last one. By default as in TRL.
         pad_to_multiple_of (`int` or `str`, *optional*, defaults to `"auto"`):
             The lengths of padded batches are rounded up to a multiple of this. `"auto"` does not round on plain torch;
             on XLA it pads to one of a few lengths chosen from the data, since each length is compiled once.
@@ -149,6 +153,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     # the data
     dataset_num_proc: int | None = None
     eos_token: str | None = None
+    own_pad_token: bool = False
     max_length: int | None = 1024
     pad_to_multiple_of: int | str | None = "auto"
 

@@ -32,13 +32,14 @@ from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.losses import pairwise_losses
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
+from ..modeling.special_tokens import warn_of_unscored_eos
 from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
 from .before_training import check_best_metric, check_hub, check_lengths, check_trackers
-from .builders import build_dataset, build_reward_model, check_arguments, default_folder
+from .builders import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
-from .model_card import is_generated, make_model_card
+from .model_card import Reading, is_generated, make_model_card
 from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ class RewardTrainer(DeviceTrainer):
             data_collator=data_collator,
         )
         train_pairs = self._prepared(train_dataset, "train")
+        warn_of_unscored_eos(own_tokenizer, first_dialogues(train_pairs, self._old_columns))
         eval_pairs = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
         plan.prepare(train_pairs, eval_pairs)
         super().__init__(
@@ -355,6 +357,7 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and not os.path.exists(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
+            reading=Reading(self.processing_class, self.args.max_length, self.reward_metrics.scale),
         )
         card.save(path)
 

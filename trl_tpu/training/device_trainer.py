@@ -42,6 +42,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.utils import CONFIG_NAME
 
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
@@ -53,6 +54,8 @@ from ..checkpoint.storage import older_weights, replace_model_files
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
+from ..modeling.adapters import is_peft_model, without_adapters
+from ..modeling.readers import BASE_CONFIG, save_base_config, saved_scale, set_scale
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
@@ -150,6 +153,8 @@ class DeviceTrainer(Trainer):
         preemption = self.preemption
         preemption.start()
         self.best_model_lost = None
+        self.reward_metrics.forget_scale()
+        set_scale(self.model.config, None)
         self.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), self.remote, self.args.should_save)
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             try:
@@ -438,6 +443,8 @@ class DeviceTrainer(Trainer):
                 super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
             if not self.args.should_save:
                 return
+            if is_peft_model(self.model):
+                save_base_config(without_adapters(self.model), staging)
             if remote is not None:
                 remote.put(staging, names := files_in(staging))
                 remote.delete_files(older_weights(remote.names(), names))
@@ -452,6 +459,18 @@ class DeviceTrainer(Trainer):
                 shutil.rmtree(staging, ignore_errors=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_config(self) -> None:
+        """Write the config anew beside the model in `output_dir`: an evaluation since has measured its rewards."""
+        if not self.args.should_save:
+            return
+        folder, base = Path(str(self.args.output_dir)), without_adapters(self.model)
+        if is_peft_model(self.model):
+            save_base_config(base, folder)
+        else:
+            base.config.save_pretrained(folder)
+        if self.remote is not None:
+            self.remote.put(folder, [BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""
@@ -493,6 +512,8 @@ class DeviceTrainer(Trainer):
             self.best_model_lost = f"{best}: {'; '.join(faults)}"
             logger.error("The best model is LOST, and the last one is in its place: %s.", self.best_model_lost)
         elif self.checkpoints.load_weights(self.model, folder):
+            self.reward_metrics.evaluated = saved_scale(folder)
+            set_scale(self.model.config, self.reward_metrics.scale)
             logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
         else:  # it has no state of ours, but a model's files
             self.state.best_model_checkpoint = folder

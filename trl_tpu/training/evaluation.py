@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
 from ..data.packed_batch import PackedBatch, micro_batches_of
+from ..modeling.readers import set_scale
 from .metrics import RewardSums, on_host, over_processes, sums_of
 from .preemption import EvaluationCutShort
 
@@ -106,7 +107,11 @@ def run_evaluation(
     own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
     own |= {"num_tokens": _tokens_of_training(trainer)}
     if "rewards" in found or not found:
-        own |= sums_of(found.get("rewards", torch.zeros(0, 2))).metrics()
+        sums = sums_of(found.get("rewards", torch.zeros(0, 2)))
+        own |= sums.metrics()
+        if prefix.startswith("eval"):  # and not a prediction
+            trainer.reward_metrics.evaluated = sums.scale("the evaluation set")
+            set_scale(trainer.model.config, trainer.reward_metrics.scale)
     # what is stopped, saved or kept because of a metric has to be the same in every process
     metrics = trainer.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
     named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}

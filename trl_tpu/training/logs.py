@@ -7,6 +7,7 @@ import torch
 from accelerate.utils import gather_object
 
 from ..data.loader import rows_of_step
+from ..modeling.readers import set_scale
 from .metrics import RewardSums, on_host, over_processes
 from .nonfinite import Counted
 
@@ -41,6 +42,7 @@ def log_step(
         logs["grad_norm"] = norm.item()
     logs["learning_rate"] = trainer._get_learning_rate() if learning_rate is None else learning_rate
     logs |= metrics.close(reward_sums)
+    set_scale(trainer.model.config, metrics.scale)
     if nonfinite.is_on:
         logs["nonfinite"] = counted.nonfinite
     trainer._tr_loss = nonfinite.start_loss_sum()

@@ -1,5 +1,6 @@
 """What is logged about rewards: sums and counts on the device, read once per log and divided on the host."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +9,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ..modeling.readers import RewardScale
 from ..runtime import Runtime
 
 _COUNTS = ("pairs", "correct", "ties")
-_SUMS = ("reward", "margin")
+_SUMS = ("reward", "margin", "squares")
+_SAMPLE = 512  # pairs, of which the last ones are the sample that rewards are measured on
 _CARRY = 2**30  # tokens, of which a run may have more between two logs than int32 holds, and TPUs have no int64
 
 
@@ -25,6 +28,7 @@ class RewardSums:
     tokens: int = 0
     reward: float = 0.0
     margin: float = 0.0
+    squares: float = 0.0  # of rewards
     lowest: float = float("inf")
     highest: float = float("-inf")
 
@@ -46,6 +50,18 @@ class RewardSums:
             "tie_rate": self.ties / self.pairs,
         }
 
+    def scale(self, of: str) -> RewardScale | None:
+        """Return the mean and the standard deviation of the rewards; None where there are none, or all are alike.
+
+        Args:
+            of: What they are rewards of, in words.
+        """
+        if not self.pairs:
+            return None
+        mean = self.reward / (2 * self.pairs)
+        variance = self.squares / (2 * self.pairs) - mean**2
+        return RewardScale(mean, variance**0.5, 2 * self.pairs, of) if variance > 0 else None
+
 
 def sums_of(rewards_N2: torch.Tensor, tokens: int = 0) -> RewardSums:
     """Return the sums of host rewards [N, 2], in float64."""
@@ -59,6 +75,7 @@ def sums_of(rewards_N2: torch.Tensor, tokens: int = 0) -> RewardSums:
         tokens=tokens,
         reward=float((chosen_N + rejected_N).sum()),
         margin=float((chosen_N - rejected_N).sum()),
+        squares=float(rewards_N2.double().square().sum()),
         lowest=float(rewards_N2.min()),
         highest=float(rewards_N2.max()),
     )
@@ -79,6 +96,9 @@ class RewardMetrics:
         self._device = device
         self._skips_nonfinite = skips_nonfinite
         self.num_tokens = 0  # in all batches up to the last read, over resumes
+        self.evaluated: RewardScale | None = None
+        """How large rewards were in the last evaluation."""
+        self._windows: deque[RewardSums] = deque()  # between two logs each
         self._load(RewardSums())
 
     def _load(self, sums: RewardSums) -> None:
@@ -113,7 +133,10 @@ class RewardMetrics:
         low = low + tokens
         carry = (low >= _CARRY).int()
         self._tokens = torch.stack([high + carry, low - carry * _CARRY])
-        self._sums = self._sums + torch.stack([total(chosen_P + rejected_P), total(chosen_P - rejected_P)])
+        squares_P = chosen_P.square() + rejected_P.square()
+        self._sums = self._sums + torch.stack(
+            [total(chosen_P + rejected_P), total(chosen_P - rejected_P), total(squares_P)]
+        )
         lowest_P = torch.where(mask_P, rewards_P2.amin(-1), float("inf"))
         highest_P = torch.where(mask_P, rewards_P2.amax(-1), float("-inf"))
         self._lowest = torch.minimum(self._lowest, lowest_P.min())
@@ -127,8 +150,21 @@ class RewardMetrics:
     def close(self, sums: RewardSums) -> dict[str, float]:
         """Log ``sums``, the open ones (of all processes together), and start anew."""
         self.num_tokens += sums.tokens
+        self._windows.append(sums)
+        while sum(each.pairs for each in self._windows) - self._windows[0].pairs >= _SAMPLE:
+            self._windows.popleft()
         self._load(RewardSums())
         return {"num_tokens": self.num_tokens, **sums.metrics()}
+
+    @property
+    def scale(self) -> RewardScale | None:
+        """How large rewards were: of the last evaluation, else of the last logs that have `_SAMPLE` pairs together."""
+        return self.evaluated or sum(self._windows, RewardSums()).scale("the last pairs of training")
+
+    def forget_scale(self) -> None:
+        """Begin to measure rewards anew: the weights will be others."""
+        self.evaluated = None
+        self._windows.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to log the same numbers: the open sums and the tokens so far."""

@@ -1,0 +1,82 @@
+"""What a saved reward model's config tells other programs, so that they give the rewards that training computed.
+
+Without it transformers' pipeline, vLLM and sentence-transformers put a sigmoid on a model's only output, since that is
+what classifiers of two classes need.
+"""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+#: For vLLM's `/score` and for sentence-transformers' `CrossEncoder`.
+IDENTITY = "torch.nn.modules.linear.Identity"
+#: Beside adapters. transformers takes a folder with a `config.json` for a whole model, and looks for its weights.
+BASE_CONFIG = "base_model_config.json"
+
+
+@dataclass(frozen=True)
+class RewardScale:
+    """How large a model's rewards are: those of a reader that normalizes them are (reward - mean) / std.
+
+    Args:
+        mean: Of the rewards.
+        std: Their standard deviation, over all of them: divided by their number.
+        rewards: How many there are.
+        of: What was rewarded, in words.
+    """
+
+    mean: float
+    std: float
+    rewards: int = 0
+    of: str = ""
+
+
+def tell_readers(config: PretrainedConfig) -> None:
+    """Write into the config of a model with one output that this output is the reward, as it is.
+
+    ``problem_type`` is what transformers' pipeline and vLLM's `/classify` read, and does not change training, since
+    nothing passes labels. What its owner has set stays.
+    """
+    if config.problem_type is None:
+        config.problem_type = "regression"
+    own: Any = getattr(config, "sentence_transformers", None) or {}
+    config.sentence_transformers = {"activation_fn": IDENTITY} | own
+
+
+def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
+    """Write ``mean`` and ``std`` into a config, by which OpenRLHF normalizes rewards; None removes them."""
+    if scale is not None:
+        config.mean, config.std = scale.mean, scale.std
+        return
+    for name in ("mean", "std"):
+        vars(config).pop(name, None)
+
+
+def scale_of(config: PretrainedConfig | dict[str, Any]) -> RewardScale | None:
+    """Return what a config says of its model's rewards; None where that is nothing that can be divided by."""
+    said = config if isinstance(config, dict) else vars(config)
+    mean, std = said.get("mean"), said.get("std")
+    if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
+        return None
+    return RewardScale(float(mean), float(std))
+
+
+def saved_scale(folder: str | Path) -> RewardScale | None:
+    """Return what the config in the folder of a model, or of adapters, says of its rewards."""
+    configs = [Path(folder, name) for name in (BASE_CONFIG, "config.json")]
+    path = next(filter(Path.is_file, configs), None)
+    return None if path is None else scale_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def save_base_config(base: PreTrainedModel, folder: str | Path) -> None:
+    """Write beside adapters the config of the model that they make of their base: `BASE_CONFIG`.
+
+    It is what ``from_pretrained`` and ``pipeline`` take as ``config``.
+    """
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
