@@ -1,0 +1,293 @@
+"""A saved reward model gives the trainer's own rewards to every program that reads it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import readers
+import tiny
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForSequenceClassification, LoraConfig
+from tokenizers import processors
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.modeling.readers import BASE_CONFIG, IDENTITY
+from trl_tpu.scripts.score import score_texts
+
+ASKED = ["Count on from 3:", "Count on from 11:", "Say something about the weather, please:", "Stop."]
+ANSWERED = [" 4 5 6", " 12", " rain", " stop stop"]
+REFUSED = [" 6 5", " 11 10 12 13", " It is what it is", " go"]
+CLOSE = {"rel": 1e-4, "abs": 1e-4}  # of rewards of about 1; float32, other batches and other orders of addition
+
+
+class Saved(NamedTuple):
+    """A trained model in a folder, and what its trainer gives dialogues."""
+
+    folder: str
+    trainer: RewardTrainer
+    tokenizer: PreTrainedTokenizerFast
+    texts: list[str]
+    messages: list[list[dict[str, str]]]
+    of_texts: list[float]
+    of_messages: list[float]
+
+    def ids_of_texts(self) -> list[list[int]]:
+        """Texts end in the EOS, as in training."""
+        return self.tokenizer([text + self.tokenizer.eos_token for text in self.texts])["input_ids"]
+
+    def rendered(self) -> list[str]:
+        return [self.tokenizer.apply_chat_template(each, tokenize=False) for each in self.messages]
+
+
+def make_tokenizer(pads: bool, bos: bool) -> PreTrainedTokenizerFast:
+    """With or without a pad token; some families' tokenizers begin each text with a BOS, and so do their templates."""
+    tokenizer = tiny.tiny_tokenizer([*ASKED, *ANSWERED, *REFUSED], 400)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.add_tokens(["<|reserved_special_token_0|>"], special_tokens=True)
+    if bos:
+        marked = ("<bos>", tokenizer.bos_token_id)
+        tokenizer._tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[marked])
+        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    if not pads:
+        tokenizer.pad_token = None
+        # such a template ends dialogues in the EOS, which is where readers differ
+        tokenizer.chat_template = str(tokenizer.chat_template) + "{{ eos_token }}"
+    return tokenizer
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"bos": True},
+    "llama, pad is eos": {"bos": True, "pads": False},
+    "llama, own pad": {"bos": True, "pads": False, "own": True},
+    "qwen2, pad is eos": {"pads": False},
+    "qwen3": {},
+    "gemma2": {"bos": True},
+    "llama, adapters": {"bos": True, "lora": True},
+    "qwen2, adapters, own pad": {"pads": False, "own": True, "lora": True},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    case = CASES[request.param]
+    folder = tmp_path_factory.mktemp("readers")
+    tokenizer = make_tokenizer(case.get("pads", True), case.get("bos", False))
+    config = AutoConfig.for_model(
+        request.param.partition(",")[0],
+        vocab_size=len(tokenizer) + 7,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
+        initializer_range=0.2,
+    )
+    set_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    args = RewardConfig(
+        str(folder / "run"),
+        max_steps=3,
+        learning_rate=0.02,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        own_pad_token=case.get("own", False),
+    )
+    messages = [
+        [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in pairs]
+        for pairs in (zip(ASKED, ANSWERED, strict=True), zip(ASKED, REFUSED, strict=True))
+    ]
+    pairs = Dataset.from_dict({"chosen": messages[0], "rejected": messages[1]})
+    texts = Dataset.from_dict(
+        {half: [a + b for a, b in zip(ASKED, each, strict=True)] for half, each in
+         (("chosen", ANSWERED), ("rejected", REFUSED))}
+    )  # fmt: skip
+    lora = LoraConfig(task_type="SEQ_CLS", r=4, init_lora_weights=False) if "lora" in case else None
+    trainer = RewardTrainer(str(folder / "base"), args, train_dataset=pairs, eval_dataset=pairs, peft_config=lora)
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    return Saved(
+        str(folder / "run"),
+        trainer,
+        trainer.processing_class,
+        [*texts["chosen"], *texts["rejected"]],
+        [*messages[0], *messages[1]],
+        trainer.predict(texts).predictions.T.ravel().tolist(),
+        trainer.predict(pairs).predictions.T.ravel().tolist(),
+    )
+
+
+def is_scored(saved: Saved) -> bool:
+    """Whether the EOS that ends a dialogue is the token that is scored."""
+    return saved.tokenizer.pad_token_id != saved.tokenizer.eos_token_id
+
+
+def has_adapters(saved: Saved) -> bool:
+    return Path(saved.folder, "adapter_config.json").is_file()
+
+
+def config_of(saved: Saved) -> dict[str, Any]:
+    return json.loads(Path(saved.folder, BASE_CONFIG if has_adapters(saved) else "config.json").read_text())
+
+
+def test_rewards_differ_and_are_large_enough_to_be_told_apart(saved: Saved) -> None:
+    assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05
+
+
+def test_the_config_says_what_it_is(saved: Saved) -> None:
+    config = config_of(saved)
+    assert config["problem_type"] == "regression"
+    assert config["sentence_transformers"]["activation_fn"] == IDENTITY
+    assert config["id2label"] == {"0": "LABEL_0"} and config["label2id"] == {"LABEL_0": 0}
+    assert config["architectures"][0].endswith("ForSequenceClassification")
+    assert config["pad_token_id"] == saved.tokenizer.pad_token_id
+    assert config["eos_token_id"] == saved.tokenizer.eos_token_id
+    assert config["dtype"] == "float32"
+    assert Path(saved.folder, "chat_template.jinja").read_text() == saved.tokenizer.chat_template
+
+
+def test_mean_and_std_are_those_of_the_evaluation(saved: Saved) -> None:
+    config = config_of(saved)
+    assert config["mean"] == pytest.approx(np.mean(saved.of_messages), rel=1e-5)
+    assert config["std"] == pytest.approx(np.std(saved.of_messages), rel=1e-5)
+
+
+def test_transformers(saved: Saved) -> None:
+    for side in ("right", "left"):
+        found = readers.transformers_rewards(saved.folder, saved.ids_of_texts(), side)
+        assert found == pytest.approx(saved.of_texts, **CLOSE)
+    ids = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
+    assert readers.transformers_rewards(saved.folder, ids, "right") == pytest.approx(saved.of_messages, **CLOSE)
+
+
+def test_our_score(saved: Saved) -> None:
+    assert score_texts(saved.folder, saved.texts) == pytest.approx(saved.of_texts, **CLOSE)
+    assert score_texts(saved.folder, saved.messages) == pytest.approx(saved.of_messages, **CLOSE)
+
+
+def test_the_default_pipeline_has_no_sigmoid(saved: Saved) -> None:
+    ended = [text + saved.tokenizer.eos_token for text in saved.texts]
+    assert readers.pipeline_rewards(saved.folder, ended) == pytest.approx(saved.of_texts, **CLOSE)
+    found = readers.pipeline_rewards(saved.folder, saved.rendered(), add_special_tokens=False)
+    assert found == pytest.approx(saved.of_messages, **CLOSE)
+
+
+def test_servers_that_pool_the_very_last_token(saved: Saved) -> None:
+    eos = saved.tokenizer.eos_token_id
+    ids = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
+    for tokens, rewards in ((ids, saved.of_messages), (saved.ids_of_texts(), saved.of_texts)):
+        if is_scored(saved):
+            assert readers.last_token_rewards(saved.folder, tokens) == pytest.approx(rewards, **CLOSE)
+        else:  # as the warning and the card say: other rewards, unless the EOS is left off
+            assert readers.last_token_rewards(saved.folder, tokens) != pytest.approx(rewards, rel=1e-2)
+            without = [row[:-1] if row[-1] == eos else row for row in tokens]
+            assert readers.last_token_rewards(saved.folder, without) == pytest.approx(rewards, **CLOSE)
+
+
+def test_openrlhf(saved: Saved) -> None:
+    if has_adapters(saved):
+        pytest.skip("OpenRLHF loads whole models: `trl-tpu export --merge`")
+    if not is_scored(saved):
+        pytest.skip("OpenRLHF reads the very last token: see test_servers_that_pool_the_very_last_token")
+    ids, pad = saved.ids_of_texts(), saved.tokenizer.pad_token_id
+    found = readers.openrlhf_rewards(saved.folder, ids, pad, normalizes=False)
+    assert found == pytest.approx(saved.of_texts, **CLOSE)
+    config = config_of(saved)
+    normalized = [(reward - config["mean"]) / config["std"] for reward in saved.of_texts]
+    found = readers.openrlhf_rewards(saved.folder, ids, pad, normalizes=True)
+    assert found == pytest.approx(normalized, rel=1e-4, abs=1e-4 / config["std"])
+
+
+def test_rewardbench(saved: Saved) -> None:
+    assert readers.rewardbench_rewards(saved.folder, saved.rendered()) == pytest.approx(saved.of_messages, **CLOSE)
+
+
+def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
+    if not has_adapters(saved):
+        pytest.skip("a whole model")
+    model = AutoPeftModelForSequenceClassification.from_pretrained(saved.folder, num_labels=1).eval()
+    with torch.no_grad():
+        found = [model(input_ids=torch.tensor([row])).logits.item() for row in saved.ids_of_texts()]
+    if is_scored(saved):  # peft knows no pad token, and reads one dialogue at its very end
+        assert found == pytest.approx(saved.of_texts, **CLOSE)
+    export_checkpoint(saved.folder, tmp_path / "merged", merge=True)
+    merged = json.loads((tmp_path / "merged/config.json").read_text())
+    own = config_of(saved)
+    for key in ("problem_type", "sentence_transformers", "pad_token_id", "mean", "std", "id2label", "architectures"):
+        assert merged[key] == own[key], key
+    assert not (tmp_path / "merged" / BASE_CONFIG).exists()
+    found = readers.transformers_rewards(str(tmp_path / "merged"), saved.ids_of_texts(), "left")
+    assert found == pytest.approx(saved.of_texts, **CLOSE)
+    assert readers.pipeline_rewards(str(tmp_path / "merged"), saved.rendered(), add_special_tokens=False) == (
+        pytest.approx(saved.of_messages, **CLOSE)
+    )
+
+
+def test_an_export_says_it_too_whoever_trained_the_model(saved: Saved, tmp_path: Path) -> None:
+    export_checkpoint(saved.folder, tmp_path / "out")
+    name = BASE_CONFIG if has_adapters(saved) else "config.json"
+    exported = json.loads((tmp_path / "out" / name).read_text())
+    assert exported["problem_type"] == "regression" and exported["mean"] == config_of(saved)["mean"]
+    if not has_adapters(saved):
+        trls = json.loads(Path(saved.folder, "config.json").read_text())
+        for key in ("problem_type", "sentence_transformers", "mean", "std"):
+            del trls[key]
+        theirs = tmp_path / "theirs"
+        AutoModelForSequenceClassification.from_pretrained(saved.folder).save_pretrained(theirs)
+        (theirs / "config.json").write_text(json.dumps(trls))
+        export_checkpoint(theirs, tmp_path / "again")
+        exported = json.loads((tmp_path / "again/config.json").read_text())
+        assert exported["problem_type"] == "regression" and "mean" not in exported
+
+
+@pytest.mark.parametrize("saved", ["llama", "qwen2, pad is eos"], indirect=True)  # the others load alike
+def test_trls_grpo_trainer(saved: Saved, tmp_path: Path) -> None:
+    """One step, in which the reward model's own forward is looked at. Adapters are merged first."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    args = GRPOConfig(
+        str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=6,
+        report_to="none",
+        bf16=False,
+        use_cpu=True,
+    )
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": asked}] for asked in ASKED]})
+    base = str(Path(saved.folder).parent / "base")
+    grpo = GRPOTrainer(base, reward_funcs=saved.folder, args=args, train_dataset=prompts)
+    reward_model: Any = grpo.reward_funcs[0]
+    reward_model.register_forward_hook(
+        lambda _, __, given, out: seen.append((given["input_ids"], given["attention_mask"], out.logits)),
+        with_kwargs=True,
+    )
+    grpo.train()
+    ((ids, mask, logits),) = seen
+    rows = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    half = len(rows) // 2
+    own = saved.trainer.predict(Dataset.from_dict({"chosen_ids": rows[:half], "rejected_ids": rows[half:]}))
+    assert logits.squeeze(-1).tolist() == pytest.approx(own.predictions.T.ravel().tolist(), **CLOSE)
+    assert math.isfinite(grpo.state.log_history[0]["reward"])
