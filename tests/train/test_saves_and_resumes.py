@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -252,6 +253,31 @@ def test_the_best_model_is_found_by_another_path(
     assert [path.name for path in (tmp_path / "moved").glob("checkpoint-*")] == ["checkpoint-2"]
     best = load_file(tmp_path / "moved" / "checkpoint-2" / "model.safetensors")
     assert torch.equal(best["score.weight"], resumed.model.score.weight)
+
+
+def test_the_best_models_config_says_how_large_its_own_rewards_are(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(model_folder, tmp_path, max_steps=4, **BEST)
+    trainer.train()
+    trainer.save_model()
+    of_best, of_last = (row for row in trainer.state.log_history if "eval_mean_reward" in row)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["mean"] == pytest.approx(of_best["eval_mean_reward"]) != of_last["eval_mean_reward"]
+    trainer.create_model_card()
+    assert f"mean of {config['mean']:.4g}" in (tmp_path / "README.md").read_text()
+
+
+def test_without_an_evaluation_the_last_pairs_of_training_say_how_large_rewards_are(
+    model_folder: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(model_folder, tmp_path, max_steps=4, logging_steps=2)
+    trainer.train()
+    trainer.save_model()
+    logged = [row["mean_reward"] for row in trainer.state.log_history if "mean_reward" in row]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert len(logged) == 2 and config["mean"] == pytest.approx(np.mean(logged), rel=1e-5)
+    assert config["std"] > 0
+    trainer.create_model_card()
+    assert "dialogues of the last pairs of training" in (tmp_path / "README.md").read_text()
 
 
 class Spoils(TrainerCallback):

@@ -53,6 +53,39 @@ def by_numpy(rows: list[tuple[float, float, bool]]) -> dict[str, float]:
 
 
 @given(batches)
+def test_the_scale_of_rewards_is_over_all_real_pairs(given: list[list[tuple[float, float, bool]]]) -> None:
+    metrics = new_metrics()
+    for rows in given:  # a log after each
+        update(metrics, rows)
+        close(metrics)
+    real = np.array([row[:2] for rows in given for row in rows if row[2]])
+    if not real.std() > 0:
+        assert metrics.scale is None
+        return
+    scale = metrics.scale
+    assert scale is not None and scale.rewards == real.size and "training" in scale.of
+    assert (scale.mean, scale.std) == pytest.approx((real.mean(), real.std()), rel=1e-12)  # sums are exact
+
+
+def test_the_scale_is_of_the_last_pairs_and_of_an_evaluation_where_there_was_one() -> None:
+    metrics = new_metrics()
+    for level in (100.0, 0.0, 1.0):
+        update(metrics, [(level, level + 1, True)] * 300)
+        close(metrics)
+    assert metrics.scale is not None
+    assert metrics.scale.rewards == 1200 and metrics.scale.mean == 1.0  # the last two have 512 pairs together
+    metrics.evaluated = RewardSums(pairs=1, reward=2.0, squares=4.0).scale("the evaluation set")
+    assert (metrics.scale.mean, metrics.scale.std) == (1.0, 1.0)
+    metrics.forget_scale()
+    assert metrics.scale is None
+
+
+@pytest.mark.parametrize("sums", [RewardSums(), sums_of(torch.ones(3, 2)), sums_of(torch.tensor([[1.0, np.inf]]))])
+def test_what_cannot_be_divided_by_is_no_scale(sums: RewardSums) -> None:
+    assert sums.scale("nothing") is None
+
+
+@given(batches)
 def test_metrics_are_over_all_real_pairs_of_all_batches(given: list[list[tuple[float, float, bool]]]) -> None:
     metrics = new_metrics()
     for rows in given:
