@@ -9,6 +9,7 @@ if __name__ == "__main__":  # the command exports the `env` of its YAML file bef
 
 import copy
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts import score, sigterm, synthetic
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
+from trl_tpu.scripts.dry_run import describe_run
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.short_help import add_help
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
+from trl_tpu.trainer.field_help import help_from_docstring
 from trl_tpu.trainer.model_config import ModelConfig
 from trl_tpu.trainer.reward_config import RewardConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
@@ -34,11 +37,25 @@ logger = logging.getLogger(__name__)
 LAUNCHER_FLAGS = {"accelerate_config", "config_file", "num_machines", "num_processes"}
 
 
+@help_from_docstring
+@dataclass
+class RewardScriptArguments(ScriptArguments):
+    """Where the data is, and whether to train.
+
+    Args:
+        dry_run: Show a few pairs as the model will see them, devices, rows and the schedule, and end before the first
+            step. Nothing is saved or pushed.
+    """
+
+    dry_run: bool = False
+
+
 def main(
     script_args: ScriptArguments,
     training_args: RewardConfig,
     model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
+    dry_run: bool = False,
 ) -> None:
     """Train and save; evaluate on the held-out split and push to the Hub where that is asked for.
 
@@ -47,6 +64,7 @@ def main(
         training_args: How to train; stays as it is.
         model_args: The model, its adapters and its quantization.
         dataset_args: The dataset as a mixture, which wins over the name.
+        dry_run: Show what would be done instead: see `RewardScriptArguments`.
 
     Raises:
         UserError: No model, no dataset, or no such split.
@@ -59,6 +77,8 @@ def main(
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     output_dir = str(training_args.output_dir)
+    if dry_run:
+        training_args.push_to_hub = False  # which makes the repository first
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
     sigterm.may_end(lambda: be_resumable(training_args, checkpoint))
     dataset = load_data(script_args, dataset_args)
@@ -82,6 +102,9 @@ def main(
         if trainer.is_world_process_zero():
             print(line)
 
+    if dry_run:
+        say(describe_run(trainer))
+        return
     say(trainer.describe())
     trainer.at_late_sigterm = lambda: None  # what is left is short
     sigterm.leave_to_training()
@@ -194,7 +217,7 @@ def print_examples(model_folder: str) -> None:
 
 def make_parser(subparsers: Any = None, prog: str | None = None) -> TrlParser:
     """Make the parser of the command's flags, alone or below the `subparsers` of another."""
-    types = (ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
+    types = (RewardScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
     if subparsers is None:
         parser = TrlParser(types, prog=prog, add_help=False)
         add_help(parser)
@@ -221,7 +244,7 @@ def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu reward``; returns the exit status."""
     refuse_launcher_flags(argv)
     parsed = make_parser(prog="trl-tpu reward").parse_args_and_config(argv)
-    script_args, _, _, dataset_args = parsed
+    script_args, training_args, model_args, dataset_args = parsed
     with naming_bad_lines(script_args.dataset_name, *(part.path for part in dataset_args.datasets)):
-        main(*parsed)
+        main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
     return 0

@@ -19,7 +19,7 @@ GROUPS = {
     "Devices and memory": ["mesh", "sharding_plan", "remat", "scan_layers", "bf16"],
     "Saving": ["output_url", "training_time_limit", "save_interval_minutes", "output_dir", "save_steps"]
     + ["resume_from_checkpoint", "push_to_hub", "hub_model_id"],
-    "Evaluation and logs": ["nonfinite_limit", "eval_strategy", "eval_steps", "load_best_model_at_end"]
+    "Evaluation and logs": ["dry_run", "nonfinite_limit", "eval_strategy", "eval_steps", "load_best_model_at_end"]
     + ["logging_steps", "report_to"],
 }
 
