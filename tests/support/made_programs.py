@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+from trl_tpu.parallel.chips import GiB
 from trl_tpu.preflight.case import Case
-from trl_tpu.preflight.chips import GiB
 from trl_tpu.preflight.compile import CompiledProgram
 from trl_tpu.preflight.needs import least_memory
 

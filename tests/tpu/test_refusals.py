@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_tpu.preflight.chips import GiB, parse_topology
+from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.preflight.compile import compile_for
 from trl_tpu.preflight.search import memory_refused
 from trl_tpu.preflight.trace import TracedProgram

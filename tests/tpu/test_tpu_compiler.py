@@ -13,12 +13,12 @@ import pytest
 from ahead import AT_ONCE, asked_for
 from tpu_programs import LARGE, LENGTH, SETTINGS, config, config_of, trace
 
+from trl_tpu.modeling.model_shape import model_without_weights
+from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.chips import parse_topology
 from trl_tpu.preflight.compile import CompiledProgram, compile_for
-from trl_tpu.preflight.lengths import PairLengths
-from trl_tpu.preflight.model_shape import model_without_weights
 from trl_tpu.preflight.needs import least_traffic, needed_flops
 from trl_tpu.preflight.search import memory_refused
 from trl_tpu.preflight.trace import TracedProgram

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.measure import pair_sizes, shared_prefix_length
+from trl_tpu.data.measure import pair_lengths, pair_sizes, shared_prefix_length
 from trl_tpu.packing.schedule import plan_rows
 from trl_tpu.trainer.planned_shapes import plan_rows_of
 
@@ -52,6 +52,18 @@ def test_pair_sizes_of_empty_and_identical_dialogues() -> None:
     columns = [pa.chunked_array([pa.array(rows, TYPES[0])]) for rows in (chosen, rejected)]
     assert pair_sizes(*columns).tolist() == [0, 1, 2, 3, 2, 4, 0]
     assert pair_sizes(*(pa.chunked_array([], TYPES[0]) for _ in range(2))).tolist() == []
+
+
+@pytest.mark.parametrize("columns", [("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")])
+def test_pairs_are_measured_in_the_columns_of_either_api(columns: tuple[str, str]) -> None:
+    pairs = [([1, 2, 3], [1, 2, 4, 5]), ([1], [1]), ([6, 1], [7])]
+    rows = [dict(zip(columns, pair, strict=True)) for pair in pairs]
+    measured = pair_lengths(Dataset.from_list(rows * 500))  # more than are read at a time
+    found = np.stack([measured.prefix_P, measured.chosen_P, measured.rejected_P], axis=1)
+    assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
+    assert len(pair_lengths(Dataset.from_list(rows).select([]))) == 0
+    with pytest.raises(ValueError, match="no pairs of token ids in the columns"):
+        pair_lengths(Dataset.from_list(rows).rename_column(columns[0], "other"))
 
 
 @given(

@@ -11,11 +11,11 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from trl_tpu.modeling.model_shape import read_model
+from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.chips import parse_topology
-from trl_tpu.preflight.lengths import PairLengths
-from trl_tpu.preflight.model_shape import read_model
 from trl_tpu.preflight.needs import Flops, kernel_flops, kernel_unit_flops, needed_flops
 
 SIZES: dict[str, Any] = {

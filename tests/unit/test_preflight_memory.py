@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from trl_tpu.modeling.model_shape import read_model
+from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.parallel.sharding_plan import Placement
 from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.chips import parse_topology
-from trl_tpu.preflight.lengths import PairLengths
-from trl_tpu.preflight.model_shape import read_model
 from trl_tpu.preflight.needs import least_memory, least_traffic, optimizer_copies
 
 SIZES: dict[str, Any] = {

@@ -13,9 +13,9 @@ from places import SUPPORT
 from transformers import AutoConfig
 
 from trl_tpu.errors import UserError
+from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.preflight.case import Case
-from trl_tpu.preflight.chips import GiB, parse_topology
 from trl_tpu.preflight.compile import CompiledProgram
 from trl_tpu.preflight.plot import check_plot, plot_report
 from trl_tpu.preflight.report import Report

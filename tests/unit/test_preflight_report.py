@@ -1,19 +1,20 @@
 """Every figure of the report against arithmetic on a made-up program; what is tried where nothing fits."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from made_programs import ARGUMENTS_REFUSED, ONE_ARRAY_REFUSED, REFUSAL, compiled
 from transformers import AutoConfig
 
+from trl_tpu.modeling.model_shape import model_without_weights
+from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.preflight.apart import Crashed, call_apart
 from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.chips import GiB, parse_topology
 from trl_tpu.preflight.compile import CompiledProgram
-from trl_tpu.preflight.lengths import PairLengths
-from trl_tpu.preflight.model_shape import model_without_weights
 from trl_tpu.preflight.needs import kernel_flops, least_memory
 from trl_tpu.preflight.report import Report
 from trl_tpu.preflight.search import attempt, memory_refused, remedies, search
@@ -218,9 +219,9 @@ def test_a_crash_of_the_compiler_leaves_open_whether_it_fits(job: Job, case: Cas
 def test_a_process_that_a_signal_ends_has_crashed_and_one_that_raises_says_why() -> None:
     with pytest.raises(Crashed, match="os.abort crashed: Aborted"):
         call_apart("apart:os.abort", environment={})
-    with pytest.raises(RuntimeError, match="UserError: topology 'v6e' is not of the form"):
-        call_apart("chips:parse_topology", "v6e", environment={})
-    assert call_apart("chips:parse_topology", "v6e:4x4", environment={}) == V6E
+    with pytest.raises(RuntimeError, match="TypeError: .* not int"):
+        call_apart("apart:Path", 4, environment={})
+    assert call_apart("apart:Path", "given", environment={}) == Path("given")
 
 
 def test_a_search_compiles_what_is_fastest_by_formula_and_sorts_by_what_the_compiler_says(job: Job) -> None:

@@ -7,6 +7,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from ..packing.lengths import PairLengths
+
+_COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")
+
 
 def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
     """Read the columns as arrow tables of many rows."""
@@ -36,6 +40,27 @@ def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray
     if some.any():
         prefix_N[some] = np.minimum.reduceat(first_T, starts_N[some])
     return chosen_N + rejected_N - prefix_N
+
+
+def pair_lengths(dataset: Dataset) -> PairLengths:
+    """Measure the pairs of ``dataset``, in the columns of either API.
+
+    Raises:
+        ValueError: It has neither's.
+    """
+    names = next((names for names in _COLUMNS if set(names) <= set(dataset.column_names)), None)
+    if names is None:
+        raise ValueError(f"no pairs of token ids in the columns {dataset.column_names}")
+    parts = [_triples(*(table[name] for name in names)) for table in tables_of(dataset, names)]
+    return PairLengths(*np.concatenate(parts, axis=1)) if parts else PairLengths.of([])
+
+
+def _triples(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray:
+    """Return each pair's prefix and both tails, [3, N]."""
+    sizes_N = pair_sizes(chosen, rejected).astype(np.int64)
+    chosen_N, rejected_N = (pc.list_value_length(each).to_numpy().astype(np.int64) for each in (chosen, rejected))
+    prefix_N = chosen_N + rejected_N - sizes_N
+    return np.stack([prefix_N, chosen_N - prefix_N, rejected_N - prefix_N])
 
 
 def longer_dialogues(dataset: Dataset) -> np.ndarray:

@@ -5,17 +5,17 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from ..modeling.model_shape import ModelShape, read_model
+from ..packing.lengths import PairLengths
 from ..packing.schedule import plan_rows
 from ..packing.shapes import round_up
+from ..parallel.chips import Topology
 from ..parallel.mesh import MeshShape
 from ..parallel.rules import Rules
 from ..parallel.shard import plan_model
 from ..parallel.sharding_plan import Placement
 from ..runtime import Remat
 from ..trainer.batch_plan import LONG_ROW
-from .chips import Topology
-from .lengths import PairLengths
-from .model_shape import ModelShape, read_model
 
 
 @dataclass(frozen=True, eq=False)

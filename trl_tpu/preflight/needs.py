@@ -5,12 +5,13 @@ A compiler needs more of each; how much more, only compiling says.
 
 from dataclasses import dataclass
 
+from ..modeling.model_shape import Weight
+from ..modeling.work import work_of
 from ..parallel.mesh import AXES, names_of
 from ..parallel.sharding_plan import bare_name
 from ..runtime import Remat
 from ..runtime.kernels.blocks import padded
 from .case import Case
-from .model_shape import Weight
 
 # Copies of each trained weight that an optimizer keeps, by the beginning of its name in transformers.
 _OPTIMIZER_COPIES = {
@@ -35,22 +36,10 @@ class Flops:
 
 
 def needed_flops(case: Case) -> Flops:
-    """The operations that the pairs of ``case`` need: each unique token is computed once, padding never.
-
-    Counted as in the literature on model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): 2 N a token
-    in the forward of N weights, twice that in the backward; attention by the tokens that it really sees. Looking up
-    embeddings, norms and activations are not counted. Frozen weights need no gradient, but pass the one of their input
-    on; so is counted what lies below the first trained weight, too.
-    """
-    model, pairs = case.job.model, case.lengths
-    products = [weight for weight in model.weights if weight.kind in ("matrix", "experts")]
-    forward = {weight: 2.0 * weight.numel * weight.used * pairs.tokens for weight in products}
-    trained = sum(forward[weight] for weight in products if weight.trained)
-    layers = sum(forward[weight] for weight in products if weight.in_layer)
-    seen = {window: pairs.attended(window) for window in set(model.windows)}
-    attention = sum(2.0 * model.heads * sum(model.head_dims) * seen[window] for window in model.windows)
-    needed = 2 * sum(forward.values()) + trained + 3 * attention
-    return Flops(needed, layers + attention if case.remat == Remat.FULL else 0.0, attention)
+    """The operations that the pairs of ``case`` need, see `work_of`."""
+    work = work_of(case.job.model, case.lengths)
+    recomputed = work.layers + work.attention if case.remat == Remat.FULL else 0.0
+    return Flops(work.needed, recomputed, work.attention)
 
 
 def kernel_flops(case: Case) -> float:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .chips import GiB
+from ..parallel.chips import GiB
 from .report import Report
 
 _FORMATS = (".png", ".svg", ".pdf")

@@ -12,11 +12,11 @@ from itertools import product
 from typing import Any
 
 from ..errors import UserError
+from ..parallel.chips import Topology
 from ..parallel.mesh import MeshShape
 from ..runtime import Remat
 from .apart import Crashed
 from .case import Case, Job
-from .chips import Topology
 from .compile import CompiledProgram
 from .needs import least_memory
 from .report import Report, estimated_pairs_per_second

@@ -2,8 +2,8 @@
 
 import textwrap
 
+from ..parallel.chips import GiB, MiB
 from .case import Job
-from .chips import GiB, MiB
 from .report import UNSEEN, Report
 from .search import Attempt, Found
 

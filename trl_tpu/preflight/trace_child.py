@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 
 from .. import runtime
 from ..errors import UserError
+from ..modeling.model_shape import model_without_weights
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
 from ..parallel.mesh import names_of
@@ -22,7 +23,6 @@ from ..runtime.placeholder import Input, PlaceholderRuntime, Program
 from ..trainer.reward_config import RewardConfig
 from ..trainer.reward_trainer import RewardTrainer
 from ..training.optimizer import bare
-from .model_shape import model_without_weights
 from .trace import StepRequest, TracedProgram
 
 _STATE = ("weight", "optimizer", "gradient")

@@ -35,7 +35,7 @@ def pretend_devices(argv: list[str]) -> None:
     Raises:
         UserError: torch_xla is not installed, or there is no such slice.
     """
-    from trl_tpu.preflight.chips import parse_topology
+    from trl_tpu.parallel.chips import parse_topology
 
     if importlib.util.find_spec("torch_xla") is None:
         raise UserError(

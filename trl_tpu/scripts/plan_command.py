@@ -6,8 +6,8 @@ import sys
 import tempfile
 
 from trl_tpu.errors import UserError
+from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.preflight.case import Case
-from trl_tpu.preflight.chips import parse_topology
 from trl_tpu.preflight.compile import CompiledProgram
 from trl_tpu.preflight.plot import check_plot, plot_report
 from trl_tpu.preflight.search import CompileStep, attempt, remedies, search

@@ -3,21 +3,20 @@
 from math import ceil
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
-from trl_tpu.data.measure import lengths_of, pair_sizes, shared_prefix_length, tables_of
+from trl_tpu.data.measure import pair_lengths, shared_prefix_length, tables_of
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.chat_template import set_chat_template
+from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
+from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.packing.shapes import round_up
 from trl_tpu.preflight.case import LONG_ROW, Case, Job
 from trl_tpu.preflight.compile import CompiledProgram, compile_for, missing
 from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
-from trl_tpu.preflight.lengths import PairLengths
-from trl_tpu.preflight.model_shape import model_without_weights
 from trl_tpu.preflight.needs import least_memory
 from trl_tpu.preflight.search import CompileStep
 from trl_tpu.preflight.trace import StepRequest, trace_step
@@ -133,12 +132,8 @@ def _lengths_of_data(request: PlanRequest, model: Any, tokenizer: Any) -> tuple[
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
     tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     names = ["chosen_ids", "rejected_ids"]
-    tables = list(tables_of(tokens, names))
-    sizes_P = np.concatenate([pair_sizes(*(table[name] for name in names)) for table in tables]).astype(np.int64)
-    chosen_P, rejected_P = np.concatenate([lengths_of(table, names) for table in tables], axis=1)
-    prefix_P = chosen_P + rejected_P - sizes_P
-    shared_prefix = shared_prefix_length(table[name] for table in tables for name in names)
-    return PairLengths(prefix_P, chosen_P - prefix_P, rejected_P - prefix_P), shared_prefix
+    tables = tables_of(tokens, names)
+    return pair_lengths(tokens), shared_prefix_length(table[name] for table in tables for name in names)
 
 
 # ---- what compiles it

@@ -1,0 +1,38 @@
+"""The operations that training needs of a model, by formula: what a compiler or a kernel does beyond is no work."""
+
+from dataclasses import dataclass
+
+from ..packing.lengths import PairLengths
+from .model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations on some pairs: matrix products, two for each multiply-add.
+
+    Args:
+        needed: Forward and backward, which model FLOPs utilization counts.
+        layers: The forward of decoder layers, without attention.
+        attention: Queries with keys and what they weigh with values, forward.
+    """
+
+    needed: float
+    layers: float
+    attention: float
+
+
+def work_of(model: ModelShape, pairs: PairLengths) -> Work:
+    """Return the operations that ``pairs`` need: each unique token is computed once, padding never.
+
+    Counted as in the literature on model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): 2 N a token
+    in the forward of N weights, twice that in the backward; attention by the tokens that it really sees. Looking up
+    embeddings, norms and activations are not counted. Frozen weights need no gradient, but pass the one of their input
+    on; so is counted what lies below the first trained weight, too.
+    """
+    products = [weight for weight in model.weights if weight.kind in ("matrix", "experts")]
+    forward = {weight: 2.0 * weight.numel * weight.used * pairs.tokens for weight in products}
+    trained = sum(forward[weight] for weight in products if weight.trained)
+    layers = sum(forward[weight] for weight in products if weight.in_layer)
+    seen = {window: pairs.attended(window) for window in set(model.windows)}
+    attention = sum(2.0 * model.heads * sum(model.head_dims) * seen[window] for window in model.windows)
+    return Work(2 * sum(forward.values()) + trained + 3 * attention, layers, attention)
