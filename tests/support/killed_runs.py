@@ -21,13 +21,13 @@ import apart
 import tiny
 import torch
 from safetensors.torch import load_file
+from timings import untimed
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
 
 STEPS = 12
-_TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second"}
 
 
 class Marks(TrainerCallback):
@@ -82,7 +82,7 @@ def start(model_folder: Path, folder: Path, settings: dict[str, Any]) -> int:
 def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
     last = folder / f"checkpoint-{STEPS}"
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
-    logs = [{key: value for key, value in entry.items() if key not in _TIMES} for entry in history]
+    logs = list(map(untimed, history))
     weights = [load_file(path) for path in (last / "state").iterdir()]
     return {f"{number} {name}": part for number, parts in enumerate(weights) for name, part in parts.items()}, logs
 

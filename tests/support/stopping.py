@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
+from timings import untimed
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -71,6 +72,5 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
 
 def logged(trainer: RewardTrainer) -> list[dict[str, Any]]:
     """What was logged of training and evaluation, without times, in a row for each kind and step."""
-    timed = ("_runtime", "_per_second")
-    logs = [{key: value for key, value in log.items() if not key.endswith(timed)} for log in trainer.state.log_history]
+    logs = map(untimed, trainer.state.log_history)
     return sorted((log for log in logs if "train_loss" not in log), key=lambda log: (log["step"], "eval_loss" in log))

@@ -11,6 +11,7 @@ from typing import Any
 import tiny
 import torch
 from stopping import At, sigterm
+from timings import untimed
 from torch import nn
 from transformers import TrainerCallback
 
@@ -42,9 +43,7 @@ def make_trainer(model: str, folder: Path, *callbacks: TrainerCallback, **settin
 
 def logged(trainer: RewardTrainer) -> list[dict[str, float]]:
     """What was logged of training and evaluation, without times."""
-    timed = ("_runtime", "_per_second")
-    logs = [{key: value for key, value in log.items() if not key.endswith(timed)} for log in trainer.state.log_history]
-    return [log for log in logs if "train_loss" not in log]
+    return [log for log in map(untimed, trainer.state.log_history) if "train_loss" not in log]
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

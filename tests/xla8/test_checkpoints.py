@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
+from timings import untimed
 from torch import nn
 
 from trl_tpu import RewardTrainer
@@ -25,7 +26,6 @@ SETTINGS = {
     "bf16": False,
     "max_shapes": 1,  # the step before a save is executed there, and of a new shape it would compile
 }
-_TIMES = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss"}
 
 
 class Counting(RewardTrainer):
@@ -124,7 +124,7 @@ def test_killed_runs_on_a_mesh_resume_to_the_bit(tmp_path: Path) -> None:
 
 
 def _logs(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    logs = [{key: value for key, value in entry.items() if key not in _TIMES} for entry in history]
+    logs = map(untimed, history)
     return [entry for entry in logs if "loss" in entry]
 
 

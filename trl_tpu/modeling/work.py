@@ -1,9 +1,16 @@
 """The operations that training needs of a model, by formula: what a compiler or a kernel does beyond is no work."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from datasets import Dataset
+from torch import nn
+
+from ..data.measure import pair_lengths
 from ..packing.lengths import PairLengths
-from .model_shape import ModelShape
+from .model_shape import ModelShape, read_model
+
+_SAMPLE = 4096  # pairs, that stand for all of a dataset
 
 
 @dataclass(frozen=True)
@@ -36,3 +43,19 @@ def work_of(model: ModelShape, pairs: PairLengths) -> Work:
     seen = {window: pairs.attended(window) for window in set(model.windows)}
     attention = sum(2.0 * model.heads * sum(model.head_dims) * seen[window] for window in model.windows)
     return Work(2 * sum(forward.values()) + trained + 3 * attention, layers, attention)
+
+
+def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
+    """Return the operations that an average pair of ``dataset`` needs, forward and backward.
+
+    None where that is not known: of a stream, of a model that is no causal decoder of transformers, or is quantized.
+    """
+    is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
+    if not isinstance(dataset, Dataset) or not is_causal or getattr(model, "is_quantized", False):
+        return None
+    try:
+        shape = read_model(model)
+        pairs = pair_lengths(dataset.select(range(0, len(dataset), -(-len(dataset) // _SAMPLE) or 1)))
+    except (AttributeError, TypeError, ValueError):  # of the user's own: no such config, or no such columns
+        return None
+    return work_of(shape, pairs).needed / len(pairs) if len(pairs) else None

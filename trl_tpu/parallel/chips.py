@@ -26,6 +26,7 @@ class Chip:
         link_bandwidth: Of all links to other chips together, in bytes a second in one direction: half of what is
             published as bidirectional.
         shapes: Slices that can be rented, from small to large.
+        rented_as: How the names of its slices begin: "v5litepod" of a v5litepod-8.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Chip:
     memory_bandwidth: float
     link_bandwidth: float
     shapes: tuple[str, ...]
+    rented_as: str
 
     @property
     def source(self) -> str:
@@ -47,10 +49,15 @@ _3D = (
     *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 819e9, 400e9 / 2, _2D),
-    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 2765e9, 1200e9 / 2, _3D),
-    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 1600e9, 800e9 / 2, _2D),
+    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 819e9, 400e9 / 2, _2D, "v5litepod"),
+    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 2765e9, 1200e9 / 2, _3D, "v5p"),
+    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 1600e9, 800e9 / 2, _2D, "v6e"),
 }
+
+
+def peak_flops_of(rented_as: str | None) -> float | None:
+    """Return the published peak of a chip, in FLOP/s, by how its slices are called; None where it is not here."""
+    return next((chip.peak_flops for chip in CHIPS.values() if chip.rented_as == rented_as), None)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """What the trainer needs of a device, and how plain torch gives it: on a CPU or a CUDA device."""
 
 import functools
+import resource
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,12 @@ from torch.utils.data import DataLoader
 
 from . import PartitionSpec, Planners, Remat, Topology, Value
 from .kernels.plain import MATMULS, KernelRows, attend_in_rows
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process ever had in use on the host."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # elsewhere in KiB
 
 
 class Runtime:
@@ -43,6 +51,19 @@ class Runtime:
         """Return the devices and processes that train together, as they are now."""
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
         return Topology(1, slices=1, process_index=0, process_count=1, local_positions=(0,), description=name)
+
+    def chip(self) -> str | None:
+        """Return what the devices are called where TPUs are rented, such as "v6e"; None if they are none."""
+        return None
+
+    def most_memory(self, device: torch.device) -> int | None:
+        """Return the most bytes that were ever in use on a device of this process; None where nothing says so.
+
+        On a CPU they are those of the whole process. Asking stops no device.
+        """
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device)
+        return peak_resident_bytes()
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         """Return what each process of the mesh gives, in their order. Of None it is a barrier.

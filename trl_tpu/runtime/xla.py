@@ -17,11 +17,12 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
+from torch_xla._internal import tpu
 
 from . import PartitionSpec, Planners, Remat, Topology, Value, hosts, libtpu, shards
 from .kernels.plain import MATMULS, attend_in_rows, einsum
 from .layout import MeshSharding, laid_out, mesh_of_first_scatter, shard_count
-from .native import Runtime
+from .native import Runtime, peak_resident_bytes
 from .remat import recompute
 from .scan import scan_layers
 from .shard_map import shard_map
@@ -141,6 +142,23 @@ class XlaRuntime(Runtime):
             local_positions=tuple(position for position, device in enumerate(order) if int(device) in own),
             description=f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD",
         )
+
+    def chip(self) -> str | None:
+        if xr.device_type() != "TPU":
+            return None
+        try:
+            return tpu.get_tpu_type()
+        except (OSError, LookupError, TypeError):  # neither the machine's metadata nor the environment says it
+            return None
+
+    def most_memory(self, device: torch.device) -> int | None:
+        if xr.device_type() == "CPU":
+            return peak_resident_bytes()
+        try:
+            said: Mapping[str, Any] = xm.get_memory_info(device)
+        except RuntimeError:  # torch_xla 2.9 cannot say it of devices that SPMD joins to one
+            return None
+        return said.get("peak_bytes_used")  # its type leaves that out
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         return hosts.all_gather_object(value, while_saving)

@@ -56,6 +56,7 @@ from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, without_adapters
 from ..modeling.readers import BASE_CONFIG, save_base_config, saved_scale, set_scale
+from ..modeling.work import work_of_a_pair
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
@@ -72,6 +73,7 @@ from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
 from .recompile_guard import RecompileGuard
 from .same_run import check_alike, describe_run, order_of_pairs, settings_of
 from .step_state import StepState
+from .throughput import Throughput
 
 if TYPE_CHECKING:
     from ..trainer.batch_plan import BatchPlan
@@ -109,6 +111,9 @@ class DeviceTrainer(Trainer):
         self.preemption = Preemption(args.time_limit, args.save_interval)
         self.nonfinite = NonfiniteGuard(limit_of(self), runtime, args.device, self.accelerator)
         self.reward_metrics = RewardMetrics(runtime, args.device, skips_nonfinite=self.nonfinite.is_on)
+        self.throughput = Throughput()
+        self.work_of_a_pair: float | None = None
+        """Operations that an average pair of the training data needs, where that is known."""
         self.recompiles = RecompileGuard(runtime, None)  # training begins with one that knows its plan
         self.checkpointer = Checkpointer(
             runtime,
@@ -153,6 +158,7 @@ class DeviceTrainer(Trainer):
         preemption = self.preemption
         preemption.start()
         self.best_model_lost = None
+        self.work_of_a_pair = work_of_a_pair(self.model, self.train_dataset)  # before layers are a loop
         self.reward_metrics.forget_scale()
         set_scale(self.model.config, None)
         self.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), self.remote, self.args.should_save)
@@ -368,6 +374,7 @@ class DeviceTrainer(Trainer):
         self.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             log_step(self, tr_loss, grad_norm, start_time, learning_rate)
+        self.throughput.pause()
         try:
             super()._maybe_log_save_evaluate(
                 tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
@@ -380,6 +387,7 @@ class DeviceTrainer(Trainer):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.recompiles.resume()
+        self.throughput.resume()
         if acts:  # whereupon callbacks may have asked to stop
             self.agreement.decide(self.args, self.state, self.control, {})
 

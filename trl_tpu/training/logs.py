@@ -8,6 +8,7 @@ from accelerate.utils import gather_object
 
 from ..data.loader import rows_of_step
 from ..modeling.readers import set_scale
+from ..parallel.chips import GiB, peak_flops_of
 from .metrics import RewardSums, on_host, over_processes
 from .nonfinite import Counted
 
@@ -43,6 +44,9 @@ def log_step(
     logs["learning_rate"] = trainer._get_learning_rate() if learning_rate is None else learning_rate
     logs |= metrics.close(reward_sums)
     set_scale(trainer.model.config, metrics.scale)
+    logs |= trainer.throughput.close(reward_sums)
+    if (memory := runtime.most_memory(trainer.args.device)) is not None:
+        logs["memory_gib"] = memory / GiB
     if nonfinite.is_on:
         logs["nonfinite"] = counted.nonfinite
     trainer._tr_loss = nonfinite.start_loss_sum()
@@ -104,6 +108,13 @@ def resume_sums(trainer: "DeviceTrainer") -> None:
     progress, trainer.checkpoints.progress = trainer.checkpoints.progress, None
     trainer.nonfinite.start()
     trainer._tr_loss = trainer.nonfinite.start_loss_sum()
+    parts = [] if progress is None else progress["processes"]
+    peak = peak_flops_of(trainer.runtime.chip())
+    trainer.throughput.start(
+        trainer.work_of_a_pair,
+        None if peak is None else peak * trainer.runtime.topology().devices,
+        before=sum((RewardSums(**part["metrics"]["open"]) for part in parts), RewardSums()),
+    )
     if progress is None:
         return
     accelerator = trainer.accelerator

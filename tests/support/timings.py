@@ -1,0 +1,10 @@
+"""What in logs is of time and memory, and so another number in every run."""
+
+from typing import Any
+
+_TIMED = ("_runtime", "_per_second", "mfu", "memory_gib")
+
+
+def untimed(logs: dict[str, Any]) -> dict[str, Any]:
+    """The logs without it."""
+    return {key: value for key, value in logs.items() if not key.endswith(_TIMED)}

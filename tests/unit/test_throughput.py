@@ -1,0 +1,110 @@
+"""Rates are arithmetic on a clock and on counts, the work of a pair is the formula's, and both are in the logs."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.modeling.model_shape import read_model
+from trl_tpu.modeling.work import work_of, work_of_a_pair
+from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.parallel.chips import peak_flops_of
+from trl_tpu.runtime import current
+from trl_tpu.training.metrics import RewardSums
+from trl_tpu.training.throughput import Throughput
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def model_of(model_type: str, **more: Any) -> Any:
+    config = AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, vocab_size=64, **SIZES | more)
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config)
+
+
+def test_rates_leave_out_pauses_and_what_was_done_before_a_resume() -> None:
+    clock = Clock()
+    throughput = Throughput(clock)
+    throughput.start(work_of_a_pair=3e12, peak_flops=12e12, before=RewardSums(pairs=10, tokens=100))
+    clock.now += 4
+    throughput.pause()
+    clock.now += 1000  # an evaluation
+    throughput.resume()
+    clock.now += 1
+    rates = throughput.close(RewardSums(pairs=20, tokens=300))
+    assert rates == {
+        "pairs_per_second": 2.0, "tokens_per_second": 40.0, "model_tflops_per_second": 6.0, "mfu": 0.5
+    }  # fmt: skip
+    clock.now += 2
+    assert throughput.close(RewardSums(pairs=20, tokens=300))["pairs_per_second"] == 10.0
+    assert throughput.close(RewardSums(pairs=20, tokens=300)) == {}  # no time has passed
+    clock.now += 2
+    assert throughput.close(RewardSums()) == {}
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    clock = Clock()
+    throughput = Throughput(clock)
+    clock.now += 1
+    assert set(throughput.close(RewardSums(pairs=1, tokens=5))) == {"pairs_per_second", "tokens_per_second"}
+    throughput.start(1e12, None, RewardSums())
+    clock.now += 1
+    assert "mfu" not in throughput.close(RewardSums(pairs=1, tokens=5))
+
+
+def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:
+    model = model_of("llama")
+    rows = [([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])]
+    dataset = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in rows])
+    expected = work_of(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])).needed / 2
+    assert work_of_a_pair(model, dataset) == expected > 0
+    many = Dataset.from_list([{"chosen_ids": [1] * 9, "rejected_ids": [1, 2]}] * 9000)  # of which some are looked at
+    assert work_of_a_pair(model, many) == work_of(read_model(model), PairLengths.of([(1, 8, 1)])).needed
+
+
+def test_the_work_is_unknown_of_streams_of_encoders_and_of_other_columns() -> None:
+    dataset = Dataset.from_list([{"chosen_ids": [1], "rejected_ids": [2]}])
+    model = model_of("llama")
+    assert work_of_a_pair(model, dataset.to_iterable_dataset()) is None
+    assert work_of_a_pair(model_of("bert"), dataset) is None
+    assert work_of_a_pair(model, dataset.select([])) is None
+    assert work_of_a_pair(model, dataset.rename_column("chosen_ids", "other")) is None
+    assert work_of_a_pair(torch.nn.Linear(1, 1), dataset) is None
+
+
+@pytest.mark.parametrize(("rented_as", "peak"), [("v5litepod", 197e12), ("v5p", 459e12), ("v6e", 918e12)])
+def test_a_chip_is_known_by_the_name_of_its_slices(rented_as: str, peak: float) -> None:
+    assert peak_flops_of(rented_as) == peak
+    assert peak_flops_of("v4") is peak_flops_of(None) is None
+
+
+def test_logs_have_rates_and_memory(tmp_path: Path) -> None:
+    pairs = tiny.made_up_pairs(16)
+    model = tiny.save_tiny(tmp_path / "model", [text for row in pairs for text in row.values()])
+    settings = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    args = RewardConfig(str(tmp_path / "out"), report_to="none", disable_tqdm=True, bf16=False, **settings)
+    trainer = RewardTrainer(str(model), args, train_dataset=pairs)
+    trainer.train()
+    first, second, _ = trainer.state.log_history
+    expected = work_of_a_pair(trainer.model, trainer.train_dataset)
+    assert expected is not None
+    seconds = 4 / second["pairs_per_second"]
+    assert second["tokens_per_second"] * seconds == pytest.approx(second["num_tokens"] - first["num_tokens"])
+    assert second["model_tflops_per_second"] * 1e12 * seconds == pytest.approx(4 * expected)
+    if current().chip() is None:
+        assert "mfu" not in second
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30 if sys.platform == "linux" else 0.1
+    assert 0.5 * resident < second["memory_gib"] < 100 and first["memory_gib"] <= second["memory_gib"]

@@ -1,0 +1,56 @@
+"""How fast training goes, between two logs: by the host's clock, from counts that a log reads anyway."""
+
+import time
+from collections.abc import Callable
+
+from .metrics import RewardSums
+
+
+class Throughput:
+    """Measures what training does in a second; evaluations and saves are left out, compiles are not.
+
+    Work is what training needs by formula, see `trl_tpu.modeling.work`: tokens that a pair's dialogues share count
+    once, padding never.
+
+    Args:
+        clock: Seconds from any start.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.start(None, None, RewardSums())
+
+    def start(self, work_of_a_pair: float | None, peak_flops: float | None, before: RewardSums) -> None:
+        """Begin a run.
+
+        Args:
+            work_of_a_pair: Operations that an average pair needs; None where that is not known.
+            peak_flops: Of all devices together, in FLOP/s; None where that is not known.
+            before: What the next log counts, but an earlier run has done.
+        """
+        self._work, self._peak, self._before = work_of_a_pair, peak_flops, before
+        self._seconds, self._since = 0.0, self._clock()
+
+    def pause(self) -> None:
+        """Leave out what is done until `resume`."""
+        self._seconds += self._clock() - self._since
+
+    def resume(self) -> None:
+        self._since = self._clock()
+
+    def close(self, sums: RewardSums) -> dict[str, float]:
+        """Return the rates since the last log, and measure anew. ``sums`` are of all processes since then."""
+        self.pause()
+        self.resume()
+        seconds, self._seconds = self._seconds, 0.0
+        pairs, tokens = sums.pairs - self._before.pairs, sums.tokens - self._before.tokens
+        self._before = RewardSums()
+        if pairs <= 0 or seconds <= 0:
+            return {}
+        rates = {"pairs_per_second": pairs / seconds, "tokens_per_second": tokens / seconds}
+        if self._work is not None:
+            flops = self._work * pairs / seconds
+            rates["model_tflops_per_second"] = flops / 1e12
+            if self._peak is not None:
+                rates["mfu"] = flops / self._peak
+        return rates
