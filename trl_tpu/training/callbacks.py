@@ -3,11 +3,13 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .logs import resume_sums
+from .progress import say
 from .recompile_guard import RecompileGuard
 
 if TYPE_CHECKING:
@@ -60,7 +62,8 @@ class StepEdges(TrainerCallback):
         state.train_batch_size = args.per_device_train_batch_size
         if trainer.runtime.compiles:
             shared = int(trainer._accumulates)
-            trainer.recompiles = RecompileGuard(trainer.runtime, trainer.batch_plan.shapes, shared_programs=shared)
+            shapes, announce = trainer.batch_plan.shapes, partial(say, trainer)
+            trainer.recompiles = RecompileGuard(trainer.runtime, shapes, shared, announce)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer.nonfinite.begin_step(self._trainer._tr_loss)

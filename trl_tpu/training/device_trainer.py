@@ -70,6 +70,7 @@ from .metrics import RewardMetrics
 from .nonfinite import NonfiniteGuard, limit_of
 from .optimizer import bare
 from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
+from .progress import use_own_progress
 from .recompile_guard import RecompileGuard
 from .same_run import check_alike, describe_run, order_of_pairs, settings_of
 from .step_state import StepState
@@ -138,6 +139,7 @@ class DeviceTrainer(Trainer):
             accumulates=self._accumulates or batch_plan.accumulates,
             scanned=args.remat_policy if args.scan_layers else None,
         )
+        use_own_progress(self)
         self.add_callback(StepEdges(self))
 
     # ---- a run

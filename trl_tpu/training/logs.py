@@ -35,6 +35,7 @@ def log_step(
     runtime.step_boundary()
     norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
     loss, norm, counts, *sums = runtime.fetch([loss_sum_1, norm, nonfinite.device_counts, *metrics.device_sums])
+    trainer.recompiles.settle()
     reward_sums, loss_sum = over_processes(trainer.accelerator, on_host(sums), loss.item())
     counted = nonfinite.close(counts)
     steps = trainer.state.global_step - trainer._globalstep_last_logged - counted.nonfinite

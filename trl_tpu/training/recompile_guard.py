@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,21 +22,40 @@ class RecompileGuard:
         runtime: Counts compiles.
         planned_shapes: How many batch shapes the loader plans; None when it cannot know.
         shared_programs: Programs that are compiled once (the optimizer's update, when gradients accumulate).
+        announce: Told what is about to be compiled, and "" when it has been.
     """
 
-    def __init__(self, runtime: Runtime, planned_shapes: int | None, shared_programs: int = 0) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        planned_shapes: int | None,
+        shared_programs: int = 0,
+        announce: Callable[[str], None] = lambda what: None,
+    ) -> None:
         self._runtime = runtime
         self._allowed = shared_programs + (planned_shapes or 1)
         self._planned_shapes = planned_shapes
+        self._announce, self._announced = announce, False
         self._shapes: Counter[str] = Counter()
         self._compiled = 0
         self._mark = runtime.compile_count()
         self._warned_at = 0
 
     def see(self, batch: Mapping[str, Any]) -> None:
-        """Note the shapes of a batch that a step is about to use."""
+        """Note the shapes of a batch that a step is about to use, when the one before it has run."""
         shapes = [f"{key} {list(value.shape)}" for key, value in batch.items() if isinstance(value, torch.Tensor)]
         self._shapes[", ".join(shapes)] += 1
+        self.settle()
+        if self._shapes[", ".join(shapes)] == 1:
+            planned = "" if self._planned_shapes is None else f" of {self._planned_shapes}"
+            self._announce(f"compiling shape {len(self._shapes)}{planned}")
+            self._announced = True
+
+    def settle(self) -> None:
+        """Note that whatever was recorded has run."""
+        if self._announced:
+            self._announce("")
+        self._announced = False
 
     def pause(self) -> None:
         """Count what steps compiled so far; what compiles until `resume` is somebody else's."""
