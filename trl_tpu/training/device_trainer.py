@@ -75,6 +75,7 @@ from .recompile_guard import RecompileGuard
 from .same_run import check_alike, describe_run, order_of_pairs, settings_of
 from .step_state import StepState
 from .throughput import Throughput
+from .trackers import EvaluationTables
 
 if TYPE_CHECKING:
     from ..trainer.batch_plan import BatchPlan
@@ -140,7 +141,10 @@ class DeviceTrainer(Trainer):
             scanned=args.remat_policy if args.scan_layers else None,
         )
         use_own_progress(self)
+        self.evaluated_rewards: tuple[str, torch.Tensor] | None = None
+        """The prefix of the last evaluation's metrics, and its rewards [N, 2] on the host."""
         self.add_callback(StepEdges(self))
+        self.add_callback(EvaluationTables(self))  # behind the trackers' own
 
     # ---- a run
 

@@ -106,6 +106,7 @@ def run_evaluation(
         metrics = compute_metrics(prediction)
     own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
     own |= {"num_tokens": _tokens_of_training(trainer)}
+    trainer.evaluated_rewards = (prefix, found["rewards"]) if "rewards" in found else None
     if "rewards" in found or not found:
         sums = sums_of(found.get("rewards", torch.zeros(0, 2)))
         own |= sums.metrics()
