@@ -71,6 +71,8 @@ def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:
     dataset = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in rows])
     expected = work_of(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])).needed / 2
     assert work_of_a_pair(model, dataset) == expected > 0
+    for model_type in ("gpt2", "gpt_neox", "qwen3", "gemma2", "mistral", "phi3", "olmo2"):
+        assert work_of_a_pair(model_of(model_type), dataset), model_type
     many = Dataset.from_list([{"chosen_ids": [1] * 9, "rejected_ids": [1, 2]}] * 9000)  # of which some are looked at
     assert work_of_a_pair(model, many) == work_of(read_model(model), PairLengths.of([(1, 8, 1)])).needed
 
@@ -80,6 +82,8 @@ def test_the_work_is_unknown_of_streams_of_encoders_and_of_other_columns() -> No
     model = model_of("llama")
     assert work_of_a_pair(model, dataset.to_iterable_dataset()) is None
     assert work_of_a_pair(model_of("bert"), dataset) is None
+    assert work_of_a_pair(model_of("qwen3_next", num_hidden_layers=4), dataset) is None  # has linear attention
+    assert work_of_a_pair(model_of("jamba", num_hidden_layers=8), dataset) is None  # has recurrent layers
     assert work_of_a_pair(model, dataset.select([])) is None
     assert work_of_a_pair(model, dataset.rename_column("chosen_ids", "other")) is None
     assert work_of_a_pair(torch.nn.Linear(1, 1), dataset) is None

@@ -84,7 +84,8 @@ def test_tensorboard(make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pyt
 def test_wandb(make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
-    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+    folders = {f"WANDB_{name}DIR": str(tmp_path) for name in ("", "CACHE_", "CONFIG_", "DATA_")}
+    for name, value in ({"WANDB_MODE": "offline", "WANDB_SILENT": "true"} | folders).items():
         monkeypatch.setenv(name, value)
     trainer = make_trainer(tmp_path / "out", "wandb")
     try:
@@ -114,7 +115,10 @@ def test_trackio(make_trainer: MakeTrainer, tmp_path: Path, monkeypatch: pytest.
     assert any(log.get("train/pairs_per_second", 0) > 0 for log in logs)
     (shown,) = [log for log in logs if "eval/margins" in log]
     assert shown["train/global_step"] == 2
-    print(shown)
+    assert sum(shown["eval/margins"]["values"]) == 24
+    rows = shown["eval/pairs"]["_value"]
+    assert {tuple(row) for row in rows} == {COLUMNS}
+    check_table([list(row.values()) for row in rows], trainer)
 
 
 @needs("tensorboard")

@@ -50,12 +50,24 @@ def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
 
     None where that is not known: of a stream, of a model that is no causal decoder of transformers, or is quantized.
     """
-    is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
-    if not isinstance(dataset, Dataset) or not is_causal or getattr(model, "is_quantized", False):
+    if not isinstance(dataset, Dataset) or getattr(model, "is_quantized", False):
         return None
     try:
         shape = read_model(model)
+        if not _attends_in_every_layer(model):
+            return None
         pairs = pair_lengths(dataset.select(range(0, len(dataset), -(-len(dataset) // _SAMPLE) or 1)))
     except (AttributeError, TypeError, ValueError):  # of the user's own: no such config, or no such columns
         return None
     return work_of(shape, pairs).needed / len(pairs) if len(pairs) else None
+
+
+def _attends_in_every_layer(model: Any) -> bool:
+    """Tell whether each layer has attention to what came before, of a whole text or in a window."""
+    config = model.config.get_text_config()
+    causal = [module for module in model.modules() if getattr(module, "is_causal", False)]
+    kinds = set(getattr(config, "layer_types", None) or ())
+    both_ways = getattr(config, "use_bidirectional_attention", False)
+    return (
+        len(causal) == config.num_hidden_layers and kinds <= {"full_attention", "sliding_attention"} and not both_ways
+    )
