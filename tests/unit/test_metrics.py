@@ -247,3 +247,20 @@ def test_numbers_that_are_not_finite_are_logged_and_not_hidden() -> None:
     assert np.isnan(logged["mean_reward"]) and np.isnan(logged["margin"])
     assert np.isnan(logged["min_reward"]) and np.isnan(logged["max_reward"])
     assert logged["accuracy"] == 0.5
+
+
+def test_the_guard_announces_each_program_once_until_it_has_run() -> None:
+    said: list[str] = []
+    guard = RecompileGuard(CountingRuntime(), planned_shapes=3, announce=said.append)
+    other = {"input_ids": torch.zeros(4, 2, 77)}
+    guard.see(BATCH, updates=False)
+    guard.see(BATCH, updates=False)
+    guard.see(BATCH)  # another program
+    guard.see(other)
+    guard.settle()
+    guard.settle()
+    guard.see(BATCH)
+    assert said == ["compiling shape 1 of 3", "", "compiling shape 2 of 3", "", "compiling shape 3 of 3", ""]
+    guard = RecompileGuard(CountingRuntime(), planned_shapes=None, announce=said.append)
+    guard.see(BATCH)
+    assert said[-1] == "compiling shape 1"

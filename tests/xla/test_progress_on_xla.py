@@ -1,6 +1,7 @@
-"""Before a shape is compiled, a line says which of how many."""
+"""Before a shape is compiled, a line says which of how many; trackers and logs have what they have in plain torch."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,3 +25,21 @@ def test_says_each_shape_once_before_it_is_compiled(
     ]
     assert planned is not None and len(said) <= planned
     assert len(lines) == len(said) + 5  # logs, and the end
+
+
+def test_trackers_have_the_pairs_of_evaluations_and_logs_the_rates(
+    config: Callable[..., Any], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    pairs = tiny.made_up_pairs(40)
+    args = config(max_steps=1, logging_steps=1, eval_strategy="steps", eval_steps=1, report_to="tensorboard")
+    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, eval_dataset=pairs.select(range(10)))
+    trainer.train()
+    found = accumulator.EventAccumulator(str(tmp_path / "events"), size_guidance={"tensors": 0}).Reload()
+    assert found.Histograms("eval/margins")[0].histogram_value.num == 10
+    lines = found.Tensors("eval/pairs/text_summary")[0].tensor_proto.string_val[0].decode().splitlines()
+    assert len(lines) == 2 + 10 and "Count on from" in lines[2]
+    log = trainer.state.log_history[0]
+    assert 0 < log["pairs_per_second"] < log["tokens_per_second"] and log["model_tflops_per_second"] > 0
+    assert 0.1 < log["memory_gib"] < 100 and "mfu" not in log

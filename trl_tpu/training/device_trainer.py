@@ -322,12 +322,14 @@ class DeviceTrainer(Trainer):
         *accumulated, last = micro_batches_of(inputs)
         self._end_micro_batch()
         for rows in accumulated:
-            self._tr_loss += self._micro_batch(model, rows, num_items_in_batch)
+            self._tr_loss += self._micro_batch(model, rows, num_items_in_batch, updates=self._accumulates)
             self.runtime.step_boundary()
         return self._micro_batch(model, last, num_items_in_batch)
 
-    def _micro_batch(self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
-        self.recompiles.see(tensors_of(rows))
+    def _micro_batch(
+        self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any, updates: bool = True
+    ) -> torch.Tensor:
+        self.recompiles.see(tensors_of(rows), updates)
         self._step_state.attach_gradients()
         loss = super().training_step(model, rows, num_items_in_batch)
         if self.nonfinite.is_on:

@@ -41,12 +41,17 @@ class RecompileGuard:
         self._mark = runtime.compile_count()
         self._warned_at = 0
 
-    def see(self, batch: Mapping[str, Any]) -> None:
-        """Note the shapes of a batch that a step is about to use, when the one before it has run."""
+    def see(self, batch: Mapping[str, Any], updates: bool = True) -> None:
+        """Note the shapes of a batch that a step is about to use, when the one before it has run.
+
+        Args:
+            updates: Whether its program can be one that also updates the weights, which is another program.
+        """
         shapes = [f"{key} {list(value.shape)}" for key, value in batch.items() if isinstance(value, torch.Tensor)]
-        self._shapes[", ".join(shapes)] += 1
+        shape = ", ".join(shapes) + ("" if updates else ", without an update")
+        self._shapes[shape] += 1
         self.settle()
-        if self._shapes[", ".join(shapes)] == 1:
+        if self._shapes[shape] == 1:
             planned = "" if self._planned_shapes is None else f" of {self._planned_shapes}"
             self._announce(f"compiling shape {len(self._shapes)}{planned}")
             self._announced = True
