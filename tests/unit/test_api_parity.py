@@ -78,7 +78,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: stopped_by": "what ended training before its end",
         "ours alone: unfinished": _INTERNAL,
         "ours alone: visualize_samples": _OLD,
-        "ours alone: save_config": "an evaluation after saving measures rewards, whose mean and std are in the config",
+        "ours alone: save_description": "an evaluation after saving measures rewards: mean and std in config and card",
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
     "DataCollatorForPreference's fields": {},

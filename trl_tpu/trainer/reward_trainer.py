@@ -354,7 +354,7 @@ class RewardTrainer(DeviceTrainer):
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
             base_model=base if base and not os.path.isdir(base) else None,
-            dataset_name=dataset_name if dataset_name and not os.path.exists(dataset_name) else None,
+            dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
             reading=Reading(self.processing_class, self.args.max_length, self.reward_metrics.scale),
@@ -367,6 +367,10 @@ _READ_BATCHES = (
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
 )
 _OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, "_prepare_dataset", "_get_train_sampler")}
+
+
+def _may_be_on_the_hub(dataset_name: str) -> bool:
+    return ":" not in dataset_name and not os.path.exists(dataset_name)
 
 
 def _is_transformers(callback: Any) -> bool:

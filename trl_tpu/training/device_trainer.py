@@ -460,26 +460,31 @@ class DeviceTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def save_config(self) -> None:
-        """Write the config anew beside the model in `output_dir`: an evaluation since has measured its rewards."""
+    def save_description(self, dataset_name: str | None = None) -> None:
+        """Write config and card anew beside the model in `output_dir`: an evaluation since has measured rewards."""
         if not self.args.should_save:
             return
         folder, base = Path(str(self.args.output_dir)), without_adapters(self.model)
+        name = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
         if is_peft_model(self.model):
             save_base_config(base, folder)
         else:
             base.config.save_pretrained(folder)
+        self._write_card(dataset_name)
         if self.remote is not None:
-            self.remote.put(folder, [BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME])
+            self.remote.put(folder, [name, *(["README.md"] if (folder / "README.md").is_file() else [])])
+
+    def _write_card(self, dataset_name: str | None = None) -> None:
+        try:
+            self.create_model_card(dataset_name=dataset_name)
+        except OSError as error:  # what matters more has been saved, or will say so
+            logger.error("The model card could not be written: %s", error)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        try:
-            self.create_model_card()
-        except OSError as error:  # the save itself says more
-            logger.error("The model card could not be written: %s", error)
+        self._write_card()
         self.checkpointer.wait()  # the best one so far may be on its way
         contents = contents_of(self, self.run_folder)
         self.checkpointer.save(contents)
