@@ -11,6 +11,8 @@ _build_accelerator_args             keep precision and batch dispatch out of acc
 _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh
+init_hf_repo                        one line where the Hub refuses
+_init_training_state                the best checkpoint where it is now
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
@@ -60,9 +62,10 @@ from ..parallel.shard import keep_activations_split, place_model, plan_model, sc
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
 from .agreement import HostAgreement
-from .callbacks import StepEdges, keeping_all, report_pushes, watches_saves
+from .callbacks import StepEdges, best_found_at, keeping_all, watches_saves
 from .contents import contents_of, keeps_state
 from .evaluation import evaluate_batch, run_evaluation
+from .hub import making_repository, report_pushes
 from .logs import leave_nonfinite_out, log_step
 from .mesh_loader import mesh_loader
 from .metrics import RewardMetrics
@@ -210,7 +213,17 @@ class DeviceTrainer(Trainer):
         if checkpoint is not None and best is not None:  # the folder may have had another path
             places = [Path(checkpoint).with_name(Path(best).name), run.path / Path(best).name, Path(best)]
             self._best = str(next((place for place in places if place.is_dir()), places[1]))
+            if self.remote is None and not Path(self._best).is_dir():
+                logger.warning("The best checkpoint so far, %s, is not there any more.", self._best)
         return checkpoint
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        with making_repository(self.args):
+            super().init_hf_repo(token, private)
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        with best_found_at(self._best):
+            return super()._init_training_state(*args, **kwargs)
 
     @property
     def stopped_by(self) -> str | None:
