@@ -119,6 +119,26 @@ def test_a_dialogue_beyond_the_learned_positions_is_refused_unless_it_gets_no_re
     assert [row["reward"] is None for row in read(tmp_path / "out.jsonl")] == [False, True]
 
 
+def test_margins_are_not_read(good_model: Path, tmp_path: Path) -> None:
+    pairs = [{"chosen": "a", "rejected": "b", "margin": margin} for margin in (1.0, None, math.nan)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    assert cli.main(words(good_model, tmp_path / "rows.jsonl", tmp_path / "out.jsonl")) == 0
+    scored = read(tmp_path / "out.jsonl")
+    assert [row["margin"] for row in scored] == [1.0, None, None] and scored[0].keys() >= {"reward_chosen"}
+
+
+def test_an_index_of_files_elsewhere_is_refused(own_model: Path, tmp_path: Path, capsys: Any) -> None:
+    AutoModelForSequenceClassification.from_pretrained(own_model).save_pretrained(own_model, max_shard_size="5KB")
+    (own_model / "model.safetensors").unlink(missing_ok=True)
+    index = own_model / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = next(iter(content["weight_map"].values()))
+    (own_model / shard).rename(tmp_path / shard)
+    index.write_text(index.read_text().replace(shard, f"../{shard}"))
+    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}])
+    assert f"names '../{shard}', a file elsewhere" in refusal(words(own_model, rows), capsys)
+
+
 def test_a_token_that_the_model_lacks_is_refused(
     own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,8 +108,9 @@ def _tokenized(scorer: Scorer, rows: Dataset) -> dict[str, list[list[int]]]:
     """Tokenize all dialogues of a dataset, by their column; so every row is checked before the first is scored."""
     columns = rows.column_names
     if set(checks.RAW_COLUMNS) <= set(columns):
+        read = rows.select_columns([name for name in columns if name != "margin"])  # which is for the loss alone
         pairs: Any = prepare_preference_dataset(
-            rows, scorer.tokenizer, num_embeddings=scorer.num_embeddings, max_length=None, num_proc=None, name="scored"
+            read, scorer.tokenizer, num_embeddings=scorer.num_embeddings, max_length=None, num_proc=None, name="scored"
         )
         return {column: list(pairs[ids]) for column, ids in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True)}
     column = next((name for name in ("messages", "text") if name in columns), None)

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification
 from transformers.utils import find_adapter_config_file
 
 from trl_tpu.data import checks
 from trl_tpu.data.tokenize import tokenize_dialogue, with_eos
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import load_adapted_model
-from trl_tpu.modeling.broken import explaining
-from trl_tpu.modeling.load import load_tokenizer
+from trl_tpu.modeling.load import load_classifier, load_tokenizer
 from trl_tpu.modeling.positions import learned_positions
 
 logger = logging.getLogger(__name__)
@@ -157,10 +155,7 @@ def _load(model_folder: str, trust_remote_code: bool) -> Any:
     kwargs: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if find_adapter_config_file(model_folder) is not None:
         return load_adapted_model(model_folder, **kwargs)
-    with explaining(model_folder):
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            model_folder, output_loading_info=True, **kwargs
-        )
+    model, report = load_classifier(model_folder, **kwargs)
     if report["missing_keys"]:
         raise UserError(
             f"{model_folder} is not a saved reward model: it lacks {sorted(report['missing_keys'])}, so its rewards "
