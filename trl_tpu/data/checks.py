@@ -190,6 +190,14 @@ def rendering(what: str) -> Iterator[None]:
         ) from error
 
 
+def _address_space() -> int:
+    """Return the size of this process in bytes; where nothing says it, as off Linux, far more than there is."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 2**60
+
+
 @contextmanager
 def _limits() -> Iterator[None]:
     """Raise TimeoutError after some seconds, and MemoryError where the process grows by some GiB."""
@@ -198,8 +206,7 @@ def _limits() -> Iterator[None]:
         raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
 
     memory = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    most += int(_RENDERING_GIB * 2**30)
+    most = _address_space() + int(_RENDERING_GIB * 2**30)
     handler = signal.signal(signal.SIGALRM, interrupt)
     pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
     try:
