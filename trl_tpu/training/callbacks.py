@@ -34,8 +34,8 @@ def keeping_all(args: TrainingArguments) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def best_found_at(folder: str | None) -> Iterator[None]:
-    """Let transformers read a state whose best checkpoint is at ``folder``, where that is not None and is there.
+def best_found_at(folder: str | None, checkpoint: str | None) -> Iterator[None]:
+    """Let transformers read of ``checkpoint`` that the best one is at ``folder``, where that is not None and is there.
 
     It looks where that was saved, and says of one that has moved that it is ignored.
     """
@@ -44,7 +44,7 @@ def best_found_at(folder: str | None) -> Iterator[None]:
 
     def load_found(path: str) -> TrainerState:
         state = load(path)
-        if folder is not None:
+        if folder is not None and Path(path).parent == Path(str(checkpoint)):
             state.best_model_checkpoint = folder if Path(folder).is_dir() else None
         return state
 

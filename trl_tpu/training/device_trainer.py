@@ -12,7 +12,6 @@ _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh
 init_hf_repo                        one line where the Hub refuses
-_init_training_state                the best checkpoint where it is now
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
@@ -162,7 +161,8 @@ class DeviceTrainer(Trainer):
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
-                output = super().train(checkpoint, trial, ignore_keys_for_eval)
+                with best_found_at(self._best, checkpoint):
+                    output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 if self.stopped_by is None and self.args.should_save:
                     run.end()
             finally:
@@ -220,10 +220,6 @@ class DeviceTrainer(Trainer):
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         with making_repository(self.args):
             super().init_hf_repo(token, private)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        with best_found_at(self._best):
-            return super()._init_training_state(*args, **kwargs)
 
     @property
     def stopped_by(self) -> str | None:
