@@ -142,6 +142,7 @@ BELOW = {
     "parallel": {"runtime"},
     "modeling": {"data", "packing", "parallel", "runtime"},
     "checkpoint": {"modeling", "parallel", "runtime"},
+    "evaluation": set(),
     "training": {"checkpoint", "data", "modeling", "parallel", "runtime"},
     "trainer": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "training"},
     "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
