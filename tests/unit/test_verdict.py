@@ -10,9 +10,11 @@ from scipy.stats import binomtest
 
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.calibration import calibration_of
+from trl_tpu.evaluation.distribution import distribution_of
+from trl_tpu.evaluation.findings import findings
 from trl_tpu.evaluation.length_bias import length_bias_of
 from trl_tpu.evaluation.proportion import by_group, proportion
-from trl_tpu.evaluation.verdict import judge_pairs, margins_of
+from trl_tpu.evaluation.verdict import judge_pairs
 
 rewards = st.lists(
     st.tuples(*[st.floats(-30, 30) | st.sampled_from([0.0, 1.0, math.nan, math.inf])] * 2), min_size=1, max_size=40
@@ -88,7 +90,7 @@ def test_rewards_by_the_model_that_the_loss_assumes_are_calibrated_and_wider_one
 
 @given(margins)
 def test_a_histogram_has_every_margin_once_and_an_edge_at_zero(margins_N: np.ndarray) -> None:
-    found = margins_of(margins_N)
+    found = distribution_of(margins_N)
     assert sum(found.counts) == len(margins_N) and len(found.edges) == len(found.counts) + 1 <= 42
     # numbers too small to be told apart are in one bin with zero, and so are tiny negative ones at the first edge
     if margins_N.min() < -1e-9 and margins_N.max() > 1e-9:
@@ -145,3 +147,36 @@ def test_the_numbers_to_log_leave_out_what_is_not_known() -> None:
     logged = judge_pairs(rewards_N2, np.array([[2, 1], [3, 4]]), groups=["x y", "z"]).metrics()
     assert logged["accuracy/x y"] == 1 and logged["accuracy/z"] == 0 and logged["mean_accuracy_over_groups"] == 0.5
     assert logged["length_only_accuracy"] == 0.5 and logged["length_controlled_accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("margin", "longer", "said"),
+    [
+        # right in 90 of 100 with wide margins, whichever answer is longer
+        (
+            [6.0] * 90 + [-6.0] * 10,
+            [1, -1] * 50,
+            ["90.0% of 100 pairs (82.6% to 94.5%", "50.0%; the model", "too wide"],
+        ),
+        # the longer answer wins always, and so does it in the data mostly
+        (
+            [2.0] * 88 + [-2.0] * 12,
+            [1] * 88 + [-1] * 12,
+            ["88.0%, and the model is not clearly above", "favors longer"],
+        ),
+        ([0.1, -0.1] * 20, [1, -1, -1, 1] * 10, ["cannot be told from chance", "Its margins say how sure it may be"]),
+        ([0.1] * 40, [-1, 1] * 20, ["too narrow: on average they claim 52.5% and 100.0% is right"]),
+    ],
+)
+def test_words_say_what_the_numbers_do(margin: list[float], longer: list[int], said: list[str]) -> None:
+    margins_N = np.array(margin)
+    lengths_N2 = np.stack([10 + np.array(longer), np.full(len(longer), 10)], axis=-1)
+    words = " ".join(findings(judge_pairs(np.stack([margins_N, 0 * margins_N], axis=-1), lengths_N2)))
+    assert [each for each in said if each not in words] == []
+
+
+def test_words_name_groups_below_chance_ties_and_what_was_left_out() -> None:
+    rewards_N2 = np.array([[0.0, 1.0]] * 20 + [[1.0, 0.0]] * 20 + [[1.0, 1.0], [math.nan, 0.0]])
+    words = " ".join(findings(judge_pairs(rewards_N2, groups=["bad"] * 20 + ["good"] * 22)))
+    assert "worse than chance on: bad." in words and "2.4% of the pairs get equal rewards" in words
+    assert "1 more pairs" in words and "Lengths are not known" in words

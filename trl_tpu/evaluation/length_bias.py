@@ -12,7 +12,7 @@ _BINS_A_SIDE = 3
 
 @dataclass(frozen=True)
 class LengthBin:
-    """The pairs whose chosen answer is longer than the rejected one by ``shortest`` to ``longest`` (or shorter: < 0)."""
+    """The pairs whose chosen answer is longer than the rejected one by ``shortest`` to ``longest``, shorter if < 0."""
 
     shortest: float
     longest: float
@@ -83,7 +83,7 @@ def _accuracy(right_N: np.ndarray) -> Proportion | None:
 
 
 def _bins(right_N: np.ndarray, longer_N: np.ndarray) -> list[LengthBin]:
-    """Divide each side, rejected longer and chosen longer, into thirds; pairs of equal lengths are a bin of their own."""
+    """Divide each side, rejected longer and chosen longer, into thirds; pairs of equal lengths are their own bin."""
     bins = []
     for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
         if not side_N.any():

@@ -8,28 +8,9 @@ from scipy.special import log_expit
 
 from ..errors import UserError
 from .calibration import Calibration, calibration_of
+from .distribution import Distribution, distribution_of
 from .length_bias import LengthBias, length_bias_of
 from .proportion import Proportion, by_group, mean_of, proportion
-
-QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-_MOST_BINS = 40
-
-
-@dataclass(frozen=True)
-class Margins:
-    """How the margins are distributed: chosen less rejected reward.
-
-    Attributes:
-        quantiles: By the share of the pairs below, such as ``"0.05"``.
-        edges: Of the histogram's B bins, B + 1.
-        counts: Pairs in each bin; the last bin has its upper edge, too.
-    """
-
-    mean: float
-    std: float
-    quantiles: dict[str, float]
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,6 +22,8 @@ class Verdict:
         accuracy: Chosen above rejected; a tie is wrong.
         ties: Pairs of equal rewards.
         loss: Mean of ``-log(sigmoid(margin))``, of Bradley and Terry; without the margins that data may ask for.
+        margins: Chosen less rejected reward.
+        rewards: Of all answers.
         length: None where no lengths are known.
         groups: Accuracy by label, in the labels' order.
         mean_over_groups: Each group counting the same; None without groups.
@@ -52,7 +35,8 @@ class Verdict:
     accuracy: Proportion
     ties: int
     loss: float
-    margins: Margins
+    margins: Distribution
+    rewards: Distribution
     calibration: Calibration
     length: LengthBias | None
     groups: dict[str, Proportion]
@@ -100,7 +84,7 @@ def judge_pairs(
     rewards_K2 = rewards_N2[kept]
     margins_K = rewards_K2[:, 0] - rewards_K2[:, 1]
     right_K = margins_K > 0
-    labels = None if groups is None else [groups[index] for index in kept]
+    labels = None if groups is None else [groups[int(index)] for index in kept]
     found = {} if labels is None else by_group(right_K.astype(float), labels)
     lengths_K2 = None if lengths_N2 is None else np.asarray(lengths_N2)[kept].astype(np.float64)
     wrong_first = [int(number) for number in np.argsort(margins_K, kind="stable") if not right_K[number]]
@@ -110,29 +94,11 @@ def judge_pairs(
         accuracy=proportion(int(right_K.sum()), len(kept)),
         ties=int((margins_K == 0).sum()),
         loss=float(-np.mean(log_expit(margins_K))),
-        margins=margins_of(margins_K),
+        margins=distribution_of(margins_K),
+        rewards=distribution_of(rewards_K2.ravel()),
         calibration=calibration_of(margins_K),
         length=None if lengths_K2 is None else length_bias_of(rewards_K2, lengths_K2, unit),
         groups=found,
         mean_over_groups=mean_of(found),
         worst=tuple(int(kept[number]) for number in wrong_first[:worst]),
-    )
-
-
-def margins_of(margins_N: np.ndarray) -> Margins:
-    """Return the distribution of finite margins, [N] with N > 0.
-
-    The histogram's bins are as wide as the rule of Freedman and Diaconis (1981) says, or some wider, so that they are
-    40 at most; 0 is an edge, so that no bin has right and wrong pairs.
-    """
-    width = 2 * float(np.subtract(*np.quantile(margins_N, [0.75, 0.25]))) / len(margins_N) ** (1 / 3)
-    width = max(width, float(np.ptp(margins_N)) / (_MOST_BINS - 2)) or 1.0
-    first, last = np.floor(margins_N.min() / width), np.floor(margins_N.max() / width) + 1
-    counts, edges = np.histogram(margins_N, bins=width * np.arange(first, last + 1))
-    return Margins(
-        mean=float(margins_N.mean()),
-        std=float(margins_N.std()),
-        quantiles={str(share): float(np.quantile(margins_N, share)) for share in QUANTILES},
-        edges=tuple(map(float, edges)),
-        counts=tuple(map(int, counts)),
     )
