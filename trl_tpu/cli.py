@@ -17,6 +17,7 @@ COMMANDS = {
     "run": "run a script for TRL as it is, on this package's trainer",
     "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
+    "report": "a model's verdict and training, in numbers and pictures on a page",
     "export": "write a checkpoint's model as safetensors, and push it to the Hub",
     "env": "print the versions and the runtime, for a bug report",
 }

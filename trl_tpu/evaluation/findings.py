@@ -2,13 +2,29 @@
 
 import numpy as np
 
+from .best_of_n import BestOfN
 from .verdict import Verdict
 
 _BIAS = 0.05  # of accuracy: less is not worth a line
 
 
-def findings(verdict: Verdict) -> list[str]:
+def findings(found: Verdict | BestOfN) -> list[str]:
     """Say, a sentence each, what the numbers of a verdict mean for whoever wants to train a policy on the model."""
+    return _of_pairs(found) if isinstance(found, Verdict) else _of_answers(found)
+
+
+def _of_answers(found: BestOfN) -> list[str]:
+    accuracy = found.accuracy
+    interval = f"{accuracy.low:.1%} to {accuracy.high:.1%} at 95 %"
+    said = [f"Its best reward goes to a right answer in {accuracy.value:.1%} of {found.rows:,} rows ({interval})."]
+    if found.mean_over_groups is not None:
+        said.append(f"Over its {len(found.groups)} groups the mean is {found.mean_over_groups:.1%}.")
+    if found.left_out:
+        said.append(f"{found.left_out:,} more rows have a reward that is not finite, and are left out.")
+    return said
+
+
+def _of_pairs(verdict: Verdict) -> list[str]:
     accuracy = verdict.accuracy
     interval = f"{accuracy.low:.1%} to {accuracy.high:.1%} at 95 %"
     said = [f"It prefers the chosen answer in {accuracy.value:.1%} of {verdict.pairs:,} pairs ({interval})."]

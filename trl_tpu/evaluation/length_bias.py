@@ -12,9 +12,13 @@ _BINS_A_SIDE = 3
 
 @dataclass(frozen=True)
 class LengthBin:
-    """The pairs whose chosen answer is longer than the rejected one by ``shortest`` to ``longest``, shorter if < 0."""
+    """The pairs whose chosen answer is longer than the rejected one by ``shortest`` to ``longest``.
+
+    Below 0 it is shorter. ``middle`` is the median.
+    """
 
     shortest: float
+    middle: float
     longest: float
     accuracy: Proportion
 
@@ -94,5 +98,9 @@ def _bins(right_N: np.ndarray, longer_N: np.ndarray) -> list[LengthBin]:
         bin_of = np.searchsorted(edges, differences, side="left")  # equal differences are never in two bins
         for number in np.unique(bin_of):
             inside, own = differences[bin_of == number], right[bin_of == number]
-            bins.append(LengthBin(float(inside.min()), float(inside.max()), proportion(int(own.sum()), len(own))))
+            bins.append(
+                LengthBin(
+                    *(float(of(inside)) for of in (np.min, np.median, np.max)), proportion(int(own.sum()), len(own))
+                )
+            )
     return bins

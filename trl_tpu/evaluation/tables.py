@@ -1,11 +1,8 @@
-"""The verdict as tables: for a terminal, for a model card, and as JSON."""
+"""The verdict as tables: for a terminal, and for a model card."""
 
-import dataclasses
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rich import box
 from rich.console import Console
@@ -32,8 +29,12 @@ class Table:
         return column == 0 or self.header[column] == _WORDS
 
 
-def tables_of(verdict: Verdict) -> list[Table]:
-    """Return the verdict on pairs: what it says in all, by length, and by group."""
+def tables_of(found: Verdict | BestOfN) -> list[Table]:
+    """Return what a verdict says in all, by length, and by group."""
+    return _tables_of_pairs(found) if isinstance(found, Verdict) else _tables_of_best(found)
+
+
+def _tables_of_pairs(verdict: Verdict) -> list[Table]:
     tables = [_summary(verdict)]
     if verdict.length is not None:
         unit = verdict.length.unit
@@ -46,8 +47,7 @@ def tables_of(verdict: Verdict) -> list[Table]:
     return tables
 
 
-def tables_of_best(found: BestOfN) -> list[Table]:
-    """Return the verdict on rows of several answers: in all, and by group."""
+def _tables_of_best(found: BestOfN) -> list[Table]:
     rows = [
         ("rows", f"{found.rows:,}", _left_out(found.left_out, "rows")),
         (
@@ -101,7 +101,7 @@ def _cells(share: Proportion) -> tuple[str, str, str]:
 
 
 def _interval(share: Proportion) -> str:
-    return "" if math.isnan(share.low) else f"{share.low:.4f} to {share.high:.4f}"
+    return "" if math.isnan(share.low) else f"{share.low:.3f} to {share.high:.3f}"
 
 
 def _number(value: float) -> str:
@@ -109,7 +109,8 @@ def _number(value: float) -> str:
 
 
 def _range(low: float, high: float) -> str:
-    return f"{low:+,.0f}" if low == high else f"{low:+,.0f} to {high:+,.0f}"
+    ends = [f"{end:+,.0f}" if end else "0" for end in dict.fromkeys((low, high))]
+    return " to ".join(ends)
 
 
 def _left_out(count: int, of: str) -> str:
@@ -159,29 +160,3 @@ def _markdown_cell(cell: str) -> str:
     plain = "".join(letter if letter.isprintable() else " " for letter in cell)
     escaped = plain.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("`", "&#96;")
     return "".join(f"\\{letter}" if letter in "\\*_[]" else letter for letter in escaped)
-
-
-# ---- as JSON
-
-
-def as_json(found: Verdict | BestOfN) -> dict[str, Any]:
-    """Return the verdict as JSON has it, with null for what is not finite."""
-    kind = "pairs" if isinstance(found, Verdict) else "best_of_n"
-    return {"kind": kind} | _finite(dataclasses.asdict(found))
-
-
-def write_json(found: Verdict | BestOfN, path: Path) -> None:
-    """Write ``verdict.json``, which is whole or not there."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(
-        json.dumps(as_json(found), indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
-    )
-    partial.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
