@@ -15,7 +15,7 @@ DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GRAY = "#7d7d7d"  # as far from white as from black
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib's stubs want each key as a literal
     "text.parse_math": False,  # names come from the data
     "svg.fonttype": "path",  # drawn as here, whatever fonts a reader has
     "svg.hashsalt": "trl_tpu",  # the same file from the same numbers

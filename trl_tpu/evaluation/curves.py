@@ -74,8 +74,8 @@ def curve(runs: Sequence[RunHistory], of: Curve) -> Picture:
                 label = f"{name}evaluation{f' on {shortened(dataset, 16)}' if dataset else ''}"
                 axes.plot(at, evaluated, label=label, marker=marker, **look)
             for step in run.resumed_at:
-                own = GRAY if len(runs) == 1 else color(index)
-                axes.axvline(step, color=own, linestyle=":", label=f"{name}resumed at {step}")
+                shade = GRAY if len(runs) == 1 else color(index)
+                axes.axvline(step, color=shade, linestyle=":", label=f"{name}resumed at {step}")
         axes.set(xlabel="step", ylabel=of.label)
         axes.margins(x=0.02)
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import spearmanr
 
 from .proportion import Proportion, proportion
 
@@ -79,6 +78,8 @@ def rank_correlation(rewards_N: np.ndarray, lengths_N: np.ndarray) -> float | No
     """Return Spearman's correlation; None where the rewards or the lengths are all the same."""
     if not np.ptp(rewards_N) or not np.ptp(lengths_N):
         return None
+    from scipy.stats import spearmanr  # takes a second to import, which training need not wait for
+
     return float(spearmanr(rewards_N, lengths_N).statistic)
 
 
@@ -98,9 +99,6 @@ def _bins(right_N: np.ndarray, longer_N: np.ndarray) -> list[LengthBin]:
         bin_of = np.searchsorted(edges, differences, side="left")  # equal differences are never in two bins
         for number in np.unique(bin_of):
             inside, own = differences[bin_of == number], right[bin_of == number]
-            bins.append(
-                LengthBin(
-                    *(float(of(inside)) for of in (np.min, np.median, np.max)), proportion(int(own.sum()), len(own))
-                )
-            )
+            low, middle, high = (float(end) for end in np.quantile(inside, (0, 0.5, 1)))
+            bins.append(LengthBin(low, middle, high, proportion(int(own.sum()), len(own))))
     return bins

@@ -44,12 +44,10 @@ def margins(verdicts: Mapping[str, Verdict]) -> Picture:
                 look = {"color": color(index), "linestyle": DASHES[index % len(DASHES)], "linewidth": 1.8}
                 axes.stairs(density, edges, label=shortened(name), **look)
                 continue
-            for is_wrong, label, look in (
-                (True, "wrong, or a tie", {"color": color(1), "hatch": "///"}),
-                (False, "right", {"color": color(0)}),
-            ):
-                own = np.where((edges[:-1] < 0) == is_wrong, counts, 0)
-                axes.stairs(own, edges, fill=not is_wrong, label=label, alpha=0.85, **look)
+            is_wrong_B = edges[:-1] < 0
+            wrong, right = np.where(is_wrong_B, counts, 0), np.where(is_wrong_B, 0, counts)
+            axes.stairs(wrong, edges, label="wrong", color=color(1), hatch="///")
+            axes.stairs(right, edges, label="right, or a tie", color=color(0), fill=True, alpha=0.85)
         axes.axvline(0, color=GRAY, linewidth=1)
         axes.set(
             xlabel="chosen less rejected reward", ylabel="pairs" if len(verdicts) == 1 else "share of pairs per unit"
@@ -122,9 +120,11 @@ def reward_by_length(scored: Sequence[ScoredRows]) -> Picture:
                 is_pair = bool(len(chosen_M)) and not chosen_M.all()
                 for chosen, label in ((True, "chosen" if is_pair else "answers"), (False, "rejected")):
                     own = some[chosen_M[some] == chosen]
-                    look = {"marker": "o" if chosen else "x", "color": color(0 if chosen else 1), "s": 12}
+                    look: dict[str, Any] = {"marker": "o" if chosen else "x", "color": color(0 if chosen else 1)}
                     if len(own):
-                        axes.scatter(lengths_M[own], reward_M[own], alpha=0.45, label=label, linewidths=0.8, **look)
+                        axes.scatter(
+                            lengths_M[own], reward_M[own], s=12, alpha=0.45, label=label, linewidths=0.8, **look
+                        )
             at, medians = _medians(lengths_M, reward_M)
             look = {"color": color(2 if len(scored) == 1 else index), "linestyle": DASHES[index % len(DASHES)]}
             label = "median" if len(scored) == 1 else f"{shortened(each.name)}: median"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtri
 
 from ..errors import UserError
 
@@ -28,7 +28,7 @@ def proportion(right: float, count: int) -> Proportion:
     ``right`` may have parts, where an answer is partly right: the interval is then a little too wide. For whole
     numbers it is `scipy.stats.binomtest`'s, which takes no others.
     """
-    z = float(norm.ppf(0.5 + CONFIDENCE / 2))
+    z = float(ndtri(0.5 + CONFIDENCE / 2))
     value = right / count
     middle = (value + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * (value * (1 - value) / count + z**2 / (4 * count**2)) ** 0.5

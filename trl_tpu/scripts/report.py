@@ -112,7 +112,7 @@ def report_of(runs: Sequence[RunHistory], scored: Sequence[ScoredRows]) -> Repor
             "Rewards against length, and the pairs that go most wrong: give a file of `trl-tpu score --output`."
         )
     notes += [f"{each.name} has no {VERDICT_FILE} of its evaluation." for each in runs if each.verdict is None]
-    named = [each.name for each in (*runs, *scored)]
+    named = [*(each.name for each in runs), *(each.name for each in scored)]
     return Report(
         title=f"Reward model report: {', '.join(named[:3])}{' and others' if len(named) > 3 else ''}",
         facts=_facts(runs, judged),
