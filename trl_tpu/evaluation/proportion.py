@@ -47,13 +47,18 @@ def by_group(right_N: np.ndarray, groups_N: Sequence[str]) -> dict[str, Proporti
         UserError: There are so many groups that the column must name rows.
     """
     names = sorted(set(groups_N))
+    check_groups(names)
+    labels_N = np.array(groups_N, dtype=object)
+    return {name: proportion(float(right_N[labels_N == name].sum()), int((labels_N == name).sum())) for name in names}
+
+
+def check_groups(names: Sequence[str]) -> None:
+    """Raise UserError if there are so many groups that the column must name rows."""
     if len(names) > MOST_GROUPS:
         raise UserError(
             f"{len(names)} groups are too many to compare, {MOST_GROUPS} are the most: does the column name rows, as "
             f"{names[0]!r}? Choose one that groups them."
         )
-    labels_N = np.array(groups_N, dtype=object)
-    return {name: proportion(float(right_N[labels_N == name].sum()), int((labels_N == name).sum())) for name in names}
 
 
 def mean_of(groups: Mapping[str, Proportion]) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserError
 from .best_of_n import BestOfN
 from .verdict import Verdict
-from .verdict_file import VERDICT_FILE, read_verdict
+from .verdict_file import read_verdict
 
 _STATE = "trainer_state.json"
 _RUN = "_run.json"
@@ -31,7 +31,7 @@ class RunHistory:
         step: The last one.
         max_steps: Of the whole run.
         resumed_at: The steps from which it went on, as far as its folder knows: the last time.
-        verdict: On its evaluation data, where it was written beside the model.
+        verdicts: On its evaluation data, by name where there are several, as far as they are beside the model.
     """
 
     name: str
@@ -39,7 +39,7 @@ class RunHistory:
     step: int
     max_steps: int
     resumed_at: tuple[int, ...]
-    verdict: Verdict | BestOfN | None
+    verdicts: dict[str, Verdict | BestOfN]
 
     def series(self, key: str) -> Series:
         """Return the steps and the values of what was logged under a name."""
@@ -92,14 +92,16 @@ def read_run(folder: Path) -> RunHistory:
         state = other if other["log_history"][: len(history)] == history else state
     run = _read(folder / _RUN) if (folder / _RUN).is_file() else {}
     began = re.fullmatch(r"checkpoint-(\d+)", str(run.get("began_from") or ""))
-    verdict = folder / VERDICT_FILE
     return RunHistory(
         name=folder.resolve().name,
         records=[record for record in state["log_history"] if isinstance(record.get("step"), int)],
         step=state.get("global_step", 0),
         max_steps=state.get("max_steps", 0),
         resumed_at=(int(began[1]),) if began else (),
-        verdict=read_verdict(verdict) if verdict.is_file() else None,
+        verdicts={
+            path.stem.removeprefix("verdict").removeprefix("-"): read_verdict(path)
+            for path in sorted(folder.glob("verdict*.json"))
+        },
     )
 
 

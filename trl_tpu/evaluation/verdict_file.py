@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from .verdict import Verdict
 
 VERDICT_FILE = "verdict.json"
 _KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n": BestOfN}
+
+
+def verdict_name(dataset: str) -> str:
+    """Return the name of the file for a verdict: on one of several datasets, or on the only one, without a name."""
+    return f"verdict-{re.sub(r'[^A-Za-z0-9.-]', '_', dataset)}.json" if dataset else VERDICT_FILE
 
 
 def as_json(found: Verdict | BestOfN) -> dict[str, Any]:

@@ -95,7 +95,11 @@ def report_of(runs: Sequence[RunHistory], scored: Sequence[ScoredRows]) -> Repor
     """
     names = _distinct([each.name for each in runs])
     runs = [replace(each, name=name) for name, each in zip(names, runs, strict=True)]
-    judged = [Judged(each.name, each.verdict) for each in runs if each.verdict is not None]
+    judged = [
+        Judged(f"{each.name}: {name}" if name else each.name, verdict)
+        for each in runs
+        for name, verdict in each.verdicts.items()
+    ]
     for each in scored:
         if (found := each.verdict or each.best_of_n) is not None:
             judged.append(Judged(each.name, found, each))
@@ -111,7 +115,7 @@ def report_of(runs: Sequence[RunHistory], scored: Sequence[ScoredRows]) -> Repor
         notes.append(
             "Rewards against length, and the pairs that go most wrong: give a file of `trl-tpu score --output`."
         )
-    notes += [f"{each.name} has no {VERDICT_FILE} of its evaluation." for each in runs if each.verdict is None]
+    notes += [f"{each.name} has no {VERDICT_FILE} of its evaluation." for each in runs if not each.verdicts]
     named = [*(each.name for each in runs), *(each.name for each in scored)]
     return Report(
         title=f"Reward model report: {', '.join(named[:3])}{' and others' if len(named) > 3 else ''}",
@@ -146,9 +150,8 @@ def write(report: Report, folder: Path) -> Path:
 def _facts(runs: Sequence[RunHistory], judged: Sequence[Judged]) -> Table:
     """Compare runs and verdicts, a line each, by what decides."""
     rows = [_fact(each.name, each.verdict) for each in judged]
-    known = {each.name for each in judged}
     for each in runs:
-        if each.name not in known:
+        if not each.verdicts:
             accuracies = each.evaluated("accuracy")
             last = next(iter(accuracies.values()))[1][-1] if accuracies else None
             rows.append((each.name, _number(last), "", "", "", ""))

@@ -30,7 +30,7 @@ with torch.no_grad():
     print(model(**ids).logits.item())
 ```
 
-## Training procedure
+{evaluation}## Training procedure
 
 The pairwise loss of Bradley and Terry, `-logsigmoid(chosen - rejected)`, on pairs of dialogues.
 
@@ -45,6 +45,7 @@ def make_model_card(
     dataset_name: str | None,
     tags: Iterable[str],
     versions: dict[str, str],
+    evaluation: str = "",
 ) -> ModelCard:
     """Make a model card with the metadata that the Hub reads.
 
@@ -55,6 +56,7 @@ def make_model_card(
         dataset_name: The dataset, if known.
         tags: Tags beside that of a trainer's card.
         versions: Versions of the libraries, by name.
+        evaluation: A section of its own, in Markdown.
     """
     metadata = ModelCardData(
         base_model=base_model,
@@ -70,6 +72,7 @@ def make_model_card(
             metadata=metadata.to_yaml(),
             name=name,
             location=location,
+            evaluation=f"{evaluation}\n\n" if evaluation else "",
             base=f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
             data=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})" if dataset_name else "",
             versions=", ".join(

@@ -71,6 +71,7 @@ from .same_run import check_alike, describe_run, order_of_pairs, settings_of
 from .step_state import StepState
 
 if TYPE_CHECKING:
+    from ..evaluation.verdict import Verdict
     from ..trainer.batch_plan import BatchPlan
     from ..trainer.reward_config import RewardConfig
 
@@ -130,6 +131,8 @@ class DeviceTrainer(Trainer):
             accumulates=self._accumulates or batch_plan.accumulates,
             scanned=args.remat_policy if args.scan_layers else None,
         )
+        self.verdicts: dict[str, Verdict] = {}
+        """The verdict of the last evaluation, by the prefix of its metrics."""
         self.add_callback(StepEdges(self))
 
     # ---- a run
@@ -413,6 +416,10 @@ class DeviceTrainer(Trainer):
     def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
         """Return the rewards [P, 2] in what `compute_loss` returned beside the loss; None where there are none."""
         raise NotImplementedError
+
+    def evaluated_pairs(self, count: int) -> Any:
+        """Return the dataset whose first ``count`` pairs an evaluation was on, in order; None if that is not known."""
+        return None
 
     def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
         """Return what metrics are computed from."""

@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
 from ..data.packed_batch import PackedBatch, micro_batches_of
+from . import judge
 from .metrics import RewardSums, on_host, over_processes, sums_of
 from .preemption import EvaluationCutShort
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 #: What an evaluation measures by itself; the last three are transformers'.
 METRICS = (
     *("loss", "num_tokens", *RewardSums(pairs=1).metrics()),
+    *judge.METRICS,
     *("runtime", "samples_per_second", "steps_per_second"),
 )
 
@@ -107,6 +109,12 @@ def run_evaluation(
     own |= {"num_tokens": _tokens_of_training(trainer)}
     if "rewards" in found or not found:
         own |= sums_of(found.get("rewards", torch.zeros(0, 2))).metrics()
+    if "rewards" in found:
+        rewards_N2 = found["rewards"].double().numpy()
+        verdict = judge.judge(rewards_N2, trainer.evaluated_pairs(len(rewards_N2)), args.eval_by)
+        if verdict is not None:
+            trainer.verdicts[prefix] = verdict
+            own |= verdict.metrics()
     # what is stopped, saved or kept because of a metric has to be the same in every process
     metrics = trainer.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
     named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
