@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.exit(2, f"\ntrl-tpu {command}: error: {told}\n")  # a progress bar may be open in its line
     except BrokenPipeError:
         try:
-            sys.stdout.flush()
+            print(flush=True)  # of what could not be written nothing may be left to flush
         except BrokenPipeError:  # nobody reads what is printed any more: files are whole
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
             return 1

@@ -2,7 +2,10 @@
 
 import base64
 import json
+import os
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from matplotlib.figure import Figure
+from places import ROOT
 
 from trl_tpu import cli
 from trl_tpu.evaluation.curves import CURVES, curve, curves_of
@@ -199,6 +203,19 @@ def test_what_cannot_be_reported_is_one_line(
         cli.main(["report", str(make(tmp_path)), "--output", str(tmp_path / "out")])
     assert exit_.value.code == 2 and not (tmp_path / "out").exists()
     assert re.search(f"trl-tpu report: error: .*{message}", capsys.readouterr().err)
+
+
+def test_a_reader_who_goes_ends_it_quietly_when_all_is_written(tmp_path: Path) -> None:
+    groups = scored(tmp_path / "s.jsonl", rows=190)
+    rows = [json.loads(line) | {"subset": f"a long name of group {n}"} for n, line in enumerate(groups.open())]
+    groups.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [sys.executable, "-m", "trl_tpu.cli", "report", str(groups), "--output", str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as done:
+        assert done.stdout is not None and done.stderr is not None
+        done.stdout.close()
+        assert done.stderr.read() == ""
+    assert done.returncode == 1 and (tmp_path / "out" / "index.html").is_file()
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
