@@ -107,10 +107,9 @@ def test_a_report_says_what_could_not_be_shown(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", history())
     assert cli.main(["report", str(run), "--output", str(tmp_path / "out")]) == 0
     text = Elements((tmp_path / "out" / "index.html").read_text()).text
-    assert (
-        "Nothing was logged of: gradient norm, speed, time of a step, memory, compiled programs, operations." in text
-    )
-    assert "give a file of `trl-tpu score --output`" in text and "run has no verdict.json" in text
+    assert "on the way of: gradient norm, speed, time of a step, memory, compiled programs, operations." in text
+    assert "12 of 12" in text and "run has no verdict.json" in text
+    assert "give a file of `trl-tpu score --output`" in text
 
 
 def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ MACHINE = (
 
 
 def curves_of(runs: Sequence[RunHistory]) -> tuple[list[Picture], list[str]]:
-    """Return the pictures of what runs have logged, and the titles of those of which nothing was logged."""
+    """Return the pictures of what runs have logged, and the titles of those of which nothing was logged on the way."""
     pictures, missing = [], []
     for each in CURVES:
         if any(run.series(each.key)[0] or run.evaluated(each.key) for run in runs):
@@ -51,7 +51,7 @@ def curves_of(runs: Sequence[RunHistory]) -> tuple[list[Picture], list[str]]:
         pictures += [
             curve(runs, Curve(name, title, name.replace("_", " "), f"`{name}` of the logs.")) for name in drawn
         ]
-        if not names:
+        if not drawn:
             missing.append(title)
     return pictures, missing
 

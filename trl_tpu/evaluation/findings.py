@@ -48,7 +48,7 @@ def _of_length(verdict: Verdict) -> list[str]:
     length, accuracy = verdict.length, verdict.accuracy
     if length is None:
         return ["Lengths are not known, so what a rule of length alone would reach is not, either."]
-    if length.chosen_is_longer is None and length.rejected_is_longer is None:
+    if not length.says_something:
         return ["The answers of each pair are of equal length, so length says nothing."]
     better = "longer" if length.longer_wins >= 0.5 else "shorter"
     said = f"Preferring the {better} answer reaches {length.length_only:.1%}"

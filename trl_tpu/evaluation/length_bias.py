@@ -49,6 +49,11 @@ class LengthBias:
     correlation: float | None
     bins: tuple[LengthBin, ...]
 
+    @property
+    def says_something(self) -> bool:
+        """Whether any pair has answers of different lengths."""
+        return self.chosen_is_longer is not None or self.rejected_is_longer is not None
+
 
 def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray, unit: str) -> LengthBias:
     """Return the length bias of pairs, chosen first.

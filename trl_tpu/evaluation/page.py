@@ -81,6 +81,7 @@ class Report:
 
     Attributes:
         facts: A table that compares what there is.
+        speed: A table of what training took; None without runs.
         notes: What could not be shown, and why, a sentence each.
     """
 
@@ -89,6 +90,7 @@ class Report:
     judged: Sequence[Judged] = ()
     of_verdicts: Sequence[Picture] = ()
     of_training: Sequence[Picture] = ()
+    speed: Table | None = None
     notes: Sequence[str] = field(default=())
 
     @property
@@ -102,9 +104,10 @@ def page_of(report: Report) -> str:
     parts = [_table(report.facts, titled=False)]
     for each in report.judged:
         parts += [f"<h2>{_text(each.name)}</h2>", *_verdict(each)]
-    for title, pictures in (("Pictures of the verdict", report.of_verdicts), ("Training", report.of_training)):
-        if pictures:
-            parts += [f"<h2>{title}</h2>", *map(_figure, pictures)]
+    if report.of_verdicts:
+        parts += ["<h2>Pictures of the verdict</h2>", *map(_figure, report.of_verdicts)]
+    if report.speed is not None:
+        parts += ["<h2>Training</h2>", _table(report.speed, titled=False), *map(_figure, report.of_training)]
     for each in report.judged:
         parts += _worst(each)
     if report.notes:

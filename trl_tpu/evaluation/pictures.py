@@ -21,10 +21,12 @@ def pictures_of(judged: Mapping[str, Verdict | BestOfN], scored: Sequence[Scored
     pictures = []
     if verdicts:
         pictures += [margins(verdicts), reliability(verdicts)]
-    by_length = {name: each for name, each in verdicts.items() if each.length is not None}
+    by_length = {
+        name: each for name, each in verdicts.items() if each.length is not None and each.length.says_something
+    }
     if by_length:
         pictures.append(accuracy_by_length(by_length))
-    with_lengths = [each for each in scored if each.finite[1] is not None and len(each.finite[0])]
+    with_lengths = [each for each in scored if (lengths_M := each.finite[1]) is not None and len(set(lengths_M)) > 1]
     if with_lengths:
         pictures.append(reward_by_length(with_lengths))
     grouped = {name: each.groups for name, each in judged.items() if each.groups}

@@ -36,7 +36,7 @@ def tables_of(found: Verdict | BestOfN) -> list[Table]:
 
 def _tables_of_pairs(verdict: Verdict) -> list[Table]:
     tables = [_summary(verdict)]
-    if verdict.length is not None:
+    if verdict.length is not None and verdict.length.says_something:
         unit = verdict.length.unit
         rows = [(_range(each.shortest, each.longest), *_cells(each.accuracy)) for each in verdict.length.bins]
         tables.append(
@@ -77,7 +77,7 @@ def _summary(verdict: Verdict) -> Table:
         ("calibration error", _number(calibration.ece), "ECE of sigmoid(|margin|) as confidence; 0 is best"),
         ("Brier score", _number(calibration.brier), "of sigmoid(margin); 0 is best, 0.25 is no knowledge"),
     ]
-    if length is not None:
+    if length is not None and length.says_something:
         better = "longer" if length.longer_wins >= 0.5 else "shorter"
         rows.append(("length alone", _number(length.length_only), f"accuracy of preferring the {better} answer"))
         if length.controlled is not None:

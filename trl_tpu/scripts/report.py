@@ -106,7 +106,7 @@ def report_of(runs: Sequence[RunHistory], scored: Sequence[ScoredRows]) -> Repor
     names = _distinct([each.name for each in judged])
     judged = [Judged(name, each.verdict, each.rows) for name, each in zip(names, judged, strict=True)]
     of_training, missing = curves_of(runs) if runs else ([], [])
-    notes = [f"Nothing was logged of: {', '.join(missing).lower()}."] if missing else []
+    notes = [f"Nothing was logged on the way of: {', '.join(missing).lower()}."] if missing else []
     notes += [
         f"{each.name} has rewards, but nothing says which answer is better." for each in scored if each.kind == REWARDS
     ]
@@ -123,6 +123,7 @@ def report_of(runs: Sequence[RunHistory], scored: Sequence[ScoredRows]) -> Repor
         judged=judged,
         of_verdicts=pictures_of({each.name: each.verdict for each in judged}, scored),
         of_training=of_training,
+        speed=_speed(runs) if runs else None,
         notes=notes,
     )
 
@@ -157,6 +158,24 @@ def _facts(runs: Sequence[RunHistory], judged: Sequence[Judged]) -> Table:
             rows.append((each.name, _number(last), "", "", "", ""))
     header = ("", "accuracy", "95 %", "length alone", "length controlled", "ECE")
     return Table("In short", header, tuple(rows))
+
+
+def _speed(runs: Sequence[RunHistory]) -> Table:
+    """Say what runs took, as far as they have logged it when they ended."""
+
+    def cells(run: RunHistory) -> tuple[str, ...]:
+        last = {name: run.last(name) for name in ("num_tokens", "train_runtime", "train_samples_per_second")}
+        steps_a_second, evaluated = run.last("train_steps_per_second"), run.last("eval_samples_per_second")
+        return (
+            run.name,
+            f"{run.step:,} of {run.max_steps:,}",
+            *("" if value is None else f"{value:,.0f}" for value in last.values()),
+            f"{1 / steps_a_second:.3g}" if steps_a_second else "",
+            "" if evaluated is None else f"{evaluated:,.0f}",
+        )
+
+    header = ("", "steps", "tokens", "seconds", "pairs/s", "seconds a step", "pairs/s in evaluation")
+    return Table("Training, with its evaluations and saves", header, tuple(map(cells, runs)))
 
 
 def _fact(name: str, verdict: Verdict | BestOfN) -> tuple[str, ...]:
