@@ -43,7 +43,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
-from transformers.utils import CONFIG_NAME
 
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
@@ -56,7 +55,7 @@ from ..data.loader import collating_with, outlive_sigterm, skip_batches, skippin
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, without_adapters
-from ..modeling.readers import BASE_CONFIG, save_base_config, saved_scale, set_scale
+from ..modeling.readers import save_base_config, saved_scale, set_scale
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
@@ -76,6 +75,7 @@ from .same_run import check_alike, describe_run, order_of_pairs, settings_of
 from .step_state import StepState
 
 if TYPE_CHECKING:
+    from ..evaluation.verdict import Verdict
     from ..trainer.batch_plan import BatchPlan
     from ..trainer.reward_config import RewardConfig
 
@@ -135,6 +135,8 @@ class DeviceTrainer(Trainer):
             accumulates=self._accumulates or batch_plan.accumulates,
             scanned=args.remat_policy if args.scan_layers else None,
         )
+        self.verdicts: dict[str, Verdict] = {}
+        """The verdict of the last evaluation, by the prefix of its metrics."""
         self.add_callback(StepEdges(self))
 
     # ---- a run
@@ -428,6 +430,10 @@ class DeviceTrainer(Trainer):
         """Return the rewards [P, 2] in what `compute_loss` returned beside the loss; None where there are none."""
         raise NotImplementedError
 
+    def evaluated_pairs(self, count: int) -> Any:
+        """Return the dataset whose first ``count`` pairs an evaluation was on, in order; None if that is not known."""
+        return None
+
     def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
         """Return what metrics are computed from."""
         return rewards_P2
@@ -469,31 +475,14 @@ class DeviceTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def save_description(self, dataset_name: str | None = None) -> None:
-        """Write config and card anew beside the model in `output_dir`: an evaluation since has measured rewards."""
-        if not self.args.should_save:
-            return
-        folder, base = Path(str(self.args.output_dir)), without_adapters(self.model)
-        name = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
-        if is_peft_model(self.model):
-            save_base_config(base, folder)
-        else:
-            base.config.save_pretrained(folder)
-        self._write_card(dataset_name)
-        if self.remote is not None:
-            self.remote.put(folder, [name, *(["README.md"] if (folder / "README.md").is_file() else [])])
-
-    def _write_card(self, dataset_name: str | None = None) -> None:
-        try:
-            self.create_model_card(dataset_name=dataset_name)
-        except OSError as error:  # what matters more has been saved, or will say so
-            logger.error("The model card could not be written: %s", error)
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        self._write_card()
+        try:
+            self.create_model_card()
+        except OSError as error:  # the save itself says more
+            logger.error("The model card could not be written: %s", error)
         self.checkpointer.wait()  # the best one so far may be on its way
         contents = contents_of(self, self.run_folder)
         self.checkpointer.save(contents)
