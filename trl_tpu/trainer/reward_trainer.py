@@ -32,7 +32,7 @@ from ..data.old_columns import _tokenize
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, without_adapters
 from ..modeling.losses import pairwise_losses
-from ..modeling.readers import BASE_CONFIG, save_base_config
+from ..modeling.readers import BASE_CONFIG, save_base_config, write_old_rope_names
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..packing.schedule import RowPlan
@@ -389,6 +389,7 @@ class RewardTrainer(DeviceTrainer):
             save_base_config(base, folder)
         else:
             base.config.save_pretrained(folder)
+            write_old_rope_names(folder)
         try:
             self.create_model_card(dataset_name=dataset_name)
         except OSError as error:  # the model is saved

@@ -55,7 +55,7 @@ from ..data.loader import collating_with, outlive_sigterm, skip_batches, skippin
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, without_adapters
-from ..modeling.readers import save_base_config, saved_scale, set_scale
+from ..modeling.readers import save_base_config, saved_scale, set_scale, write_old_rope_names
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
@@ -458,6 +458,7 @@ class DeviceTrainer(Trainer):
                 super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
             if not self.args.should_save:
                 return
+            write_old_rope_names(staging)
             if is_peft_model(self.model):
                 save_base_config(without_adapters(self.model), staging)
             if remote is not None:
