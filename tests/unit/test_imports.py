@@ -144,9 +144,11 @@ BELOW = {
     "checkpoint": {"modeling", "parallel", "runtime"},
     "training": {"checkpoint", "data", "modeling", "parallel", "runtime"},
     "trainer": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "training"},
+    "scoring": {"data", "modeling", "packing", "parallel", "runtime"},
     "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {
-        "checkpoint", "data", "modeling", "old_paths", "packing", "parallel", "preflight", "runtime", "trainer"
+        "checkpoint", "data", "modeling", "old_paths", "packing", "parallel", "preflight", "runtime", "scoring",
+        "trainer",
     },
     "old_paths": set(),
     "cli": {"scripts", "runtime"},
