@@ -2,8 +2,8 @@
 
 USE_TORCH_XLA=0 python -m tests.benchmarks.bench_score [--models 64x4 256x6] [--data pairs answers]
 
-A model is its hidden size and its number of layers. "pairs" are those of `bench_time_per_pair`, "answers" are 8 to each
-long prompt, made from a seed. Plain torch, float32. Both sides tokenize, and load nothing. Runs alternate, each over
+A model is its hidden size and its number of layers. "pairs" are those of `bench_time_per_pair`, "answers" are 8 to
+each long prompt, made from a seed. Plain torch, float32. Both sides tokenize, and load nothing. Runs alternate, each over
 the same rows; quote the ratios, from which the machine's own speed cancels out. Rewards are compared, too.
 """
 
@@ -72,7 +72,9 @@ def plain_loop(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> list[f
 
 def ours(scorer: Scorer, rows: list[dict[str, Any]]) -> list[float]:
     scored = trl_tpu.score(scorer, rows)
-    return [reward for row in scored for reward in row.get("rewards") or (row["reward_chosen"], row["reward_rejected"])]
+    return [
+        reward for row in scored for reward in row.get("rewards") or (row["reward_chosen"], row["reward_rejected"])
+    ]
 
 
 def compare(size: str, data: str) -> None:
@@ -95,8 +97,8 @@ def compare(size: str, data: str) -> None:
     difference = np.abs(np.subtract(rewards["trl_tpu"], rewards["plain loop"])).max()
     print(
         f"{data:8} {size:>7} {len(rows):5} rows: plain loop {plain:6.2f} s, ours {own:6.2f} s, ratio "
-        f"{statistics.median(ratios):.3f} (from {min(ratios):.3f} to {max(ratios):.3f}), largest difference of a reward "
-        f"{difference:.0e}",
+        f"{statistics.median(ratios):.3f} (from {min(ratios):.3f} to {max(ratios):.3f}), rewards differ by "
+        f"{difference:.0e} at most",
         flush=True,
     )
 
