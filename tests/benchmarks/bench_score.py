@@ -3,8 +3,8 @@
 USE_TORCH_XLA=0 python -m tests.benchmarks.bench_score [--models 64x4 256x6] [--data pairs answers]
 
 A model is its hidden size and its number of layers. "pairs" are those of `bench_time_per_pair`, "answers" are 8 to
-each long prompt, made from a seed. Plain torch, float32. Both sides tokenize, and load nothing. Runs alternate, each over
-the same rows; quote the ratios, from which the machine's own speed cancels out. Rewards are compared, too.
+each long prompt, made from a seed. Plain torch, float32. Both sides tokenize, and load nothing. Runs alternate, each
+over the same rows; quote the ratios, from which the machine's own speed cancels out. Rewards are compared, too.
 """
 
 import os
@@ -29,8 +29,9 @@ from trl_tpu.scoring.scorer import Scorer
 
 from . import bench_time_per_pair as per_pair
 
-RUNS, BATCH = 5, 8
-ROWS = {"pairs": 200, "answers": 6}
+BATCH = 8
+RUNS = {"64x4": 5, "256x6": 3}
+ROWS = {"pairs": 200, "answers": 4}
 PROMPT_WORDS, ANSWER_WORDS, ANSWERS = 800, (20, 60), 8
 
 
@@ -87,7 +88,7 @@ def compare(size: str, data: str) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     rewards: dict[str, list[float]] = {}
     ours(scorer, rows[:8])
-    for _ in range(RUNS):
+    for _ in range(RUNS.get(size, 3)):
         for name, run in systems.items():
             start = time.perf_counter()
             rewards[name] = run()
@@ -105,7 +106,7 @@ def compare(size: str, data: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="*", default=["64x4", "256x6"])
+    parser.add_argument("--models", nargs="*", default=list(RUNS))
     parser.add_argument("--data", nargs="*", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

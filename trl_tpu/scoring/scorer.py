@@ -69,6 +69,11 @@ class Scorer:
                 raise UserError(f"`{name}` must be 1 or more, not {value}.")
         self.runtime = runtime or runtimes.current()
         topology = self.runtime.topology()
+        if topology.process_count > 1:
+            raise UserError(
+                f"Scoring uses the devices of one host, and this is one of {topology.process_count} that form a mesh. "
+                "Start it on a slice of one host."
+            )
         self.mesh = parse_mesh(mesh, topology.devices, topology.slices)
         self.bf16 = bf16
         self.device = self.runtime.device
