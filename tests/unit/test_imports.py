@@ -145,9 +145,11 @@ BELOW = {
     "evaluation": set(),
     "training": {"checkpoint", "data", "evaluation", "modeling", "parallel", "runtime"},
     "trainer": {"checkpoint", "data", "evaluation", "modeling", "packing", "parallel", "runtime", "training"},
+    "scoring": {"data", "modeling", "packing", "parallel", "runtime"},
     "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {
         "checkpoint", "data", "evaluation", "modeling", "old_paths", "packing", "parallel", "preflight", "runtime",
+        "scoring",
         "trainer",
     },
     "old_paths": set(),
