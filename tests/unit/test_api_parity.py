@@ -110,6 +110,7 @@ INTENDED: dict[str, dict[str, str]] = {
             )
         },
         "TRL's alone: RichProgressCallback": "decoration of the progress bar, not of reward models",
+        "ours alone: score": "rewards of many rows by a saved model",
         "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",
     },
     "parameters of the top-level functions and classes": {

@@ -16,13 +16,14 @@ from .. import runtime as runtimes
 from ..data import checks
 from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError
-from ..modeling.adapters import load_adapted_model, without_adapters
+from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.attention.masked import goes_tree_by_tree, packed_rewards
 from ..modeling.attention.packability import PackingImpossible, make_packable
 from ..modeling.attention.static import use_static_attention
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.positions import learned_positions
+from ..modeling.readers import RewardScale, saved_scale, scale_of
 from ..modeling.score_head import keep_score_head_in_float32
 from ..packing.dialogues import Pass, PlannedPasses, TightPasses
 from ..packing.padded import PaddedPass, PaddedPasses
@@ -47,10 +48,12 @@ class Scorer:
         mesh: How PyTorch/XLA's devices share the weights, as in training.
         tokens_per_pass: Tokens that each device computes at a time.
         batch_size: Most dialogues computed at a time in plain torch; no limit when None.
+        standardise: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
         runtime: What computes; training's choice when None.
 
     Raises:
-        UserError: What is there is no saved reward model, or has no pad token; a mesh that the devices do not fill.
+        UserError: What is there is no saved reward model, has no pad token, or no mean and std where they are asked
+            for; a mesh that the devices do not fill.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Scorer:
         mesh: str = "fsdp=-1",
         tokens_per_pass: int = TOKENS_A_PASS,
         batch_size: int | None = None,
+        standardise: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
         for name, value in {"batch_size": batch_size, "tokens_per_pass": tokens_per_pass}.items():
@@ -81,6 +85,7 @@ class Scorer:
         self.model: Any = _load(model_folder, trust_remote_code).eval()
         self.model.config.get_text_config().use_cache = False  # keys and values of what is read only once
         self.pad_token_id = self._settle_pad_token(model_folder)
+        self.scale = self._scale_of(model_folder) if standardise else None
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
         self.fingerprint = _fingerprint(self.model, self.tokenizer)
@@ -94,7 +99,8 @@ class Scorer:
 
     def _settle_pad_token(self, model_folder: str) -> int:
         config = self.model.config.get_text_config()
-        if config.pad_token_id is None:  # the base model of adapters need not have one
+        # the base model of adapters need not have one, or not the one that they were trained with
+        if config.pad_token_id is None or (is_peft_model(self.model) and self.tokenizer.pad_token_id is not None):
             config.pad_token_id = self.tokenizer.pad_token_id
         if config.pad_token_id is None:
             raise UserError(
@@ -102,6 +108,15 @@ class Scorer:
                 "finds the last token of a dialogue. Set the tokenizer's `pad_token` as in training and save it there."
             )
         return config.pad_token_id
+
+    def _scale_of(self, model_folder: str) -> RewardScale:
+        scale = saved_scale(model_folder) if is_peft_model(self.model) else scale_of(self.model.config)
+        if scale is None:
+            raise UserError(
+                f"The config of {model_folder} has no `mean` and `std` of rewards to standardise by: models that were "
+                "trained here have them. Leave `--standardise` out, or write both into its config.json."
+            )
+        return scale
 
     def _plan_passes(self, tokens: int, most: int | None) -> TightPasses | PlannedPasses | PaddedPasses:
         """Choose packed rows where they are exact, else padded ones; static shapes where the device compiles."""
@@ -245,7 +260,8 @@ class Pending:
         if len(again):
             alone = self._scorer.compute([self._dialogues[index] for index in again.tolist()], alone=True)
             self._fetch(alone, rewards_D, again)
-        return rewards_D
+        scale = self._scorer.scale
+        return rewards_D if scale is None else (rewards_D - scale.mean) / scale.std
 
     def _fetch(self, computed: list[tuple[list[int], torch.Tensor]], rewards_D: np.ndarray, which: np.ndarray) -> None:
         host = self._scorer.runtime.fetch([tensor for _, tensor in computed]) if computed else []

@@ -27,6 +27,7 @@ def score(
     bf16: bool = False,
     mesh: str = "fsdp=-1",
     tokens_per_pass: int = TOKENS_A_PASS,
+    standardise: bool = False,
     trust_remote_code: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Score rows with a saved reward model on the device that training would take, as many as there are.
@@ -43,6 +44,7 @@ def score(
         bf16: Whether to compute in bfloat16, over float32 weights.
         mesh: How the devices of PyTorch/XLA share the weights, as in training.
         tokens_per_pass: Tokens that each device computes at a time.
+        standardise: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
         trust_remote_code: Whether the model may bring its own code.
 
     Returns:
@@ -54,7 +56,8 @@ def score(
     """
     form, all_rows = look_at(map(_as_row, rows), best_of_n)
     if not isinstance(model, Scorer):
-        model = Scorer(model, trust_remote_code, bf16=bf16, mesh=mesh, tokens_per_pass=tokens_per_pass)
+        settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
+        model = Scorer(model, trust_remote_code, standardise=standardise, **settings)
     return scored_rows(model, all_rows, form, max_length)
 
 

@@ -51,6 +51,8 @@ class ScoreArguments:
             all rows are scored it is called ``OUTPUT.partial``, and the same command goes on with it. A reward that
             cannot be had is null, and ``not_scored`` says why.
         best_of_n: Keep only the best of each prompt's ``completions``, as ``completion`` and ``reward``.
+        standardise: Give ``(reward - mean) / std``, by the mean and std in the model's config, which are those of its
+            last evaluation's rewards, or of the last ones of its training.
         max_length: Dialogues of more tokens get no reward, as training leaves them out; no limit when None.
         bf16: Compute in bfloat16, over float32 weights; the score head stays in float32.
         mesh: How the devices of PyTorch/XLA share the weights, as in training.
@@ -66,6 +68,7 @@ class ScoreArguments:
     dataset_split: str | None = None
     output: str | None = None
     best_of_n: bool = False
+    standardise: bool = False
     max_length: int | None = None
     bf16: bool = False
     mesh: str = "fsdp=-1"
@@ -147,6 +150,7 @@ def main(args: ScoreArguments) -> int:
         mesh=args.mesh,
         tokens_per_pass=args.tokens_per_pass,
         batch_size=args.batch_size,
+        standardise=args.standardise,
     )
     rewards = tuple(form.reward_columns.values())
     summary = Summary(rewards)
@@ -202,6 +206,7 @@ def _asked(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
         "dataset_split": args.dataset_split,
         "bytes of the dataset": path.stat().st_size if path.is_file() else None,
         "best_of_n": args.best_of_n,
+        "standardised by": None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std],
         "max_length": args.max_length,
         "bf16": args.bf16,
         "devices": f"{scorer.device.type} {scorer.mesh}",
