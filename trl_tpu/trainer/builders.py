@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import runtime
 from ..data.checks import TOKEN_COLUMNS
 from ..data.measure import longer_dialogues
-from ..data.old_columns import prepare_legacy_dataset
+from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..modeling.adapters import (
@@ -180,18 +180,18 @@ def build_dataset(
         num_proc=args.dataset_num_proc,
         name=name,
     )
-    return _with_positions(prepared, model, name)
+    return _with_positions(prepared, model, name, OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)
 
 
 def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
     """Return the token ids of the first chosen dialogues; None for a stream, or where there are other columns."""
-    column = "input_ids_chosen" if old_columns else TOKEN_COLUMNS[0]
+    column = (OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)[0]
     if not isinstance(pairs, Dataset) or column not in pairs.column_names:
         return None
     return pairs[:_LOOKED_AT][column]
 
 
-def _with_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
+def _with_positions(dataset: Any, model: PreTrainedModel, name: str, columns: tuple[str, str]) -> Any:
     """Refuse a dialogue for which the model has no positions; warn where they are computed, but untrained.
 
     Returns:
@@ -202,7 +202,7 @@ def _with_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
     if not limit:
         return dataset
     if not isinstance(dataset, Dataset):
-        settings = {"limit": limit, "name": name}
+        settings = {"limit": limit, "name": name, "columns": columns}
         return dataset if learned is None else dataset.map(_check_row, with_indices=True, fn_kwargs=settings)
     lengths = longer_dialogues(dataset)
     row = int(lengths.argmax())
@@ -214,8 +214,8 @@ def _with_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
     return dataset
 
 
-def _check_row(row: dict[str, Any], index: int, limit: int, name: str) -> dict[str, Any]:
-    longest = max(len(row[key]) for key in TOKEN_COLUMNS)
+def _check_row(row: dict[str, Any], index: int, limit: int, name: str, columns: tuple[str, str]) -> dict[str, Any]:
+    longest = max(len(row[key]) for key in columns)
     if longest > limit:
         raise UserError(_too_long(longest, index, limit, name))
     return row
