@@ -67,8 +67,15 @@ class RemoteRun:
             raise _refusal(url, "opened", error) from error
 
     def checkpoints(self) -> list[str]:
-        """Return the names of complete checkpoints, the last step first."""
-        manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
+        """Return the names of complete checkpoints, the last step first.
+
+        Raises:
+            UserError: The URL cannot be listed.
+        """
+        try:
+            manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
+        except Exception as error:  # as in opening
+            raise _refusal(self.url, "listed", error) from error
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
     def read_text(self, name: str) -> str | None:
