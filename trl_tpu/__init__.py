@@ -40,6 +40,7 @@ _MODULES = {
     "import_utils": ["is_xpu_available"],  # an old path
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
     "modeling.chat_template": ["setup_chat_format"],
+    "scoring.stream": ["score"],
     "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
     "trainer.model_config": ["ModelConfig"],
     "trainer.removed_arguments": ["TrainingArguments"],

@@ -17,6 +17,7 @@ COMMANDS = {
     "run": "run a script for TRL as it is, on this package's trainer",
     "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
+    "report": "a model's verdict and training, in numbers and pictures on a page",
     "export": "write a checkpoint's model as safetensors, and push it to the Hub",
     "env": "print the versions and the runtime, for a bug report",
 }
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.exit(2, f"\ntrl-tpu {command}: error: {told}\n")  # a progress bar may be open in its line
     except BrokenPipeError:
         try:
-            sys.stdout.flush()
+            print(flush=True)  # of what could not be written nothing may be left to flush
         except BrokenPipeError:  # nobody reads what is printed any more: files are whole
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
             return 1

@@ -58,7 +58,10 @@ def test_evaluate_equals_a_float64_computation_over_all_pairs(folder: str, tmp_p
     }
     for name, value in expected.items():
         assert metrics[f"eval_{name}"] == pytest.approx(float(value), abs=1e-6), name  # float32 rewards
-    assert metrics.keys() - {"epoch", "eval_model_preparation_time"} == {f"eval_{name}" for name in METRICS}
+    # every rejected answer is the longer one, so there is no accuracy where length cannot help
+    logged = {f"eval_{name}" for name in (*METRICS, "length_only_accuracy")}
+    assert metrics.keys() - {"epoch", "eval_model_preparation_time"} == logged
+    assert metrics["eval_length_only_accuracy"] == 1.0
 
 
 def test_predict_gives_the_rewards_of_raw_pairs_in_order(folder: str, tmp_path: Path) -> None:

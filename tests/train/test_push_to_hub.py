@@ -71,7 +71,9 @@ def push(run: Run, serving: tuple[hub_server.Hub, Path]) -> Run:
     return push
 
 
-def train_and_push(run: Run, folder: Path, token: str) -> subprocess.CompletedProcess[str]:
+def train_and_push(
+    run: Run, folder: Path, token: str, script: tuple[str, ...] = (str(EXAMPLE),)
+) -> subprocess.CompletedProcess[str]:
     pairs = tiny.made_up_pairs(16)
     model = tiny.save_tiny(folder / "base", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
     (folder / "pairs").mkdir()
@@ -89,7 +91,7 @@ def train_and_push(run: Run, folder: Path, token: str) -> subprocess.CompletedPr
         "hub_token": token,
     }
     flags = [part for name, value in arguments.items() for part in (f"--{name}", value)]
-    return run(str(EXAMPLE), *flags, "--push_to_hub")
+    return run(*script, *flags, "--push_to_hub")
 
 
 def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
@@ -136,6 +138,19 @@ def test_a_wrong_token_fails_before_training(hub: hub_server.Hub, run: Run, tmp_
     assert "401" in process.stderr
     assert hub.files == {}
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_hub_that_gives_no_repository_is_one_line_before_training(
+    hub: hub_server.Hub, run: Run, tmp_path: Path, status: int
+) -> None:
+    hub.failures = [("/repos/create", status)]
+    process = train_and_push(run, tmp_path, token="x", script=("-m", "trl_tpu.cli", "reward"))
+    assert process.returncode == 2 and hub.failures == []
+    last = process.stderr.strip().splitlines()[-1]
+    assert "the Hub gives no repository by hub_model_id='user/tiny-rm'" in last and str(status) in last
+    assert last.endswith("push later with `trl-tpu export`.") and "Traceback" not in process.stderr
+    assert hub.files == {} and not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(

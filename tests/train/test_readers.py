@@ -21,7 +21,8 @@ from transformers import (
     set_seed,
 )
 
-from trl_tpu import RewardConfig, RewardTrainer
+import trl_tpu
+from trl_tpu import RewardConfig, RewardTrainer, cli
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.modeling.readers import BASE_CONFIG, IDENTITY
 from trl_tpu.scripts.score import score_texts
@@ -163,6 +164,8 @@ def test_the_config_says_what_it_is(saved: Saved) -> None:
     assert config["pad_token_id"] == saved.tokenizer.pad_token_id
     assert config["eos_token_id"] == saved.tokenizer.eos_token_id
     assert config["dtype"] == "float32"
+    if not has_adapters(saved):  # transformers before 5 would take 10,000 without a word
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert Path(saved.folder, "chat_template.jinja").read_text() == saved.tokenizer.chat_template
 
 
@@ -183,6 +186,19 @@ def test_transformers(saved: Saved) -> None:
 def test_our_score(saved: Saved) -> None:
     assert score_texts(saved.folder, saved.texts) == pytest.approx(saved.of_texts, **CLOSE)
     assert score_texts(saved.folder, saved.messages) == pytest.approx(saved.of_messages, **CLOSE)
+
+
+def test_our_score_standardises_by_the_saved_mean_and_std(saved: Saved, tmp_path: Path) -> None:
+    mean, std = np.mean(saved.of_messages), np.std(saved.of_messages)
+    rows = list(trl_tpu.score(saved.folder, saved.messages, standardise=True))
+    standardised = [(reward - mean) / std for reward in saved.of_messages]
+    assert [row["reward"] for row in rows] == pytest.approx(standardised, rel=1e-4, abs=1e-4 / std)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in saved.texts))
+    words = ["--model_name_or_path", saved.folder, "--dataset_name", str(tmp_path / "rows.jsonl"), "--standardise"]
+    assert cli.main(["score", *words, "--output", str(tmp_path / "out.jsonl")]) == 0
+    written = [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    expected = [(reward - mean) / std for reward in saved.of_texts]
+    assert written == pytest.approx(expected, rel=1e-4, abs=1e-4 / std)
 
 
 def test_the_default_pipeline_has_no_sigmoid(saved: Saved) -> None:
@@ -232,6 +248,7 @@ def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
         assert found == pytest.approx(saved.of_texts, **CLOSE)
     export_checkpoint(saved.folder, tmp_path / "merged", merge=True)
     merged = json.loads((tmp_path / "merged/config.json").read_text())
+    assert merged["rope_theta"] == merged["rope_parameters"]["rope_theta"]
     own = config_of(saved)
     for key in ("problem_type", "sentence_transformers", "pad_token_id", "mean", "std", "id2label", "architectures"):
         assert merged[key] == own[key], key
@@ -248,6 +265,7 @@ def test_an_export_says_it_too_whoever_trained_the_model(saved: Saved, tmp_path:
     name = BASE_CONFIG if has_adapters(saved) else "config.json"
     exported = json.loads((tmp_path / "out" / name).read_text())
     assert exported["problem_type"] == "regression" and exported["mean"] == config_of(saved)["mean"]
+    assert has_adapters(saved) or "rope_theta" in exported
     if not has_adapters(saved):
         trls = json.loads(Path(saved.folder, "config.json").read_text())
         for key in ("problem_type", "sentence_transformers", "mean", "std"):

@@ -49,6 +49,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: max_shapes = 4": "each shape of batch is compiled on XLA",
         "ours alone: training_time_limit = None": "saves and stops in time, for machines that are lent for a while",
         "ours alone: save_interval_minutes = None": "what may be lost, as time instead of steps",
+        "ours alone: eval_by = None": "the accuracy of each label of a column, such as the source of a pair",
         "ours alone: output_url = None": "checkpoints on any file system of fsspec, such as a bucket",
         **{f"ours alone: {item.name} = {item.default!r}": _OLD for item in _REMOVED},
     },
@@ -68,6 +69,7 @@ INTENDED: dict[str, dict[str, str]] = {
             "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
         ),
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
+        "ours alone: evaluated_pairs": _INTERNAL,
         "ours alone: fixed_rows": _INTERNAL,
         "ours alone: find_best_again": _INTERNAL,
         "ours alone: plan_batches": _INTERNAL,
@@ -78,7 +80,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: stopped_by": "what ended training before its end",
         "ours alone: unfinished": _INTERNAL,
         "ours alone: visualize_samples": _OLD,
-        "ours alone: save_config": "an evaluation after saving measures rewards, whose mean and std are in the config",
+        "ours alone: save_description": "an evaluation after saving measures rewards: mean and std in config and card",
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
     "DataCollatorForPreference's fields": {},
@@ -108,6 +110,7 @@ INTENDED: dict[str, dict[str, str]] = {
             )
         },
         "TRL's alone: RichProgressCallback": "decoration of the progress bar, not of reward models",
+        "ours alone: score": "rewards of many rows by a saved model",
         "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",
     },
     "parameters of the top-level functions and classes": {
@@ -123,6 +126,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "RewardConfig ours alone: max_shapes": "see RewardConfig's fields",
         "RewardConfig ours alone: training_time_limit": "see RewardConfig's fields",
         "RewardConfig ours alone: save_interval_minutes": "see RewardConfig's fields",
+        "RewardConfig ours alone: eval_by": "see RewardConfig's fields",
         "RewardConfig ours alone: output_url": "see RewardConfig's fields",
         **{f"RewardConfig ours alone: {item.name}": _OLD for item in _REMOVED},
         "ModelConfig ours alone: torch_dtype": _OLD,
@@ -300,6 +304,7 @@ def test_the_command_line_has_trls_flags_and_a_few_of_our_own() -> None:
         "max_shapes",
         "training_time_limit",
         "save_interval_minutes",
+        "eval_by",
         "output_url",
         "no_save_safetensors",  # an argument whose default is true has both
         *(item.name for item in _REMOVED),

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import resource
 import signal
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from preference_forms import assistant, stream, tiny_tokenizer, user
 
 from trl_tpu.data.checks import check_margins, check_raw_row
 from trl_tpu.data.old_columns import tokenize_legacy
-from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.data.tokenize import prepare_preference_dataset, tokenize_dialogue
 from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}
@@ -169,18 +170,26 @@ def test_the_old_api_names_the_row_that_cannot_be_rendered() -> None:
         tokenize_legacy(rows, tiny_tokenizer(), num_proc=None, name="train")
 
 
-_ENDLESS = "longer than 0.2 seconds"
+_ENDLESS, _HUGE = "longer than 0.2 seconds", "more than 0.25 GiB of memory"
 
 
 def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    alarm = signal.getsignal(signal.SIGALRM)
+    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
+    twice = "{%% set seen = namespace(it='a') %%}{%% for i in range(40) %%}{%% set seen.it = %s %%}{%% endfor %%}"
     templates = {
         "{% for i in range(10**9) %}a{% endfor %}": "Range too big",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": _ENDLESS,
-        "{{ 'a' * 10**15 }}": "MemoryError",
+        "{{ 'a' * 10**15 }}": _HUGE,
+        "{{ 'a' * 10**10 }}": _HUGE,
+        "{{ messages[0].role * 10**10 }}": _HUGE,
+        "{{ '%10000000000d' % 1 }}": _HUGE,
+        twice % "seen.it + seen.it": _HUGE,
+        twice % "seen.it ~ seen.it": _HUGE,
+        "{{ messages[0].role * 10**6 }}": "the template writes 4000000 characters for 103 of the row",
         "{% macro more() %}{{ more() }}{% endmacro %}{{ more() }}": "recursion",
         "{{ 1 / (messages | length - messages | length) }}": "division by zero",
     }
+    monkeypatch.setattr("trl_tpu.data.checks._RENDERING_GIB", 0.25)
     for template, reason in templates.items():
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = template
@@ -188,7 +197,21 @@ def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pyt
         settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
         with pytest.raises(UserError, match=f"^Row 0 .* cannot be rendered as a chat: .*{reason}.*Correct the row"):
             prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, **settings)
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is alarm
+        if reason in (_ENDLESS, _HUGE):  # a stream may be read in a thread, where nothing would stop it
+            with pytest.raises(UserError, match=f"^A small dialogue, tried .*: .*{reason}.*Correct the row"):
+                prepare_preference_dataset(Dataset.from_list([CHAT]).to_iterable_dataset(), tokenizer, **settings)
+    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.parametrize("dialogue", [[user("a" * 5000)], [user("")] * 500], ids=["a long message", "many messages"])
+def test_a_long_dialogue_is_no_hostile_template(
+    dialogue: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trl_tpu.data.chat._ALWAYS_WRITTEN", 1000)  # a million would take seconds
+    tokenizer = tiny_tokenizer()
+    ids = tokenize_dialogue(dialogue, tokenizer, {}, "Row 0")
+    assert ids == tokenizer.apply_chat_template(dialogue, return_dict=True)["input_ids"] and len(ids) >= 4000
 
 
 def test_an_empty_answer_to_a_prompt_is_no_error() -> None:

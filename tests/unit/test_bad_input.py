@@ -82,7 +82,7 @@ def test_a_process_ends_with_status_2_and_no_traceback(case: str, job: Job) -> N
 
 
 def test_what_was_not_foreseen_keeps_its_traceback(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError("a fault of ours or of a library")
 
     monkeypatch.setattr("trl_tpu.scripts.reward.main", fail)

@@ -6,6 +6,7 @@ of setup.cfg are those with which this file was last read; raise one only togeth
 
 import ast
 import configparser
+import contextlib
 import importlib.util
 import inspect
 import mmap
@@ -22,6 +23,7 @@ from places import ROOT
 from transformers import Trainer
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.errors import UserError
 from trl_tpu.training.device_trainer import DeviceTrainer
 
 # ---- transformers.Trainer: what is overridden
@@ -95,6 +97,8 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         trainer.train(resume_from_checkpoint=resume)
     trainer.predict(pairs)
     trainer.save_model()
+    with contextlib.suppress(UserError):  # there is no hub
+        trainer.init_hf_repo()  # by a Trainer that is made with `push_to_hub`
     return names
 
 
@@ -156,6 +160,12 @@ def test_the_loop_adds_losses_up_in_place_and_looks_at_the_gradient_before_the_u
     order = ["self._tr_loss += tr_loss_step", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()"]
     places = [loop.index(part) for part in order]
     assert places == sorted(places)
+
+
+def test_the_best_checkpoint_is_read_from_the_state_of_the_one_that_is_resumed() -> None:
+    """`training/callbacks.py` says there where it is now."""
+    assert "TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))" in TRAINER
+    assert "self.init_hf_repo()" in inspect.getsource(Trainer.__init__)
 
 
 def test_the_end_deletes_all_but_the_best_with_a_limit_of_one() -> None:

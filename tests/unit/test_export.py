@@ -210,19 +210,39 @@ def test_names_that_lead_out_of_the_copy_are_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_an_archive_with_files_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
+        archive.writestr("a", "a file")
+        archive.writestr("a/b", "below it")
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["export", f"zip://::{tmp_path}/c.zip", str(tmp_path / "out")])
+    told = capsys.readouterr().err
+    assert refused.value.code == 2 and "has a file named 'a/b' below another file" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["c.zip"]
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "out", "message"),
     [
+        ("zip://c::{folder}/no.zip", "out", "no.zip cannot be opened: File is not a zip file. Correct the URL"),
+        ("zip://c::{folder}/gone.zip", "out", "gone.zip cannot be opened: [Errno 2] No such file"),
+        ("zip://c::{folder}/damaged.zip", "out", "damaged.zip cannot be copied: Bad CRC-32 for file 'c/a'"),
+        ("github://a", "out", "github://a cannot be opened: GithubFileSystem"),
+        ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a cannot be opened: [Errno 111] Connection refused"),
         ("memory://exported/nothing", "out", "There is nothing at memory://exported/nothing"),
         ("nosuch://exported", "out", "nosuch://exported cannot be opened: Protocol not known"),
         ("c", "memory://out", "memory://out is a URL. Give a new folder of this machine"),
     ],
 )
 def test_urls_that_cannot_be_used_are_refused(
-    checkpoint: str, out: str, message: str, capsys: pytest.CaptureFixture[str]
+    checkpoint: str, out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "no.zip").write_text("not a zip")
+    with zipfile.ZipFile(damaged := tmp_path / "damaged.zip", "w") as archive:
+        archive.writestr("c/a", "whole")
+    damaged.write_bytes(damaged.read_bytes().replace(b"whole", b"spoil"))
     with pytest.raises(SystemExit) as refused:
-        cli.main(["export", checkpoint, out])
+        cli.main(["export", checkpoint.format(folder=tmp_path), out])
     assert refused.value.code == 2
     assert message in capsys.readouterr().err
 

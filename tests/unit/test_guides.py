@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import RewardConfig, cli
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES
 from trl_tpu.parallel.rules import Rules
-from trl_tpu.scripts import export, plan_request, reward, run, score, synthetic
+from trl_tpu.scripts import export, plan_request, report, reward, run, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
 MAKE_PARSER: dict[str, Any] = {
@@ -34,6 +34,7 @@ MAKE_PARSER: dict[str, Any] = {
     "score": score.make_parser,
     "export": export.make_parser,
     "plan": plan_request.make_parser,
+    "report": report.make_parser,
     "run": run.make_parser,
 }
 NAMES = [page.relative_to(ROOT).as_posix() for page in pages.PAGES]

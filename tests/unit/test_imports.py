@@ -142,11 +142,15 @@ BELOW = {
     "parallel": {"runtime"},
     "modeling": {"data", "packing", "parallel", "runtime"},
     "checkpoint": {"modeling", "parallel", "runtime"},
-    "training": {"checkpoint", "data", "modeling", "parallel", "runtime"},
-    "trainer": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "training"},
+    "evaluation": set(),
+    "training": {"checkpoint", "data", "evaluation", "modeling", "parallel", "runtime"},
+    "trainer": {"checkpoint", "data", "evaluation", "modeling", "packing", "parallel", "runtime", "training"},
+    "scoring": {"data", "modeling", "packing", "parallel", "runtime"},
     "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {
-        "checkpoint", "data", "modeling", "old_paths", "packing", "parallel", "preflight", "runtime", "trainer"
+        "checkpoint", "data", "evaluation", "modeling", "old_paths", "packing", "parallel", "preflight", "runtime",
+        "scoring",
+        "trainer",
     },
     "old_paths": set(),
     "cli": {"scripts", "runtime"},

@@ -194,16 +194,7 @@ def test_several_slices_and_no_model_are_refused(model: str) -> None:
 # ---- the picture
 
 
-def test_without_matplotlib_a_picture_is_refused_before_anything_is_compiled(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'trl-tpu\[plan\]'"):
-        plan_command.main(asked(model, "--plot out.png"), compiled)
-
-
 def test_a_picture_is_drawn(model: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(UserError, match="must end in .png"):
         check_plot("out.txt")
     with pytest.raises(UserError, match="there is no folder"):

@@ -129,7 +129,13 @@ def test_lines_name_evaluations_and_show_whatever_else_a_user_logs(capsys: pytes
     progress, state = Progress(), TrainerState(global_step=7, max_steps=10)
     progress.on_train_begin(None, state, TrainerControl())  # type: ignore[arg-type]
     logs: list[dict[str, Any]] = [
-        {"eval_hard_loss": 0.51234, "eval_hard_accuracy": 0.75, "eval_hard_kappa": 0.25, "eval_hard_runtime": 3.0},
+        {
+            "eval_hard_loss": 0.51234,
+            "eval_hard_accuracy/math": 1.0,
+            "eval_hard_accuracy": 0.75,
+            "eval_hard_kappa": 0.25,
+            "eval_hard_runtime": 3.0,
+        },
         {"loss": 0.6, "learning_rate": 1e-4, "nonfinite": 2, "epoch": 1.0, "own": "x" * 500},
         {"spam": 1.0},
     ]

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -17,7 +17,10 @@ from datasets import Dataset
 from preference_forms import TEMPLATE, TOOLS, assistant, user
 from transformers import AutoModelForSequenceClassification
 
+import trl_tpu
 from trl_tpu import cli
+from trl_tpu.errors import UserError
+from trl_tpu.scoring import stream
 from trl_tpu.scripts import rows_file, score
 
 CHAT = [user("Hi"), assistant("Hello")]
@@ -87,16 +90,27 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good
         ({"messages": CHAT, "tools": "["}, "Row 1 of the scored dataset: `messages`, whose roles"),
     ],
 )
-def test_a_row_that_cannot_be_scored_is_named_and_nothing_is_written(
-    spoiled: dict[str, Any], told: str, good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
+    spoiled: dict[str, Any], told: str, good_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = {key: {"text": "a", "messages": CHAT}.get(key) for key in spoiled}
-    rows, output = write(tmp_path / "rows.jsonl", [good, spoiled]), tmp_path / "out.jsonl"
-    for earlier in (output, tmp_path / "out.jsonl.partial"):
-        earlier.write_text("an earlier run's")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert told in refusal(words(good_model, rows, output), capsys)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    rows, output = write(tmp_path / "rows.jsonl", [good, spoiled, good]), tmp_path / "out.jsonl"
+    assert cli.main(words(good_model, rows, output)) == 0
+    first, second, third = read(output)
+    assert first == third and isinstance(first["reward"], float) and first["not_scored"] is None
+    assert second["reward"] is None and second["not_scored"].startswith(told)
+    assert {key: second[key] for key in spoiled} == spoiled
+    assert f"1 of 3 rows have no reward, or lack one; `not_scored` says why:\n  {told}" in caplog.text
+    with pytest.raises(ValueError, match="Row 1 of the scored dataset"):
+        score.score_dataset(score.Scorer(str(good_model)), [good, spoiled])  # type: ignore[arg-type]
+
+
+def test_where_no_row_can_be_scored_the_command_fails(
+    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"text": None}])
+    assert cli.main(words(good_model, rows)) == 1
+    assert "no row was scored" in capsys.readouterr().out
 
 
 def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,24 +121,50 @@ def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFix
             score.score_texts(str(good_model), [dialogue])  # type: ignore[list-item]
 
 
-def test_a_dialogue_beyond_the_learned_positions_is_refused_unless_it_gets_no_reward(
-    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_dialogue_beyond_the_learned_positions_gets_no_reward(
+    own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     learned_positions(Job(tmp_path))
-    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "a " * 99}])
-    told = refusal(words(own_model, rows), capsys)
-    assert "Row 1 of the scored dataset: `text` has " in told and "learned 64 positions" in told
-    assert "max_length=64" in told
-    assert cli.main([*words(own_model, rows, tmp_path / "out.jsonl"), "--max_length", "64"]) == 0
-    assert [row["reward"] is None for row in read(tmp_path / "out.jsonl")] == [False, True]
+    rows, output = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "a " * 99}]), tmp_path / "out.jsonl"
+    assert cli.main(words(own_model, rows, output)) == 0
+    assert [row["reward"] is None for row in read(output)] == [False, True]
+    assert "Row 1 of the scored dataset: `text` has " in caplog.text and "learned 64 positions" in caplog.text
+    with pytest.raises(ValueError, match="Row 1 of the .* learned 64 positions .* max_length=64"):
+        score.score_texts(str(own_model), ["b", "a " * 99])
+    assert not math.isfinite(score.score_texts(str(own_model), ["b", "a " * 99], max_length=64)[1])
 
 
-def test_a_token_that_the_model_lacks_is_refused(
-    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_margins_are_not_read(good_model: Path, tmp_path: Path) -> None:
+    pairs = [{"chosen": "a", "rejected": "b", "margin": margin} for margin in (1.0, None, math.nan)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    assert cli.main(words(good_model, tmp_path / "rows.jsonl", tmp_path / "out.jsonl")) == 0
+    scored = read(tmp_path / "out.jsonl")
+    assert [row["margin"] for row in scored] == [1.0, None, None] and scored[0].keys() >= {"reward_chosen"}
+
+
+def test_nothing_is_standardised_without_mean_and_std(good_model: Path, tmp_path: Path, capsys: Any) -> None:
+    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}])
+    told = refusal([*words(good_model, rows), "--standardise"], capsys)
+    assert "has no `mean` and `std`" in told and "Leave `--standardise` out" in told
+
+
+def test_an_index_of_files_elsewhere_is_refused(own_model: Path, tmp_path: Path, capsys: Any) -> None:
+    AutoModelForSequenceClassification.from_pretrained(own_model).save_pretrained(own_model, max_shard_size="5KB")
+    (own_model / "model.safetensors").unlink(missing_ok=True)
+    index = own_model / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = next(iter(content["weight_map"].values()))
+    (own_model / shard).rename(tmp_path / shard)
+    index.write_text(index.read_text().replace(shard, f"../{shard}"))
+    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}])
+    assert f"names '../{shard}', a file elsewhere" in refusal(words(own_model, rows), capsys)
+
+
+def test_a_token_that_the_model_lacks_is_named(own_model: Path, tmp_path: Path) -> None:
     tokenizer(lambda changed: changed.add_tokens([f"<more{number}>" for number in range(99)]))(Job(tmp_path))
-    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "<more98>"}])
-    assert "Row 1 of the scored dataset: `text` holds the token id" in refusal(words(own_model, rows), capsys)
+    rows, output = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "<more98>"}]), tmp_path / "out.jsonl"
+    assert cli.main(words(own_model, rows, output)) == 0
+    assert "Row 1 of the scored dataset: `text` holds the token id" in read(output)[1]["not_scored"]
 
 
 def itself(folder: Path) -> tuple[Path, Path]:
@@ -180,18 +220,26 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_rows_are_scored_in_order_as_they_are_asked_for(good_model: Path) -> None:
+def test_rows_are_scored_in_order_as_they_are_asked_for(good_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", 8)
     scorer = score.Scorer(str(good_model))
-    batches: list[int] = []
-    scorer.model.register_forward_hook(lambda *_: batches.append(1))
-    ids = [scorer.token_ids(row["text"]) for row in ROWS]
-    rewards = scorer.score({"text": ids}, batch_size=1)
-    assert not batches
-    first = next(rewards)
-    assert 0 < len(batches) < len(ROWS)
-    alone = {text: next(scorer.score({"text": [scorer.token_ids(text)]})) for text in {row["text"] for row in ROWS}}
-    for row, reward in zip(ROWS, [first, *rewards], strict=True):
-        assert reward == pytest.approx(alone[row["text"]], abs=1e-5)
+    taken: list[int] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for row in ROWS:
+            taken.append(row["number"])
+            yield row
+
+    scored = trl_tpu.score(scorer, rows())
+    assert len(taken) == 1, "only to see which columns there are"
+    first = next(scored)
+    assert len(taken) == 8
+    alone = {text: scorer.rewards([scorer.token_ids(text)])[0] for text in {row["text"] for row in ROWS}}
+    for row, out in zip(ROWS, [first, *scored], strict=True):
+        assert {**row, "tokens": len(scorer.token_ids(row["text"])), "not_scored": None} == {
+            key: value for key, value in out.items() if key != "reward"
+        }
+        assert out["reward"] == pytest.approx(alone[row["text"]], abs=1e-5)
 
 
 def test_an_interrupted_output_is_called_partial_and_leaves_the_earlier_one(
@@ -199,14 +247,24 @@ def test_an_interrupted_output_is_called_partial_and_leaves_the_earlier_one(
 ) -> None:
     output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     output.write_text("an earlier run's")
-    with pytest.raises(KeyboardInterrupt), rows_file.opened(str(output)) as file:
-        print("a row", file=file)
-        raise KeyboardInterrupt
-    assert output.read_text() == "an earlier run's" and partial.read_text() == "a row\n"
+
+    def rows(count: int, then: BaseException | None = None) -> Iterator[dict[str, Any]]:
+        yield from ({"row": number} for number in range(count))
+        if then is not None:
+            raise then
+
+    file = rows_file.RowsFile(str(output), {"asked": 1}, window=2)
+    with pytest.raises(KeyboardInterrupt):
+        list(file.write(rows(3, KeyboardInterrupt())))
+    assert output.read_text() == "an earlier run's" and partial.read_text().count("\n") == 3
     assert f"those that are, are in {partial}" in caplog.text
-    with rows_file.opened(str(output)) as file:
-        print("all rows", file=file)
-    assert output.read_text() == "all rows\n" and not partial.exists()
+    with pytest.raises(UserError, match="holds rows of another command.*asked was 1 and is 2.*delete"):
+        rows_file.RowsFile(str(output), {"asked": 2}, window=2)
+    file = rows_file.RowsFile(str(output), {"asked": 1}, window=2)
+    assert file.kept == 2 and list(file.kept_rows()) == [{"row": 0}, {"row": 1}]
+    list(file.write(rows(1)))
+    assert read(output) == [{"row": 0}, {"row": 1}, {"row": 0}]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
 def test_an_output_that_is_no_ordinary_file_is_written_to_itself(good_model: Path, tmp_path: Path) -> None:
@@ -241,17 +299,24 @@ def test_what_is_not_finite_is_null_and_told(
     row = {"text": "a", "reward": 2.0, "weight": math.nan, "of": [math.inf, 1.0]}
     Dataset.from_list([row, {**row, "text": "b"}]).to_parquet(tmp_path / "rows.parquet")
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        assert cli.main(words(own_model, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 0
+        assert cli.main(words(own_model, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 1
     expected = {"reward": None, "weight": None, "of": [None, 1.0]}
-    assert read(tmp_path / "out.jsonl") == [{"text": text, **expected} for text in "ab"]
-    assert "2 rewards are not finite, of the rows 0, 1: " in caplog.text
-    assert "new rewards in place of the dataset's: reward" in caplog.text
+    written = read(tmp_path / "out.jsonl")
+    assert [{key: row[key] for key in ("text", *expected)} for row in written] == [
+        {"text": t, **expected} for t in "ab"
+    ]
+    assert (
+        "2 of 2 rows have no reward" in caplog.text
+        and "Row 1 of the scored dataset: `text`: the reward" in caplog.text
+    )
+    assert "new columns in place of the dataset's: reward" in caplog.text
     assert "no row was scored" in capsys.readouterr().out
 
 
 def test_a_tokenizer_without_a_template_scores_no_messages(
-    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer(set_to(chat_template=None))(Job(tmp_path))
     rows = write(tmp_path / "rows.jsonl", [{"messages": CHAT}])
-    assert "has no chat template, so it scores text" in refusal(words(own_model, rows), capsys)
+    assert cli.main(words(own_model, rows)) == 1
+    assert "has no chat template, so it scores text" in caplog.text

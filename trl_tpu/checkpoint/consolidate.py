@@ -27,7 +27,7 @@ from ..errors import UserError
 from ..modeling import broken
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.load import load_classifier, load_tokenizer
-from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers
+from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers, write_old_rope_names
 from ..runtime.native import Runtime
 from .manifest import MANIFEST_FILE, find_faults
 from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
@@ -90,6 +90,7 @@ def export_checkpoint(
                 merged.save_pretrained(staging, max_shard_size=max_shard_size)
             else:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
+            write_old_rope_names(staging)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise

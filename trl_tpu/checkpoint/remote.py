@@ -47,23 +47,35 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         yield RemoteRun(str(folder)).get("", path_below(place, name) or Path(place))
 
 
+def _refusal(url: str, what: str, error: Exception) -> UserError:
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return UserError(f"{url} cannot be {what}: {reason}. Correct the URL, or what is there.")
+
+
 class RemoteRun:
     """The files of a run at a URL.
 
     Raises:
-        UserError: fsspec knows no such protocol, or needs a package for it.
+        UserError: fsspec knows no such protocol, needs a package for it, or finds no archive where the URL says one.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
-        except (ImportError, ValueError) as error:
-            raise UserError(f"{url} cannot be opened: {error}.") from error
+        except Exception as error:  # file systems of fsspec say it in errors of many kinds
+            raise _refusal(url, "opened", error) from error
 
     def checkpoints(self) -> list[str]:
-        """Return the names of complete checkpoints, the last step first."""
-        manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
+        """Return the names of complete checkpoints, the last step first.
+
+        Raises:
+            UserError: The URL cannot be listed.
+        """
+        try:
+            manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
+        except Exception as error:  # as in opening
+            raise _refusal(self.url, "listed", error) from error
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
     def read_text(self, name: str) -> str | None:
@@ -111,10 +123,18 @@ class RemoteRun:
         """Download what is below ``name``, or all if that is empty, to below ``folder``.
 
         Raises:
-            UserError: There is nothing, or a name there leads elsewhere: an archive or a store may have any.
+            UserError: There is nothing, it cannot be read, or a name there leads elsewhere or below a file: an archive
+                or a store may have any.
         """
-        target, url = folder / name, "/".join(filter(None, (self.url, name)))
-        beginning = "/".join(filter(None, (self._root, name))) + "/"
+        url = "/".join(filter(None, (self.url, name)))
+        try:
+            return self._copy("/".join(filter(None, (self._root, name))) + "/", folder / name, url)
+        except UserError:
+            raise
+        except Exception as error:  # as in opening
+            raise _refusal(url, "copied", error) from error
+
+    def _copy(self, beginning: str, target: Path, url: str) -> Path:
         copies: dict[str, Path] = {}
         for path in self._files.find(beginning):
             if (copy := path_below(target, path.removeprefix(beginning))) is None:
@@ -125,6 +145,12 @@ class RemoteRun:
             copies[path] = copy
         if not copies:
             raise UserError(f"There is nothing at {url}.")
+        files = set(copies.values())
+        if below := next((path for path, copy in copies.items() if not files.isdisjoint(copy.parents)), None):
+            raise UserError(
+                f"{url} has a file named {below!r} below another file, which no folder can have, so nothing was "
+                "copied. Rename one of them."
+            )
         target.mkdir(parents=True, exist_ok=True)
         for path, copy in copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)

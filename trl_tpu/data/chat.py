@@ -14,6 +14,9 @@ from ..errors import UserError, UserTypeError
 _FOR_THE_TEMPLATE = {"documents", "add_generation_prompt", "kwargs"}
 _FOR_THE_TOKENIZER = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - _FOR_THE_TEMPLATE
 
+# A template may write so many characters, and so many for each of the row's: tokens take tens of times their memory.
+_ALWAYS_WRITTEN, _WRITTEN_FOR_EACH = 1_000_000, 100
+
 _MARK = "ThisIsWritten"
 _PART = {"type": "text", "text": _MARK}
 _TRIED: dict[str, Any] = {"str": _MARK, "list": [_PART], "dict": _PART}
@@ -50,8 +53,8 @@ def apply_template(
         **settings: for the tokenizer's method; they win over the row's.
 
     Raises:
-        UserError: an argument of the row that is not for the template, or content that neither the template nor
-            anybody can read as text.
+        UserError: an argument of the row that is not for the template, content that neither the template nor anybody
+            can read as text, or a text that is far longer than what the row says.
         UserTypeError: a row's arguments are no mapping.
     """
     tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -59,7 +62,27 @@ def apply_template(
     if arguments.get("chat_template") or getattr(tokenizer, "chat_template", None):  # Mistral's own has none to ask
         template = tokenizer.get_chat_template(arguments.get("chat_template"), tools)
         messages = [_readable(message, tokenizer, template) for message in messages]
-    return tokenizer.apply_chat_template(messages, tools=tools, **arguments)
+    rendered = tokenizer.apply_chat_template(messages, tools=tools, **arguments)
+    if isinstance(rendered, str) and len(rendered) > _ALWAYS_WRITTEN:
+        said = len(repr((messages, tools, arguments)))
+        if len(rendered) > _ALWAYS_WRITTEN + _WRITTEN_FOR_EACH * said:
+            raise UserError(f"the template writes {len(rendered)} characters for {said} of the row")
+    return rendered
+
+
+def renders_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer's tokens of messages are those of the text that its template writes."""
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+
+def try_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render a small dialogue, where the tokenizer has a template; what the template makes of it does not matter.
+
+    Raises:
+        MemoryError, TimeoutError: for `checks.rendering`.
+    """
+    if getattr(tokenizer, "chat_template", None):
+        _writes_mark(tokenizer, None, [_USER, _ASSISTANT])
 
 
 def _template_variables(row_arguments: Any) -> dict[str, Any]:
@@ -108,10 +131,10 @@ def _reads(tokenizer: PreTrainedTokenizerBase, template: str, role: str, kind: s
     return any(_writes_mark(tokenizer, template, before + tried + after) for before, after in _SURROUNDINGS)
 
 
-def _writes_mark(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, Any]]) -> bool:
+def _writes_mark(tokenizer: PreTrainedTokenizerBase, template: str | None, messages: list[dict[str, Any]]) -> bool:
     try:
         text: Any = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except TimeoutError:  # for `checks.rendering`
+    except (MemoryError, TimeoutError):  # for `checks.rendering`
         raise
     except Exception:  # a template is a program, which may raise anything
         return False

@@ -2,10 +2,12 @@
 
 import difflib
 import logging
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ RAW_COLUMNS = ("chosen", "rejected")
 TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
 _OPTIONAL_COLUMNS = ("prompt", "margin", "tools", "chat_template_kwargs")
 _RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
+_RENDERING_GIB = 2.0  # so much that no other thread needs it meanwhile
 _LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
@@ -170,34 +173,47 @@ def _check_message(message: Any, where: str) -> None:
 def rendering(what: str) -> Iterator[None]:
     """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError.
 
-    A template is a program, which may raise anything, and need not end.
+    A template is a program, which may raise anything, need not end, and may fill the memory. Time and memory are those
+    of a process's main thread alone: no other can be interrupted, and memory is limited for all threads at once.
     """
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        with _time_limit(_RENDERING_SECONDS):
+        with _limits() if is_main else nullcontext():
             yield
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        if isinstance(error, MemoryError):
+            reason = f"it takes more than {_RENDERING_GIB:g} GiB of memory"
         raise UserError(
             f"{what} cannot be rendered as a chat: {reason}. Correct the row, its `tools` or `chat_template_kwargs`, "
             "or the tokenizer's chat template (`chat_template_path` trains with another)."
         ) from error
 
 
+def _address_space() -> int:
+    """Return the size of this process in bytes; where nothing says it, as off Linux, far more than there is."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 2**60
+
+
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after some seconds; never in a thread, since only a process's main one can be interrupted."""
+def _limits() -> Iterator[None]:
+    """Raise TimeoutError after some seconds, and MemoryError where the process grows by some GiB."""
 
     def interrupt(*_: object) -> None:
-        raise TimeoutError(f"it takes longer than {seconds} seconds")
+        raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    memory = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = _address_space() + int(_RENDERING_GIB * 2**30)
     handler = signal.signal(signal.SIGALRM, interrupt)
-    pending = signal.setitimer(signal.ITIMER_REAL, seconds)
+    pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
     try:
+        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, memory)
         signal.setitimer(signal.ITIMER_REAL, *pending)
         signal.signal(signal.SIGALRM, handler)
 

@@ -12,6 +12,11 @@ from ..packing.lengths import PairLengths
 _COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")
 
 
+def id_columns(dataset: Dataset) -> tuple[str, str] | None:
+    """Name the columns of token ids, chosen and rejected, of either API; None where there are none."""
+    return next((names for names in _COLUMNS if set(names) <= set(dataset.column_names)), None)
+
+
 def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
     """Read the columns as arrow tables of many rows."""
     return dataset.with_format("arrow", columns=list(columns)).iter(batch_size=1000)
@@ -48,7 +53,7 @@ def pair_lengths(dataset: Dataset) -> PairLengths:
     Raises:
         ValueError: It has neither's.
     """
-    names = next((names for names in _COLUMNS if set(names) <= set(dataset.column_names)), None)
+    names = id_columns(dataset)
     if names is None:
         raise ValueError(f"no pairs of token ids in the columns {dataset.column_names}")
     parts = [_triples(*(table[name] for name in names)) for table in tables_of(dataset, names)]

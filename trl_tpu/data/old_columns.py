@@ -15,7 +15,7 @@ from .tokenize import keep_fitting
 
 logger = logging.getLogger(__name__)
 
-_IDS = ("input_ids_chosen", "input_ids_rejected")
+OLD_TOKEN_COLUMNS = ("input_ids_chosen", "input_ids_rejected")
 
 
 def prepare_legacy_dataset(
@@ -50,7 +50,7 @@ def prepare_legacy_dataset(
     checks.check_margins(dataset, name, nested=True)
     if is_raw:
         dataset = tokenize_legacy(dataset, processing_class, num_proc=num_proc, name=name)
-    return keep_fitting(dataset, _IDS, num_embeddings=num_embeddings, max_length=max_length, name=name)
+    return keep_fitting(dataset, OLD_TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name)
 
 
 def _fits(row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str) -> bool:
@@ -58,9 +58,9 @@ def _fits(row: Mapping[str, Any], index: int, num_embeddings: int, max_length: i
     where = checks.row_of(index, name)
     if "margin" in row:
         checks.check_margin(row["margin"], where, nested=True)
-    for key in _IDS:
+    for key in OLD_TOKEN_COLUMNS:
         checks.check_ids(row[key], key, where, num_embeddings)
-    return max_length is None or max(len(row[key]) for key in _IDS) <= max_length
+    return max_length is None or max(len(row[key]) for key in OLD_TOKEN_COLUMNS) <= max_length
 
 
 def _tokenize(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .chat import apply_template
+from .chat import apply_template, renders_text, try_template
 from .measure import lengths_of, pair_sizes, tables_of
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,9 @@ def prepare_preference_dataset(
 
     settings = {"processing_class": processing_class, "name": name}
     if isinstance(dataset, IterableDataset):
+        if not is_tokenized:  # its rows may be rendered in a thread that nothing can interrupt
+            with checks.rendering(f"A small dialogue, tried for the {name} dataset,"):
+                try_template(processing_class)
         settings |= {"is_tokenized": is_tokenized, "num_embeddings": num_embeddings}
         dataset = dataset.map(
             _prepare_rows, with_indices=True, batched=True, batch_size=_STREAM_BATCH, fn_kwargs=settings
@@ -138,15 +141,12 @@ def tokenize_dialogue(
     if isinstance(dialogue, str):
         return processing_class(text=dialogue, return_attention_mask=False)["input_ids"]
     with checks.rendering(f"{where}, whose roles are {[message['role'] for message in dialogue]},"):
-        rendered = apply_template(
-            processing_class,
-            dialogue,
-            tools=row.get("tools"),
-            chat_template_kwargs=row.get("chat_template_kwargs"),
-            tokenize=True,
-            return_dict=True,
-        )
-    return rendered["input_ids"]
+        said = {key: row.get(key) for key in ("tools", "chat_template_kwargs")}
+        if not renders_text(processing_class):
+            return apply_template(processing_class, dialogue, **said, tokenize=True, return_dict=True)["input_ids"]
+        text = apply_template(processing_class, dialogue, **said, tokenize=False)
+    # outside of the limits of a rendering: a long text takes its time and memory
+    return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
 def _prepare_rows(

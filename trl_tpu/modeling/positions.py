@@ -2,15 +2,26 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """Return how many positions a model has learned in a table; None where it computes them.
+    """Return for how many tokens a model has learned positions in a table; None where it computes them.
 
     Beyond a table there is nothing to read: the CPU and CUDA stop with an error, XLA reads the last row in silence.
+    A table with a padding row, as RoBERTa's, is used from the row after that one on.
     """
     config: Any = model.config.get_text_config()
     if any(getattr(config, way, None) for way in ("rope_parameters", "relative_attention", "alibi")):
         return None
-    return getattr(config, "max_position_embeddings", None)
+    count = getattr(config, "max_position_embeddings", None)
+    unused = (
+        table.padding_idx + 1
+        for name, table in model.named_modules()
+        if isinstance(table, nn.Embedding)
+        and name.endswith("position_embeddings")
+        and table.num_embeddings == count
+        and table.padding_idx is not None
+    )
+    return count and count - next(unused, 0)

@@ -75,8 +75,25 @@ def saved_scale(folder: str | Path) -> RewardScale | None:
 def save_base_config(base: PreTrainedModel, folder: str | Path) -> None:
     """Write beside adapters the config of the model that they make of their base: `BASE_CONFIG`.
 
-    It is what ``from_pretrained`` and ``pipeline`` take as ``config``.
+    ``from_pretrained`` takes it as ``config``, read by ``AutoConfig``.
     """
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
+
+
+def write_old_rope_names(folder: str | Path) -> None:
+    """Write into a saved config what transformers before 5 read of rotary positions, beside ``rope_parameters``.
+
+    Those versions, as rewardbench has one, would take 10,000 for a base that they do not find, without a word, and
+    compute other rewards. transformers 5 reads either. Bases by kind of layer had no name in common, and are left out.
+    """
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
+        return
+    config["rope_theta"] = rope["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -29,7 +29,7 @@ from .expand import expand_rows
 from .rows import PackedRows
 from .schedule import RowPlan, Schedule
 from .shapes import RowShape, snake
-from .trie import common_prefixes, lay_out, tree_sizes
+from .trie import common_prefixes, grow_groups, joins_where_cheaper, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
@@ -125,7 +125,7 @@ class _Batch:
                 f"dialogue; got {len(chosen)} chosen and {len(rejected)} rejected."
             )
         whole = [np.asarray(ids, np.int32) for pair in zip(chosen, rejected, strict=True) for ids in pair]
-        dialogues = [_up_to_scored(ids, pad_token_id) for ids in whole]
+        dialogues = [up_to_scored(ids, pad_token_id) for ids in whole]
         tokens_P = np.array([len(ids) for ids in whole], np.int32).reshape(-1, 2).sum(axis=1)
         margin_P = None if margins is None else np.asarray(margins, np.float32)
         return cls(dialogues, *common_prefixes(dialogues), tokens_P, margin_P, pairs, pad_token_id)
@@ -165,7 +165,7 @@ class _Batch:
         )
 
 
-def _up_to_scored(ids: np.ndarray, pad_token_id: int) -> np.ndarray:
+def up_to_scored(ids: np.ndarray, pad_token_id: int) -> np.ndarray:
     """Cut a dialogue after the token that is scored: the last that is not the pad token, or the first if all are."""
     if not len(ids):
         raise UserError("A dialogue of the batch has no tokens, and so none that could be scored.")
@@ -238,20 +238,9 @@ def _place(
 
 def _grow_trees(batch: _Batch, attention_crossover_length: float) -> np.ndarray:
     """Return each dialogue's tree [D]: neighbors in lexicographic order share one while that costs less than two."""
-
-    def work(size: int) -> float:
-        return size * (1 + size / attention_crossover_length)
-
-    lengths_D = batch.lengths_D
-    trees_D = np.zeros(len(lengths_D), np.int64)
-    size, tree, before = int(lengths_D[batch.order[0]]), 0, batch.order[0]
-    for dialogue in batch.order[1:]:
-        own = int(lengths_D[dialogue])
-        together = size + own - int(batch.prefix_DD[before, dialogue])
-        if work(together) < work(size) + work(own):
-            size = together
-        else:
-            size, tree = own, tree + 1
-        trees_D[dialogue] = tree
-        before = dialogue
+    neighbors = batch.prefix_DD[batch.order[:-1], batch.order[1:]]
+    joins = joins_where_cheaper(attention_crossover_length)
+    trees_D = np.zeros(len(batch.dialogues), np.int64)
+    for tree, group in enumerate(grow_groups(batch.order, neighbors, batch.lengths_D, joins)):
+        trees_D[group.members] = tree
     return trees_D

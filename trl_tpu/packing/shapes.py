@@ -94,6 +94,13 @@ def round_up(values: Any, multiple: int) -> Any:
     return -(-values // multiple) * multiple
 
 
+def doubled_to(length: int, least: int) -> int:
+    """Return ``length``, doubled until it is no less than ``least``."""
+    while length < least:
+        length *= 2
+    return length
+
+
 def _holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int) -> Iterator[RowShape]:
     """Yield shapes that hold the largest pairs of the data, dealt out: then they hold every batch."""
     for rows in range(shards, len(worst_P) + shards, shards):

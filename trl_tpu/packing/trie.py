@@ -4,6 +4,7 @@ Letters: P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L len
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,14 +20,20 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return first if length and differs[first] else length
 
 
+def in_order(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the dialogues' lexicographic order [D], and how many first tokens neighbors in it share [D - 1]."""
+    as_bytes = [ids.astype(">u4").tobytes() for ids in dialogues]  # compared byte by byte, these sort as the ids do
+    order = np.array(sorted(range(len(dialogues)), key=as_bytes.__getitem__))
+    pairs = zip(order, order[1:], strict=False)
+    return order, np.array([common_prefix(dialogues[one], dialogues[other]) for one, other in pairs], np.int64)
+
+
 def common_prefixes(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the dialogues' lexicographic order [D], and the length of the common prefix of any two [D, D].
 
     The common prefix of two is the shortest common prefix of neighbors between them in lexicographic order.
     """
-    as_bytes = [ids.astype(">u4").tobytes() for ids in dialogues]  # compared byte by byte, these sort as the ids do
-    order = np.array(sorted(range(len(dialogues)), key=as_bytes.__getitem__))
-    neighbors = [common_prefix(dialogues[one], dialogues[other]) for one, other in zip(order, order[1:], strict=False)]
+    order, neighbors = in_order(dialogues)
     by_rank_DD = np.diag([len(dialogues[index]) for index in order])
     for rank in range(len(order) - 1):
         by_rank_DD[rank, rank + 1 :] = np.minimum.accumulate(neighbors[rank:])
@@ -34,6 +41,56 @@ def common_prefixes(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray
     prefix_DD = np.empty_like(by_rank_DD)
     prefix_DD[np.ix_(order, order)] = by_rank_DD
     return order, prefix_DD
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Dialogues that are in one tree."""
+
+    members: list[int]
+    """In lexicographic order."""
+    shared: list[int]
+    """How many first tokens each has in common with the one before it; the first 0."""
+    size: int
+    """The tokens of the tree."""
+
+
+def grow_groups(
+    order: np.ndarray, neighbors: np.ndarray, lengths_D: np.ndarray, joins: Callable[[Group, int, int], bool]
+) -> list[Group]:
+    """Put neighbors in lexicographic order into one tree as long as ``joins(tree so far, length, shared)``.
+
+    Args:
+        order, neighbors: From `in_order`.
+        lengths_D: The tokens of each dialogue.
+    """
+    groups: list[Group] = []
+    for index, shared in zip(order.tolist(), [0, *neighbors.tolist()], strict=True):
+        own = int(lengths_D[index])
+        if groups and joins(groups[-1], own, shared):
+            last = groups[-1]
+            last.members.append(index)
+            last.shared.append(shared)
+            groups[-1] = Group(last.members, last.shared, last.size + own - shared)
+        else:
+            groups.append(Group([index], [0], own))
+    return groups
+
+
+def joins_where_cheaper(attention_crossover_length: float) -> Callable[[Group, int, int], bool]:
+    """Return the rule of `grow_groups` that lets a tree grow while the larger one costs less than two.
+
+    Args:
+        attention_crossover_length: The length at which attention costs as much as everything else.
+    """
+
+    def work(size: int) -> float:
+        return size * (1 + size / attention_crossover_length)
+
+    def joins(group: Group, length: int, shared: int) -> bool:
+        return work(group.size + length - shared) < work(group.size) + work(length)
+
+    return joins
 
 
 def tree_sizes(prefix_DD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +156,10 @@ def lay_out(
     shape: RowShape,
     pad_token_id: int,
 ) -> Layout:
-    """Write each tree into its row, after those that are there; dialogues in tree -1 are left out."""
+    """Write each tree into its row, after those that are there; dialogues in tree -1 are left out.
+
+    Of ``prefix_DD`` only what a dialogue shares with the one before it, in its tree and in ``order``, is read.
+    """
     rows, length = shape.rows, shape.length
     columns = np.arange(max(length, max(map(len, dialogues))), dtype=np.int32)
     input_ids_RL = np.full((rows, length), pad_token_id, np.int32)

@@ -1,6 +1,5 @@
 """The report as a picture: what fills a chip's memory, and what limits a step."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,8 @@ def check_plot(path: str) -> None:
     """See whether a picture can be drawn, before minutes of compiling.
 
     Raises:
-        UserError: matplotlib is not installed, or ``path`` ends in no format.
+        UserError: ``path`` ends in no format, or its folder is not there.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("`--plot` draws with matplotlib, which is not installed: pip install 'trl-tpu[plan]'.")
     if not path.endswith(_FORMATS):
         raise UserError(f"`--plot {path}`: the file must end in {', '.join(_FORMATS)}.")
     if not Path(path).absolute().parent.is_dir():

@@ -47,6 +47,11 @@ class Runtime:
 
     # ---- devices and processes
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this process: where several form a mesh, the one that stands for all of them."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
     def topology(self) -> Topology:
         """Return the devices and processes that train together, as they are now."""
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"

@@ -130,6 +130,10 @@ class XlaRuntime(Runtime):
     def has_attention_kernel(self) -> bool:
         return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
+    @property
+    def device(self) -> torch.device:
+        return torch_xla.device()
+
     def topology(self) -> Topology:
         devices = xr.global_runtime_device_count()
         own = {int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()}

@@ -121,7 +121,8 @@ def main(
     say(f"Model saved to {training_args.output_url or output_dir}")
     if eval_dataset is not None:
         say(held_out_table(trainer.evaluate()))
-        trainer.save_config()
+    trainer.save_description(dataset_name=script_args.dataset_name)
+    trainer.save_state()  # with the logs of the last step and of this evaluation, for `trl-tpu report`
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")

@@ -1,4 +1,4 @@
-"""Score texts, conversations or pairs with a saved reward model, in plain torch: ``trl-tpu score``."""
+"""Score texts, conversations, pairs or several answers to a prompt with a saved reward model: ``trl-tpu score``."""
 
 import sys
 
@@ -9,18 +9,25 @@ if __name__ == "__main__":  # the command exports the `env` of its YAML file bef
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from tqdm import tqdm
 
 from trl_tpu.data import checks
-from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
-from trl_tpu.scripts import datafiles, rows_file
+from trl_tpu.runtime.native import Runtime
+from trl_tpu.scoring import stream
+from trl_tpu.scoring.forms import REASON, Form
+from trl_tpu.scoring.scorer import TOKENS_A_PASS, Dialogue, Scorer
+from trl_tpu.scoring.stream import look_at, scored_rows
+from trl_tpu.scoring.summary import Summary
+from trl_tpu.scripts import rows_file, rows_stream
 from trl_tpu.scripts.parser import TrlParser
-from trl_tpu.scripts.scorer import Dialogue, Scorer, reward_column
 from trl_tpu.trainer.field_help import help_from_docstring
 
 logger = logging.getLogger(__name__)
@@ -34,15 +41,23 @@ class ScoreArguments:
     Args:
         model_name_or_path: Folder (or Hub id) of a saved reward model or of its adapters.
         text: Texts to score; the flag may be repeated.
-        dataset_name: Rows to score: a local file, a folder, a Hub id. Columns ``text``, ``messages``, or pairs in
-            ``chosen`` and ``rejected`` (``prompt`` too where it is explicit); for messages, ``tools`` and
+        dataset_name: Rows to score: a local file, a folder, a Hub id, or ``-`` for JSON Lines from the standard
+            input. Columns ``text``, ``messages``, ``completions`` (a list of answers), or ``chosen`` and ``rejected``
+            (answers or lists of them); ``prompt`` too where it is explicit; for messages, ``tools`` and
             ``chat_template_kwargs``, too.
         dataset_config: Configuration of the dataset.
         dataset_split: Split to score; may be left out where there is only one.
-        output: JSON Lines file for the rows with their rewards. Until all rows are scored it is called
-            ``OUTPUT.partial``. A reward that is not finite is null.
-        batch_size: Dialogues per forward pass.
+        output: File for the rows with their rewards: JSON Lines, or Parquet where its name ends in ``.parquet``. Until
+            all rows are scored it is called ``OUTPUT.partial``, and the same command goes on with it. A reward that
+            cannot be had is null, and ``not_scored`` says why.
+        best_of_n: Keep only the best of each prompt's ``completions``, as ``completion`` and ``reward``.
+        standardise: Give ``(reward - mean) / std``, by the mean and std in the model's config, which are those of its
+            last evaluation's rewards, or of the last ones of its training.
         max_length: Dialogues of more tokens get no reward, as training leaves them out; no limit when None.
+        bf16: Compute in bfloat16, over float32 weights; the score head stays in float32.
+        mesh: How the devices of PyTorch/XLA share the weights, as in training.
+        tokens_per_pass: Tokens that each device computes at a time.
+        batch_size: Most dialogues computed at a time in plain torch; no limit but the tokens when None.
         trust_remote_code: Whether the model may bring its own code.
     """
 
@@ -52,15 +67,20 @@ class ScoreArguments:
     dataset_config: str | None = None
     dataset_split: str | None = None
     output: str | None = None
-    batch_size: int = 8
+    best_of_n: bool = False
+    standardise: bool = False
     max_length: int | None = None
+    bf16: bool = False
+    mesh: str = "fsdp=-1"
+    tokens_per_pass: int = TOKENS_A_PASS
+    batch_size: int | None = None
     trust_remote_code: bool = False
 
 
 def score_texts(
     model_folder: str,
     texts_or_conversations: Sequence[Dialogue],
-    batch_size: int = 8,
+    batch_size: int | None = None,
     max_length: int | None = None,
 ) -> list[float]:
     """Compute rewards of texts or conversations by a saved reward model, in plain torch and float32.
@@ -68,124 +88,141 @@ def score_texts(
     Args:
         model_folder: Folder (or Hub id) of a saved reward model or of its adapters.
         texts_or_conversations: Texts, or lists of messages (``{"role": ..., "content": ...}``).
-        batch_size: Dialogues per forward pass.
+        batch_size: Most dialogues computed at a time; no limit when None.
         max_length: Dialogues of more tokens get nan, as training leaves them out; no limit when None.
 
     Returns:
         One reward per dialogue, in order.
 
     Raises:
-        UserError: Messages for a tokenizer without a chat template, a model without a pad token, no tokens.
+        UserError: A dialogue that is broken, messages for a tokenizer without a chat template, a model without a pad
+            token, no tokens.
     """
-    scorer = Scorer(model_folder)
+    scorer = Scorer(model_folder, batch_size=batch_size, runtime=Runtime())
     ids = [scorer.token_ids(dialogue, index=index) for index, dialogue in enumerate(texts_or_conversations)]
-    return [rewards["reward"] for rewards in scorer.score({"dialogue": ids}, batch_size, max_length)]
+    return scorer.rewards(ids, max_length)
 
 
-def score_dataset(
-    scorer: Scorer, rows: Dataset, batch_size: int = 8, max_length: int | None = None
-) -> dict[str, list[float]]:
+def score_dataset(scorer: Scorer, rows: Dataset, max_length: int | None = None) -> dict[str, list[float]]:
     """Compute rewards of a dataset's rows.
 
     Args:
         scorer: The model.
         rows: N rows with ``chosen`` and ``rejected`` (in any form that training takes), else ``messages`` or ``text``.
-        batch_size: Dialogues per forward pass.
         max_length: Dialogues of more tokens get nan; no limit when None.
 
     Returns:
         New columns of N rewards: ``reward_chosen`` and ``reward_rejected``, or ``reward``.
 
     Raises:
-        UserError: None of these columns, or a row that cannot be scored.
+        UserError: None of these columns, or a row that cannot be scored, but for its length.
     """
-    ids = _tokenized(scorer, rows)
-    scored = list(scorer.score(ids, batch_size, max_length))
-    return {column: [rewards[column] for rewards in scored] for column in map(reward_column, ids)}
+    form, all_rows = look_at(rows, best_only=False)
+    scored: dict[str, list[float]] = {column: [] for column in form.reward_columns.values()}
+    for row in scored_rows(scorer, all_rows, form, max_length):
+        if any(row[column] is None for column in form.token_columns.values()):
+            raise UserError(row[REASON])
+        for column, rewards in scored.items():
+            rewards.append(math.nan if row[column] is None else row[column])
+    return scored
 
 
-def _tokenized(scorer: Scorer, rows: Dataset) -> dict[str, list[list[int]]]:
-    """Tokenize all dialogues of a dataset, by their column; so every row is checked before the first is scored."""
-    columns = rows.column_names
-    if set(checks.RAW_COLUMNS) <= set(columns):
-        pairs: Any = prepare_preference_dataset(
-            rows, scorer.tokenizer, num_embeddings=scorer.num_embeddings, max_length=None, num_proc=None, name="scored"
-        )
-        return {column: list(pairs[ids]) for column, ids in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True)}
-    column = next((name for name in ("messages", "text") if name in columns), None)
-    if column is None:
-        raise UserError(
-            f"Rows to score need the columns chosen and rejected, or messages, or text; they have {columns}."
-        )
-    used = rows.select_columns([name for name in (column, "tools", "chat_template_kwargs") if name in columns])
-    return {column: [scorer.token_ids(row[column], row, column, index) for index, row in enumerate(used)]}
-
-
-def main(args: ScoreArguments) -> None:
+def main(args: ScoreArguments) -> int:
     """Score what the arguments name, write the rows where `output` says as they are scored, and print a summary.
 
+    Returns:
+        The exit status: 1 where no row could be scored.
+
     Raises:
-        UserError: Not exactly one of `text` and `dataset_name`, several splits and none chosen, or an `output` that
-            is the dataset itself or cannot be written.
+        UserError: Not exactly one of `text` and `dataset_name`, several splits and none chosen, columns that cannot be
+            scored, or an `output` that is the dataset itself or cannot be written.
     """
     if bool(args.text) == bool(args.dataset_name):
         raise UserError("Give either `--text` (it may be repeated) or `--dataset_name`, and not both.")
     if args.output:
         rows_file.check(args.output, args.dataset_name)
-    rows = _rows(args)
-    scorer = Scorer(args.model_name_or_path, args.trust_remote_code)
-    ids = _tokenized(scorer, rows)
-    scored: dict[str, list[float]] = {reward_column(column): [] for column in ids}
-    if args.output and (replaced := set(scored) & set(rows.column_names)):
-        logger.warning(f"The output has new rewards in place of the dataset's: {', '.join(sorted(replaced))}.")
-    rewards = scorer.score(ids, args.batch_size, args.max_length)
-    with rows_file.opened(args.output) as file:
-        for index, row_rewards in enumerate(rewards):
-            for column, reward in row_rewards.items():
-                scored[column].append(reward)
-            if file is not None:
-                print(rows_file.json_line({**rows[index], **row_rewards}), file=file, flush=True)
-    if args.text:
-        for text, reward in zip(args.text, scored["reward"], strict=True):
-            print(f"{reward:10.4f}  {text}")
-    else:
-        print(summary(scored))
+    source = _source(args)
+    form, rows = look_at(source.rows, args.best_of_n)
+    scorer = Scorer(
+        args.model_name_or_path,
+        args.trust_remote_code,
+        bf16=args.bf16,
+        mesh=args.mesh,
+        tokens_per_pass=args.tokens_per_pass,
+        batch_size=args.batch_size,
+        standardise=args.standardise,
+    )
+    rewards = tuple(form.reward_columns.values())
+    summary = Summary(rewards)
+    for row in _all_scored(args, scorer, rows, form, source.count, summary):
+        summary.add(row)
+        if args.text:
+            reward = math.nan if row["reward"] is None else row["reward"]
+            print(f"{reward:10.4f}  {row['text']}")
+    if not args.text:
+        print("\n".join(summary.lines()))
+    if (complaint := summary.complaint()) is not None:
+        logger.warning(complaint)
     if args.output:
-        print(f"Rewards of {len(rows)} rows written to {args.output}")
+        print(f"Rewards of {summary.rows} rows written to {args.output}")
+    return 0 if summary.has_rewards else 1
 
 
-def _rows(args: ScoreArguments) -> Any:
+def _source(args: ScoreArguments) -> rows_stream.Source:
     if args.text:
         for number, text in enumerate(args.text, start=1):
             checks.check_text(text, f"`--text` number {number}")
-        return Dataset.from_dict({"text": args.text})
-    name = str(args.dataset_name)
-    splits = datafiles.load(name, name=args.dataset_config)
-    if args.dataset_split is None and len(splits) > 1:
-        raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
-    return datafiles.pick_split(splits, args.dataset_split or next(iter(splits)), name)
+        return rows_stream.Source([{"text": text} for text in args.text], len(args.text))
+    return rows_stream.open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
 
 
-def summary(scored: dict[str, list[float]]) -> str:
-    """Sum rewards up in a few lines: count, accuracy and margin of pairs, mean and range of each column."""
-    lines = []
-    if "reward_chosen" in scored:
-        margins = [c - r for c, r in zip(scored["reward_chosen"], scored["reward_rejected"], strict=True)]
-        margins = [margin for margin in margins if math.isfinite(margin)]
-        if margins:
-            right = sum(margin > 0 for margin in margins)
-            lines += [
-                f"pairs            {len(margins)}",
-                f"accuracy         {right / len(margins):.4f}",
-                f"ties             {sum(margin == 0 for margin in margins)}",
-                f"mean margin      {sum(margins) / len(margins):.4f}",
-            ]
-    for column, rewards in scored.items():
-        finite = [reward for reward in rewards if math.isfinite(reward)]
-        if finite:
-            mean = sum(finite) / len(finite)
-            lines.append(f"{column:<16} mean {mean:.4f}, min {min(finite):.4f}, max {max(finite):.4f}")
-    return "\n".join(lines) or "no row was scored"
+def _all_scored(
+    args: ScoreArguments, scorer: Scorer, rows: Iterator[Any], form: Form, count: int | None, summary: Summary
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows with their rewards, as they are written; those of an earlier start go to the summary only."""
+    if args.output is None:
+        yield from _with_progress(scored_rows(scorer, rows, form, args.max_length), 0, count, args)
+        return
+    file = rows_file.RowsFile(args.output, _asked(args, scorer), stream.WINDOW)
+    if file.kept:
+        logger.warning(f"{file.kept} rows are scored already, by an earlier start of this command; it goes on there.")
+    for row in file.kept_rows():
+        summary.add(row)
+    scorer.row_length = file.settled.get("row_length")
+    scored = scored_rows(scorer, islice(rows, file.kept, None), form, args.max_length, first=file.kept)
+    for row in _with_progress(file.write(scored), file.kept, count, args):
+        file.settle(row_length=scorer.row_length)
+        yield row
+
+
+def _asked(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
+    """Return what the output depends on, to the last bits of the rewards."""
+    path = Path(args.dataset_name or "").expanduser()
+    return {
+        "model": scorer.fingerprint,
+        "text": args.text,
+        "dataset_name": args.dataset_name,
+        "dataset_config": args.dataset_config,
+        "dataset_split": args.dataset_split,
+        "bytes of the dataset": path.stat().st_size if path.is_file() else None,
+        "best_of_n": args.best_of_n,
+        "standardised by": None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std],
+        "max_length": args.max_length,
+        "bf16": args.bf16,
+        "devices": f"{scorer.device.type} {scorer.mesh}",
+        "tokens_per_pass": args.tokens_per_pass,
+        "batch_size": args.batch_size,
+    }
+
+
+def _with_progress(
+    rows: Iterable[dict[str, Any]], done: int, count: int | None, args: ScoreArguments
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows, and show how many are done, rows a second and the time left; not for a few texts."""
+    every = 0.5 if sys.stderr.isatty() else 30  # seconds: a log keeps each line
+    bar = tqdm(rows, "Scoring", total=count, initial=done, unit=" rows", mininterval=every, disable=bool(args.text))
+    with bar:
+        yield from bar
 
 
 def make_parser(prog: str | None = None) -> TrlParser:
@@ -196,5 +233,4 @@ def make_parser(prog: str | None = None) -> TrlParser:
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu score``; returns the exit status."""
     (args,) = make_parser(prog="trl-tpu score").parse_args_and_config(argv)
-    main(args)
-    return 0
+    return main(args)

@@ -15,6 +15,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from ..errors import UserError
 from ..training.evaluation import METRICS
+from ..training.judge import LENGTH_METRICS, groups_of, labels_of
 
 _READ_THE_MODEL = ("galore", "apollo", "lomo")  # optimizers
 _TRIED_STEPS = 4
@@ -132,7 +133,11 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
     if asked is None or args.eval_strategy == "no" or eval_dataset is None:
         return
     prefixes = [f"{name}_" if name else "" for name in _sets_of(eval_dataset)]
-    known = [f"{prefix}{metric}" for prefix in prefixes for metric in METRICS]
+    known = [f"{prefix}{metric}" for prefix in prefixes for metric in (*METRICS, *LENGTH_METRICS)]
+    if args.eval_by is not None:
+        groups = {f"{prefix}accuracy/" for prefix in prefixes}
+        known += [f"{prefix}mean_accuracy_over_groups" for prefix in prefixes]
+        known += [asked.removeprefix("eval_")] if asked.removeprefix("eval_").startswith(tuple(groups)) else []
     if asked.removeprefix("eval_") not in known:
         raise UserError(
             f"metric_for_best_model={asked!r} is not measured in evaluation, which measures {', '.join(known)}. "
@@ -140,9 +145,34 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
         )
 
 
+def check_eval_by(args: Any, eval_dataset: Any) -> None:
+    """Raise UserError where evaluation is to tell groups apart that the data does not have, or has too many of."""
+    if args.eval_by is None or eval_dataset is None:
+        return
+    if args.train_sampling_strategy == "group_by_length":
+        raise UserError(
+            "eval_by needs pairs in the order of the evaluation data, which train_sampling_strategy='group_by_length' "
+            "changes. Leave one of them out: packed rows have no padding."
+        )
+    for dataset in _sets_of(eval_dataset).values():
+        if not isinstance(dataset, Dataset):
+            raise UserError(
+                f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave it out."
+            )
+        groups_of(labels_of(dataset, args.eval_by))
+
+
 def _sets_of(eval_dataset: Any) -> Mapping[str, Any]:
     """Return the datasets that evaluation is on, by name; a single one has none."""
     return eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
 
 
-__all__ = ["check_best_metric", "check_hub", "check_lengths", "check_tracker_names", "check_trackers", "check_update"]
+__all__ = [
+    "check_best_metric",
+    "check_eval_by",
+    "check_hub",
+    "check_lengths",
+    "check_tracker_names",
+    "check_trackers",
+    "check_update",
+]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import runtime
 from ..data.checks import TOKEN_COLUMNS
 from ..data.measure import longer_dialogues
-from ..data.old_columns import prepare_legacy_dataset
+from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..modeling.adapters import (
@@ -180,32 +180,49 @@ def build_dataset(
         num_proc=args.dataset_num_proc,
         name=name,
     )
-    _check_positions(prepared, model, name)
-    return prepared
+    return _with_positions(prepared, model, name, OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)
 
 
 def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
     """Return the token ids of the first chosen dialogues; None for a stream, or where there are other columns."""
-    column = "input_ids_chosen" if old_columns else TOKEN_COLUMNS[0]
+    column = (OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)[0]
     if not isinstance(pairs, Dataset) or column not in pairs.column_names:
         return None
     return pairs[:_LOOKED_AT][column]
 
 
-def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> None:
-    """Refuse a dialogue for which the model has no positions; warn where they are computed, but untrained."""
-    config: Any = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if not limit or not isinstance(dataset, Dataset):
-        return
+def _with_positions(dataset: Any, model: PreTrainedModel, name: str, columns: tuple[str, str]) -> Any:
+    """Refuse a dialogue for which the model has no positions; warn where they are computed, but untrained.
+
+    Returns:
+        The dataset; a stream's rows are checked as they are read, for positions that are learned.
+    """
+    learned = learned_positions(model)
+    limit = learned or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not limit:
+        return dataset
+    if not isinstance(dataset, Dataset):
+        settings = {"limit": limit, "name": name, "columns": columns}
+        return dataset if learned is None else dataset.map(_check_row, with_indices=True, fn_kwargs=settings)
     lengths = longer_dialogues(dataset)
     row = int(lengths.argmax())
-    if lengths[row] <= limit:
-        return
-    message = (
-        f"The {name} dataset has a dialogue of {lengths[row]} tokens (row {row} of those kept), but the model was "
-        f"made for {limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
+    if lengths[row] > limit:
+        message = _too_long(int(lengths[row]), row, limit, name)
+        if learned is not None:
+            raise UserError(message)
+        logger.warning(message)
+    return dataset
+
+
+def _check_row(row: dict[str, Any], index: int, limit: int, name: str, columns: tuple[str, str]) -> dict[str, Any]:
+    longest = max(len(row[key]) for key in columns)
+    if longest > limit:
+        raise UserError(_too_long(longest, index, limit, name))
+    return row
+
+
+def _too_long(length: int, row: int, limit: int, name: str) -> str:
+    return (
+        f"The {name} dataset has a dialogue of {length} tokens (row {row} of those kept), but the model was made for "
+        f"{limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
     )
-    if learned_positions(model) is not None:
-        raise UserError(message)
-    logger.warning(message)

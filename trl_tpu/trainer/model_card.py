@@ -44,7 +44,7 @@ with torch.no_grad():
 
 {reading}
 
-## Training procedure
+{evaluation}## Training procedure
 
 The pairwise loss of Bradley and Terry, `-logsigmoid(chosen - rejected)`, on pairs of dialogues.
 
@@ -141,6 +141,7 @@ def make_model_card(
     tags: Iterable[str],
     versions: dict[str, str],
     reading: "Reading | None" = None,
+    evaluation: str = "",
 ) -> ModelCard:
     """Make a model card with the metadata that the Hub reads.
 
@@ -152,6 +153,7 @@ def make_model_card(
         tags: Tags beside that of a trainer's card.
         versions: Versions of the libraries, by name.
         reading: How it reads a dialogue, if known.
+        evaluation: A section of its own, in Markdown.
     """
     metadata = ModelCardData(
         base_model=base_model,
@@ -169,6 +171,7 @@ def make_model_card(
             location=location,
             tokens=(reading or Reading()).tokens(),
             reading=(reading or Reading()).describe(),
+            evaluation=f"{evaluation}\n\n" if evaluation else "",
             base=f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
             data=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})" if dataset_name else "",
             versions=", ".join(

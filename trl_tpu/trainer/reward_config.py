@@ -16,6 +16,7 @@ from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
+from ..training.judge import ERRORS
 from ..training.preemption import parse_duration
 from .before_training import check_tracker_names, check_update
 from .field_help import help_from_docstring
@@ -74,6 +75,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
         center_rewards_coefficient (`float`, *optional*):
             Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
+        eval_by (`str`, *optional*):
+            A column of the evaluation data, such as "source": evaluation logs the accuracy of each of its labels, as
+            `eval_accuracy/LABEL`, and their mean, `eval_mean_accuracy_over_groups`.
         training_time_limit (`str`, *optional*):
             How long `train()` may take, such as "2h30m", "1d" or "90m". At the end of the step in which that is over
             training saves a checkpoint, whatever `save_strategy` says, and stops; `trainer.stopped_by` is then
@@ -159,6 +163,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     # the training
     center_rewards_coefficient: float | None = None
+    eval_by: str | None = None
     training_time_limit: str | None = None
     save_interval_minutes: float | None = None
     nonfinite_limit: int = 3
@@ -200,6 +205,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         check_choices(self)
         if self.remat == Remat.NONE and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
+            self.greater_is_better = False  # transformers knows this of losses only
         with warnings.catch_warnings():
             # our own default is spelled the way TRL spells it
             warnings.filterwarnings(

@@ -23,24 +23,27 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.trainer_utils import PredictionOutput
+from transformers.utils import CONFIG_NAME
 
 from .. import runtime
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
 from ..errors import UserError
-from ..modeling.adapters import without_adapters
+from ..modeling.adapters import is_peft_model, without_adapters
 from ..modeling.losses import pairwise_losses
+from ..modeling.readers import BASE_CONFIG, save_base_config, write_old_rope_names
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..packing.schedule import RowPlan
 from ..training.device_trainer import DeviceTrainer
 from .batch_plan import BatchPlan
-from .before_training import check_best_metric, check_hub, check_lengths, check_trackers
+from .before_training import check_best_metric, check_eval_by, check_hub, check_lengths, check_trackers
 from .builders import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .model_card import Reading, is_generated, make_model_card
 from .reward_config import RewardConfig
+from .verdict_section import write_verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,7 @@ class RewardTrainer(DeviceTrainer):
     batch_plan: BatchPlan
     _old_columns = False
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
+    _evaluated: Any = None  # what the last evaluation was on, or is on
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
 
@@ -174,6 +178,7 @@ class RewardTrainer(DeviceTrainer):
         check_hub(args)
         if self._is_own("_get_train_sampler"):
             check_lengths(args, train_dataset, eval_dataset)
+        check_eval_by(args, eval_dataset)
         if compute_metrics is None and type(self) is RewardTrainer and all(map(_is_transformers, callbacks or ())):
             check_best_metric(args, eval_dataset)
         if args.label_smoothing_factor and self._is_own("compute_loss"):
@@ -287,13 +292,22 @@ class RewardTrainer(DeviceTrainer):
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepared(eval_dataset, "eval")
         dataset: Any = eval_dataset  # datasets' class, which transformers types as torch's
+        own: Any = self.eval_dataset
+        self._evaluated = own if dataset is None else own[dataset] if isinstance(dataset, str) else dataset
         return super().evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def evaluated_pairs(self, count: int) -> Any:
+        in_order = all(map(self._is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
+        dataset = self._evaluated
+        if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
+            return None
+        return dataset if count == len(dataset) or self.args.dataloader_drop_last else None
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
-        prepared = self._prepared(test_dataset, "test")
+        self._evaluated = prepared = self._prepared(test_dataset, "test")
         return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     # ---- data
@@ -345,7 +359,10 @@ class RewardTrainer(DeviceTrainer):
     ) -> None:
         """Write the model card, with TRL's tags, to ``output_dir/README.md``; one that you wrote stays."""
         path = Path(str(self.args.output_dir), "README.md")
-        if not self.is_world_process_zero() or (path.is_file() and not is_generated(path.read_text(errors="replace"))):
+        if not self.is_world_process_zero():
+            return
+        evaluation = write_verdicts(self.verdicts, path.parent, draws=not self.is_in_train)
+        if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
         base = getattr(self.model.config, "_name_or_path", "")
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
@@ -354,19 +371,47 @@ class RewardTrainer(DeviceTrainer):
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
             base_model=base if base and not os.path.isdir(base) else None,
-            dataset_name=dataset_name if dataset_name and not os.path.exists(dataset_name) else None,
+            dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
             reading=Reading(self.processing_class, self.args.max_length, self.reward_metrics.scale),
+            evaluation=evaluation,
         )
         card.save(path)
+
+    def save_description(self, dataset_name: str | None = None) -> None:
+        """Write config and card anew beside the model in `output_dir`: an evaluation since has measured rewards."""
+        if not self.args.should_save:
+            return
+        folder, base = Path(str(self.args.output_dir)), without_adapters(self.model)
+        name = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
+        if is_peft_model(self.model):
+            save_base_config(base, folder)
+        else:
+            base.config.save_pretrained(folder)
+            write_old_rope_names(folder)
+        try:
+            self.create_model_card(dataset_name=dataset_name)
+        except OSError as error:  # the model is saved
+            logger.error("The model card could not be written: %s", error)
+        if self.remote is not None:
+            verdict = [path.name for path in sorted(folder.glob("verdict*"))]  # which the card shows
+            self.remote.put(folder, [name, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
 
 
 _READ_BATCHES = (
     *("compute_loss", "training_step", "prediction_step", "_prepare_inputs"),
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
 )
-_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, "_prepare_dataset", "_get_train_sampler")}
+_ORDER_PAIRS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
+_OWN = {
+    name: getattr(RewardTrainer, name)
+    for name in (*_READ_BATCHES, *_ORDER_PAIRS, "_prepare_dataset", "_get_train_sampler")
+}
+
+
+def _may_be_on_the_hub(dataset_name: str) -> bool:
+    return ":" not in dataset_name and not os.path.exists(dataset_name)
 
 
 def _is_transformers(callback: Any) -> bool:

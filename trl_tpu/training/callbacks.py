@@ -1,12 +1,12 @@
 """What is done by callbacks of ours, and around those of others, at a step, a save and an end."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .logs import resume_sums
 from .progress import say
@@ -15,8 +15,6 @@ from .recompile_guard import RecompileGuard
 if TYPE_CHECKING:
     from .device_trainer import DeviceTrainer
 
-logger = logging.getLogger(__name__)
-
 _OWN = __package__.partition(".")[0]
 
 
@@ -24,15 +22,6 @@ def watches_saves(callback: TrainerCallback) -> bool:
     """Return whether a callback may look for what was saved; those of this package do not."""
     kind = type(callback)
     return kind.on_save is not TrainerCallback.on_save and kind.__module__.partition(".")[0] != _OWN
-
-
-def report_pushes(trainer: Trainer) -> None:
-    """Say which uploads beside training failed, whose errors transformers drops."""
-    jobs: list[Any] = getattr(getattr(trainer, "push_in_progress", None), "jobs", [])
-    for job in [job for job in jobs if job.done()]:
-        jobs.remove(job)
-        if not job.cancelled() and (error := job.exception()) is not None:
-            logger.error("An upload to %s FAILED, the repository is as before: %s", trainer.hub_model_id, error)
 
 
 @contextlib.contextmanager
@@ -44,6 +33,28 @@ def keeping_all(args: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         args.save_total_limit = limit
+
+
+@contextlib.contextmanager
+def best_found_at(folder: str | None, checkpoint: str | None) -> Iterator[None]:
+    """Let transformers read of ``checkpoint`` that the best one is at ``folder``, where that is not None and is there.
+
+    It looks where that was saved, and says of one that has moved that it is ignored.
+    """
+    own = vars(TrainerState)["load_from_json"]
+    load = TrainerState.load_from_json
+
+    def load_found(path: str) -> TrainerState:
+        state = load(path)
+        if folder is not None and Path(path).parent == Path(str(checkpoint)):
+            state.best_model_checkpoint = folder if Path(folder).is_dir() else None
+        return state
+
+    TrainerState.load_from_json = staticmethod(load_found)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        TrainerState.load_from_json = own  # type: ignore[method-assign]
 
 
 class StepEdges(TrainerCallback):

@@ -11,6 +11,7 @@ _build_accelerator_args             keep precision and batch dispatch out of acc
 _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh
+init_hf_repo                        one line where the Hub refuses
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
@@ -42,7 +43,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
-from transformers.utils import CONFIG_NAME
 
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
@@ -55,15 +55,16 @@ from ..data.loader import collating_with, outlive_sigterm, skip_batches, skippin
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, without_adapters
-from ..modeling.readers import BASE_CONFIG, save_base_config, saved_scale, set_scale
+from ..modeling.readers import save_base_config, saved_scale, set_scale, write_old_rope_names
 from ..modeling.work import work_of_a_pair
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
 from .agreement import HostAgreement
-from .callbacks import StepEdges, keeping_all, report_pushes, watches_saves
+from .callbacks import StepEdges, best_found_at, keeping_all, watches_saves
 from .contents import contents_of, keeps_state
 from .evaluation import evaluate_batch, run_evaluation
+from .hub import making_repository, report_pushes
 from .logs import leave_nonfinite_out, log_step
 from .mesh_loader import mesh_loader
 from .metrics import RewardMetrics
@@ -78,6 +79,7 @@ from .throughput import Throughput
 from .trackers import EvaluationTables
 
 if TYPE_CHECKING:
+    from ..evaluation.verdict import Verdict
     from ..trainer.batch_plan import BatchPlan
     from ..trainer.reward_config import RewardConfig
 
@@ -143,6 +145,8 @@ class DeviceTrainer(Trainer):
         use_own_progress(self)
         self.evaluated_rewards: tuple[str, torch.Tensor] | None = None
         """The prefix of the last evaluation's metrics, and its rewards [N, 2] on the host."""
+        self.verdicts: dict[str, Verdict] = {}
+        """The verdict of the last evaluation, by the prefix of its metrics."""
         self.add_callback(StepEdges(self))
         self.add_callback(EvaluationTables(self))  # behind the trackers' own
 
@@ -171,7 +175,8 @@ class DeviceTrainer(Trainer):
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
-                output = super().train(checkpoint, trial, ignore_keys_for_eval)
+                with best_found_at(self._best, checkpoint):
+                    output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 if self.stopped_by is None and self.args.should_save:
                     run.end()
             finally:
@@ -222,7 +227,13 @@ class DeviceTrainer(Trainer):
         if checkpoint is not None and best is not None:  # the folder may have had another path
             places = [Path(checkpoint).with_name(Path(best).name), run.path / Path(best).name, Path(best)]
             self._best = str(next((place for place in places if place.is_dir()), places[1]))
+            if self.remote is None and not Path(self._best).is_dir():
+                logger.warning("The best checkpoint so far, %s, is not there any more.", self._best)
         return checkpoint
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        with making_repository(self.args):
+            super().init_hf_repo(token, private)
 
     @property
     def stopped_by(self) -> str | None:
@@ -435,6 +446,10 @@ class DeviceTrainer(Trainer):
         """Return the rewards [P, 2] in what `compute_loss` returned beside the loss; None where there are none."""
         raise NotImplementedError
 
+    def evaluated_pairs(self, count: int) -> Any:
+        """Return the dataset whose first ``count`` pairs an evaluation was on, in order; None if that is not known."""
+        return None
+
     def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
         """Return what metrics are computed from."""
         return rewards_P2
@@ -459,6 +474,7 @@ class DeviceTrainer(Trainer):
                 super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
             if not self.args.should_save:
                 return
+            write_old_rope_names(staging)
             if is_peft_model(self.model):
                 save_base_config(without_adapters(self.model), staging)
             if remote is not None:
@@ -475,18 +491,6 @@ class DeviceTrainer(Trainer):
                 shutil.rmtree(staging, ignore_errors=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def save_config(self) -> None:
-        """Write the config anew beside the model in `output_dir`: an evaluation since has measured its rewards."""
-        if not self.args.should_save:
-            return
-        folder, base = Path(str(self.args.output_dir)), without_adapters(self.model)
-        if is_peft_model(self.model):
-            save_base_config(base, folder)
-        else:
-            base.config.save_pretrained(folder)
-        if self.remote is not None:
-            self.remote.put(folder, [BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME])
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""

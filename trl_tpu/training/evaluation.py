@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, ha
 
 from ..data.packed_batch import PackedBatch, micro_batches_of
 from ..modeling.readers import set_scale
+from . import judge
 from .metrics import RewardSums, on_host, over_processes, sums_of
 from .preemption import EvaluationCutShort
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 #: What an evaluation measures by itself; the last three are transformers'.
 METRICS = (
     *("loss", "num_tokens", *RewardSums(pairs=1).metrics()),
+    *judge.METRICS,
     *("runtime", "samples_per_second", "steps_per_second"),
 )
 
@@ -113,6 +115,12 @@ def run_evaluation(
         if prefix.startswith("eval"):  # and not a prediction
             trainer.reward_metrics.evaluated = sums.scale("the evaluation set")
             set_scale(trainer.model.config, trainer.reward_metrics.scale)
+    if "rewards" in found:
+        rewards_N2 = found["rewards"].double().numpy()
+        verdict = judge.judge(rewards_N2, trainer.evaluated_pairs(len(rewards_N2)), args.eval_by)
+        if verdict is not None:
+            trainer.verdicts[prefix] = verdict
+            own |= verdict.metrics()
     # what is stopped, saved or kept because of a metric has to be the same in every process
     metrics = trainer.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
     named = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}

@@ -9,11 +9,12 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from .evaluation import METRICS
+from .judge import LENGTH_METRICS
 
 _SHOWN = ("loss", "accuracy")
 _LEFT_TO_TRACKERS = {
     *("epoch", "grad_norm", "learning_rate", "total_flos", "tokens_per_second", "model_tflops_per_second", "mfu"),
-    *("memory_gib", "num_input_tokens_seen", *METRICS),
+    *("memory_gib", "num_input_tokens_seen", *METRICS, *LENGTH_METRICS),
 }
 
 
@@ -113,7 +114,8 @@ def _parts(logs: dict[str, Any]) -> Iterator[str]:
     if own.get("nonfinite"):
         yield f"nonfinite {own['nonfinite']}"
     known = {*_SHOWN, "pairs_per_second", "nonfinite", *_LEFT_TO_TRACKERS}
-    yield from (f"{key} {_number(value)}" for key, value in own.items() if key not in known)
+    others = {key: value for key, value in own.items() if key not in known and not key.startswith("accuracy/")}
+    yield from (f"{key} {_number(value)}" for key, value in others.items())
 
 
 def _number(value: Any) -> str:

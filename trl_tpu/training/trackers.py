@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset
-from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 from transformers.integrations.integration_utils import rewrite_logs
+
+from ..data.measure import id_columns
 
 if TYPE_CHECKING:
     from .device_trainer import DeviceTrainer
 
 _ROWS = 16  # of a table
 _CHARACTERS = 500  # of a dialogue, at its end, where its answer is
-_IDS = (("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected"))
 COLUMNS = ("margin", "reward of chosen", "reward of rejected", "chosen", "rejected")
 
 
@@ -52,14 +52,7 @@ class EvaluationTables(TrainerCallback):
     def __init__(self, trainer: "DeviceTrainer") -> None:
         self._trainer = trainer
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         callbacks = self._trainer.callback_handler.callbacks
         sends = [(send, each) for each in callbacks for kind, send in SENDERS.items() if isinstance(each, kind)]
         if not sends or self._trainer.evaluated_rewards is None or not state.is_world_process_zero:
@@ -70,21 +63,19 @@ class EvaluationTables(TrainerCallback):
         finite_N = np.isfinite(margins_N)
         if not finite_N.any():
             return
-        rows = _most_wrong(rewards_N2, margins_N, eval_dataloader, self._trainer.processing_class)
+        pairs = self._trainer.evaluated_pairs(len(rewards_N2))
+        rows = _most_wrong(rewards_N2, margins_N, pairs, self._trainer.processing_class)
         seen = Seen(prefix, state.global_step, margins_N[finite_N], rows)
         for send, each in sends:
             send(each, seen)
 
 
 def _most_wrong(
-    rewards_N2: np.ndarray, margins_N: np.ndarray, loader: Any, tokenizer: Any
+    rewards_N2: np.ndarray, margins_N: np.ndarray, dataset: Any, tokenizer: Any
 ) -> list[tuple[float, float, float, str, str]]:
-    """Return the pairs with the least margins, by `COLUMNS`; none if ``loader`` has not gone through them in order."""
-    dataset = getattr(loader, "dataset", None)
-    if not isinstance(dataset, Dataset) or not isinstance(getattr(loader, "sampler", None), SequentialSampler):
-        return []
-    names = next((names for names in _IDS if set(names) <= set(dataset.column_names)), None)
-    if names is None or len(dataset) < len(margins_N):
+    """Return the pairs with the least margins, by `COLUMNS`; none where ``dataset`` has no token ids of them."""
+    names = id_columns(dataset) if isinstance(dataset, Dataset) else None
+    if names is None:
         return []
     rows = []
     for index in np.argsort(margins_N, kind="stable")[:_ROWS].tolist():

@@ -1,0 +1,54 @@
+"""How many positions a model has learned is what it can read: one more token is an error of the model."""
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from preference_forms import tiny_tokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from trl_tpu import RewardConfig
+from trl_tpu.data.collators import LEGACY_KEYS
+from trl_tpu.errors import UserError
+from trl_tpu.modeling.positions import learned_positions
+from trl_tpu.trainer.builders import build_dataset
+
+TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 300}
+TINY |= {"max_position_embeddings": 40, "pad_token_id": 1, "num_labels": 1}
+FAMILIES = {"bert": 40, "roberta": 38, "xlm-roberta": 38, "camembert": 38, "mpnet": 38, "opt": 40}
+
+
+def tiny_model(family: str) -> Any:
+    more = {"word_embed_proj_dim": 8, "ffn_dim": 8} if family == "opt" else {}
+    config = AutoConfig.for_model(family, **TINY, **more)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(("family", "count"), FAMILIES.items())
+def test_learned_positions_are_as_many_as_a_model_reads(family: str, count: int) -> None:
+    model = tiny_model(family)
+    assert learned_positions(model) == count
+    with torch.no_grad():
+        assert model(input_ids=torch.full((1, count), 5)).logits.isfinite().all()
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, count + 1), 5))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_dialogue_beyond_the_learned_positions_is_refused(is_stream: bool, tmp_path: Any) -> None:
+    model = tiny_model("roberta")
+    args = RewardConfig(str(tmp_path), max_length=None, report_to="none")
+
+    def built(longest: int) -> Any:
+        pairs: Any = Dataset.from_dict({"chosen_ids": [[5], [5] * longest], "rejected_ids": [[5], [5]]})
+        pairs = pairs.to_iterable_dataset() if is_stream else pairs
+        return list(build_dataset(pairs, model, tiny_tokenizer(), args, "train", False))
+
+    assert [len(row["chosen_ids"]) for row in built(38)] == [1, 38]
+    if is_stream:  # of the old API's columns, too
+        old = Dataset.from_dict(dict.fromkeys(LEGACY_KEYS, [[1] * 39]))
+        with pytest.raises(UserError, match="of 39 tokens"):
+            list(build_dataset(old.to_iterable_dataset(), model, tiny_tokenizer(), args, "train", True))
+    with pytest.raises(UserError, match=r"of 39 tokens \(row 1 .* made for 38 .* Set max_length=38 to leave"):
+        built(39)

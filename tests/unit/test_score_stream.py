@@ -1,0 +1,279 @@
+"""Scoring many rows: equal to one dialogue at a time, for every form; resumed to the byte; in flat memory."""
+
+import io
+import json
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import apart
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+import trl_tpu
+from trl_tpu import cli
+from trl_tpu.errors import UserError
+from trl_tpu.packing.dialogues import Pass, PlannedPasses, TightPasses
+from trl_tpu.packing.padded import PaddedPasses
+from trl_tpu.scoring import stream
+from trl_tpu.scoring.scorer import Scorer
+
+PAIRS = tiny.made_up_pairs(40).to_list()
+TOKENIZER = tiny.tiny_tokenizer([text for row in PAIRS for text in row.values()], vocab_size=320)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    "gpt2": {"n_head": 4, "n_layer": 2, "n_embd": 32, "n_positions": 256},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    "bloom": {"n_head": 4, "n_layer": 2},  # ALiBi: padded rows
+}
+
+
+def save(folder: Path, family: str = "llama") -> Path:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_labels": 1, "initializer_range": 0.3}
+    config = AutoConfig.for_model(
+        family, vocab_size=len(TOKENIZER), pad_token_id=TOKENIZER.pad_token_id, **sizes | FAMILIES[family]
+    )
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"))
+
+
+def alone(folder: Path, dialogues: list[Any]) -> list[float]:
+    """The reference: transformers' own model, one dialogue at a time."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # each family has a class of its own
+    rewards = []
+    for dialogue in dialogues:
+        is_text = isinstance(dialogue, str)
+        text = dialogue + "<eos>" if is_text else "".join(f"{m['role']}: {m['content']}\n" for m in dialogue)
+        with torch.inference_mode():
+            rewards.append(model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item())
+    return rewards
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def words(model: Path, dataset: Path | str, output: Path) -> list[str]:
+    return ["score", "--model_name_or_path", str(model), "--dataset_name", str(dataset), "--output", str(output)]
+
+
+def chat(text: str, role: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, family)
+    scorer = Scorer(str(folder), tokens_per_pass=300)
+    assert isinstance(scorer.passes, PaddedPasses if family == "bloom" else TightPasses)
+
+    def scored(rows: list[Any]) -> list[dict[str, Any]]:
+        return list(trl_tpu.score(scorer, rows))
+
+    texts = [row["prompt"] + row[half] for row in PAIRS for half in ("chosen", "rejected")]
+    expected = alone(folder, texts)
+    by_pair = [{"chosen": pair[0], "rejected": pair[1]} for pair in np.reshape(expected, (-1, 2))]
+
+    assert [row["reward"] for row in scored(texts)] == pytest.approx(expected, abs=1e-5)
+    for found, right in zip(scored(PAIRS), by_pair, strict=True):
+        assert {half: found[f"reward_{half}"] for half in right} == pytest.approx(right, abs=1e-5)
+    several = [
+        {"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"], row["chosen"]]} for row in PAIRS
+    ]
+    for found, right in zip(scored(several), by_pair, strict=True):
+        assert found["rewards"] == pytest.approx([right["chosen"], right["rejected"], right["chosen"]], abs=1e-5)
+    lists = [{**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], row["chosen"]]} for row in PAIRS]
+    for found, right in zip(scored(lists), by_pair, strict=True):
+        assert found["reward_chosen"] == pytest.approx([right["chosen"]], abs=1e-5)
+        assert found["reward_rejected"] == pytest.approx([right["rejected"], right["chosen"]], abs=1e-5)
+        assert [len(found[f"tokens_{half}"]) for half in right] == [1, 2]
+
+    chats = [chat(row["prompt"], "user") + chat(row["chosen"], "assistant") for row in PAIRS]
+    expected = alone(folder, chats)
+    assert [row["reward"] for row in scored(chats)] == pytest.approx(expected, abs=1e-5)
+    asked = [
+        {"prompt": chat(row["prompt"], "user"), "completions": [chat(row["chosen"], "assistant")] * 2} for row in PAIRS
+    ]
+    assert [row["rewards"][1] for row in scored(asked)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": row["prompt"], "completions": [row["rejected"], row["chosen"], row["rejected"], 5], "id": number}
+        for number, row in enumerate(PAIRS)
+    ]
+    rows[3]["completions"] = [5]
+    every = list(trl_tpu.score(str(model), rows))
+    source, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    assert cli.main([*words(model, source, output), "--best_of_n"]) == 0
+    for row, full, best in zip(rows, every, read(output), strict=True):
+        assert best["id"] == row["id"] and "completions" not in best and "[" in best["not_scored"]
+        rewards = [reward for reward in full["rewards"] if reward is not None]
+        if not rewards:
+            assert best["completion"] is best["reward"] is None
+            continue
+        assert best["reward"] == max(rewards)
+        assert best["completion"] == row["completions"][full["rewards"].index(max(rewards))]
+    with pytest.raises(UserError, match="chosen from a column completions"):
+        trl_tpu.score(str(model), PAIRS, best_of_n=True)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_killed_and_started_again_the_output_is_the_same_to_the_byte(suffix: str, model: Path, tmp_path: Path) -> None:
+    rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
+    rows[30]["chosen"] = None  # type: ignore[assignment]
+    source = write(tmp_path / "rows.jsonl", rows)
+    whole, output = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
+
+    def run(output: Path, kill_at: int, *more: str) -> Any:
+        return apart.run("killed_score.py", "8", str(kill_at), *words(model, source, output), *more)
+
+    assert run(whole, 0).returncode == 0
+    partial = tmp_path / f"out{suffix}.partial"
+    kept = []
+    for at in (5, 20, 12):  # before the first window is written; within the third; within the second after those
+        assert run(output, at).returncode == -9
+        assert not output.exists() and partial.exists()
+        kept.append(partial.read_bytes())
+    partial.write_bytes(kept[-1] + b'{"prompt": "cut o')
+    refused = run(output, 0, "--max_length", "9")
+    assert refused.returncode == 2 and "max_length was None and is 9" in refused.stderr
+    ended = run(output, 0)
+    assert ended.returncode == 0 and "rows are scored already" in ended.stderr
+    assert output.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out" + suffix, "rows.jsonl", "whole" + suffix]
+    found = pq.read_table(output).to_pylist() if suffix == ".parquet" else read(output)
+    assert len(found) == len(rows) and found[30]["reward_chosen"] is None and "Row 30" in found[30]["not_scored"]
+    assert [row["note"] for row in found] == [row["note"] for row in rows]
+    assert ended.stdout.splitlines()[:-1] == run(whole, 0).stdout.splitlines()[:-1], "the summary is of all rows"
+
+
+def test_rows_come_from_the_standard_input_from_parquet_and_from_compressed_files(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"text": row["prompt"], "number": number} for number, row in enumerate(PAIRS)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl.gz", compression="gzip")
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    found = []
+    for name in ("-", tmp_path / "rows.parquet", tmp_path / "rows.jsonl.gz"):
+        assert cli.main(words(model, name, tmp_path / "out.jsonl")) == 0
+        found.append(read(tmp_path / "out.jsonl"))
+    assert found[0] == found[1] == found[2]
+    assert [{key: row[key] for key in ("text", "number")} for row in found[0]] == rows
+
+
+def test_a_broken_line_is_a_row_without_reward(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"text": "a"}\n\n{"text": "b"\n[1]\n{"text": "c"}\n')
+    assert cli.main(words(model, source, output)) == 0
+    reasons = [row["not_scored"] for row in read(output)]
+    assert reasons[0] is reasons[3] is None
+    assert "line 3" in reasons[1] and "line 4: a row must be a JSON object" in reasons[2]
+    assert "Scoring" in (told := capsys.readouterr().err) and "4/4" in told and "rows/s" in told
+    source.write_text("no JSON\n")
+    with pytest.raises(SystemExit):
+        cli.main(words(model, source, output))
+    assert "is broken: line 1" in capsys.readouterr().err
+
+
+def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbours_along(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    texts = ["Count on from 1: 2 3", "Count on from 1: 2 ~", "Count on from 1: 2 3 4", "Count on", "~"]
+    (bad,) = TOKENIZER("~")["input_ids"]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+    model.save_pretrained(folder)
+    scorer = Scorer(str(folder))
+    expected = alone(folder, texts)
+    assert np.isnan(expected).tolist() == [False, True, False, False, True]
+    planned = PlannedPasses(scorer.pad_token_id, tokens=256, attention_crossover_length=192)
+    for passes in (scorer.passes, planned):
+        scorer.passes = passes
+        scored = list(trl_tpu.score(scorer, texts))
+        assert [row["reward"] or np.nan for row in scored] == pytest.approx(expected, abs=1e-5, nan_ok=True)
+        assert ["the reward is nan" in (row["not_scored"] or "") for row in scored] == np.isnan(expected).tolist()
+
+
+def test_bfloat16_is_near_and_keeps_the_rewards_in_float32(model: Path) -> None:
+    texts = [row["prompt"] + row["chosen"] for row in PAIRS]
+    exact, near = (
+        np.array([row["reward"] for row in trl_tpu.score(str(model), texts, bf16=bf16)]) for bf16 in (False, True)
+    )
+    assert 1e-5 < np.abs(exact - near).max() < 0.1 * np.abs(exact).max()
+    assert (near != torch.tensor(near).bfloat16().double().numpy()).any()
+
+
+def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", 64)
+    scorer = Scorer(str(good_model))
+
+    def rows(count: int) -> Iterator[dict[str, Any]]:
+        for number in range(count):
+            yield {"text": f"{number} and a few bytes more", "junk": "x" * 1000}
+
+    def peak(count: int) -> int:
+        tracemalloc.reset_peak()
+        assert sum(1 for _ in trl_tpu.score(scorer, rows(count))) == count
+        return tracemalloc.get_traced_memory()[1]
+
+    tracemalloc.start()
+    try:
+        peak(128)
+        assert peak(1500) < 1.2 * peak(300)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["tight", "planned"])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_packed_dialogues_see_themselves_and_nothing_else(kind: str, is_alone: bool) -> None:
+    chooser = np.random.default_rng(0)
+    dialogues = []
+    for _ in range(30):
+        prefix = chooser.integers(1, 50, chooser.integers(1, 60))
+        for _ in range(chooser.choice([1, 2, 8])):
+            dialogues.append(
+                np.concatenate([prefix, chooser.integers(1, 50, chooser.integers(0, 30))]).astype(np.int32)
+            )
+    dialogues += dialogues[:3]
+    tight, planned = TightPasses(0, 500, 384), PlannedPasses(0, 512, 384, shards=2, length=32)
+    passes: list[Pass] = list((tight if kind == "tight" else planned)(dialogues, is_alone))
+    found = []
+    for each in passes:
+        rows = each.rows
+        for member, row, column in zip(each.members, rows.last_row_D, rows.last_column_D, strict=False):
+            seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
+            assert rows.input_ids_RL[row, seen].tolist() == dialogues[member].tolist()
+            assert rows.position_ids_RL[row, seen].tolist() == list(range(len(dialogues[member])))
+            found.append(member)
+    assert sorted(found) == list(range(len(dialogues)))
+    tokens = sum(each.rows.input_ids_RL.size for each in passes)
+    if kind == "tight":
+        assert tokens == sum(map(len, dialogues)) if is_alone else tokens < 0.6 * sum(map(len, dialogues))
+    else:
+        assert {each.rows.input_ids_RL.shape for each in passes} <= {(32, 32), (16, 64), (8, 128)}

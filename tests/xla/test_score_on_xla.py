@@ -1,0 +1,88 @@
+"""Scoring on PyTorch/XLA: the rewards of one dialogue at a time, by few programs, on one device and on eight."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from counters import count
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+
+import trl_tpu
+from trl_tpu import cli
+from trl_tpu.scoring import stream
+from trl_tpu.scoring.scorer import Scorer
+
+pytestmark = pytest.mark.eight
+
+WINDOW = 24
+
+
+def one_by_one(folder: str, texts: list[str]) -> list[float]:
+    """The reference: plain torch, no padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        ids = [tokenizer(text + tokenizer.eos_token, return_tensors="pt")["input_ids"] for text in texts]
+        return [model(input_ids=each).logits.item() for each in ids]
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Rows of several windows; a dialogue longer than the usual rows comes in the second."""
+    monkeypatch.setattr(stream, "WINDOW", WINDOW)
+    pairs = tiny.made_up_pairs(3 * WINDOW).to_list()
+    pairs[WINDOW + 1]["chosen"] = " 2 3" * 80
+    return pairs
+
+
+def test_rewards_are_those_of_each_dialogue_alone_by_one_program_for_each_row_length(
+    model_folder: str, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    scorer = Scorer(model_folder, tokens_per_pass=256)
+    assert scorer.device.type == "xla" and scorer.row_length is None
+    before = count()
+    seen = list(trl_tpu.score(scorer, rows))
+    after = count()
+    assert after.compiles - before.compiles == 2, "a program for rows of 128 columns, and one for those of 256"
+    assert scorer.row_length == 128
+    texts = [row["prompt"] + row[half] for row in rows for half in ("chosen", "rejected")]
+    found = [row[f"reward_{half}"] for row in seen for half in ("chosen", "rejected")]
+    assert found == pytest.approx(one_by_one(model_folder, texts), abs=1e-5)
+
+    answers = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]]} for row in rows[:WINDOW]]
+    before = count()
+    several = list(trl_tpu.score(scorer, answers))
+    after = count()
+    assert [reward for row in several for reward in row["rewards"]] == pytest.approx(found[: 2 * WINDOW], abs=1e-6)
+    assert after.compiles == before.compiles, "rows of a length are one program, whatever they hold"
+    assert after.device_to_host - before.device_to_host <= after.executions - before.executions
+
+    source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["score", "--model_name_or_path", model_folder, "--dataset_name", str(source), "--output", str(output)]
+    assert cli.main([*words, "--tokens_per_pass", "256"]) == 0
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["reward_chosen"] for row in written] == [row["reward_chosen"] for row in seen]
+
+
+def test_a_model_that_cannot_be_packed_is_scored_in_padded_rows_of_few_lengths(
+    model_folder: str, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(
+        vocab_size=len(tokenizer) + -len(tokenizer) % 8, pad_token_id=tokenizer.pad_token_id, num_labels=1, **sizes
+    )
+    torch.manual_seed(0)
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = [row["chosen"] for row in tiny.made_up_pairs(30).to_list()]
+    scorer = Scorer(str(tmp_path), tokens_per_pass=256)
+    first = [row["reward"] for row in trl_tpu.score(scorer, texts)]
+    assert first == pytest.approx(one_by_one(str(tmp_path), texts), abs=1e-5)
+    before = count().compiles
+    assert [row["reward"] for row in trl_tpu.score(scorer, texts[:5])] == pytest.approx(first[:5], abs=1e-6)
+    assert count().compiles == before

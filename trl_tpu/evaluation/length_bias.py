@@ -1,0 +1,109 @@
+"""How much of an accuracy is only length: baselines that never read an answer, and accuracy where they cannot help."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .proportion import Proportion, proportion
+
+_BINS_A_SIDE = 3
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """The pairs whose chosen answer is longer than the rejected one by ``shortest`` to ``longest``.
+
+    Below 0 it is shorter. ``middle`` is the median.
+    """
+
+    shortest: float
+    middle: float
+    longest: float
+    accuracy: Proportion
+
+
+@dataclass(frozen=True)
+class LengthBias:
+    """Accuracy beside what lengths alone would reach.
+
+    Attributes:
+        unit: What lengths count: tokens or characters.
+        longer_wins: Accuracy of preferring the longer answer; equal lengths count half.
+        length_only: Accuracy of preferring the longer answer, or the shorter one, whichever is right more often.
+        controlled: The mean of two accuracies, among the pairs whose chosen answer is longer and among those whose
+            rejected one is; None where there are no pairs of a kind. Any rule that reads lengths alone gets 1/2. The
+            use for length is ours; it is the balanced accuracy of Brodersen et al. (2010), whose two classes are which
+            answer is longer.
+        chosen_is_longer: The first of these two accuracies.
+        rejected_is_longer: The second.
+        correlation: Of reward and length over all answers, by ranks (Spearman); None where one is constant.
+        bins: By difference in length, from rejected much longer to chosen much longer.
+    """
+
+    unit: str
+    longer_wins: float
+    length_only: float
+    controlled: float | None
+    chosen_is_longer: Proportion | None
+    rejected_is_longer: Proportion | None
+    correlation: float | None
+    bins: tuple[LengthBin, ...]
+
+    @property
+    def says_something(self) -> bool:
+        """Whether any pair has answers of different lengths."""
+        return self.chosen_is_longer is not None or self.rejected_is_longer is not None
+
+
+def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray, unit: str) -> LengthBias:
+    """Return the length bias of pairs, chosen first.
+
+    Args:
+        rewards_N2: Finite rewards, N > 0.
+        lengths_N2: Lengths of the answers. What the two answers of a pair share, such as the prompt, may be counted.
+        unit: What lengths count: tokens or characters.
+    """
+    right_N = rewards_N2[:, 0] > rewards_N2[:, 1]
+    longer_N = lengths_N2[:, 0] - lengths_N2[:, 1]
+    longer_wins = float(np.mean((np.sign(longer_N) + 1) / 2))
+    chosen, rejected = (_accuracy(right_N[is_longer_N]) for is_longer_N in (longer_N > 0, longer_N < 0))
+    return LengthBias(
+        unit=unit,
+        longer_wins=longer_wins,
+        length_only=max(longer_wins, 1 - longer_wins),
+        controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
+        chosen_is_longer=chosen,
+        rejected_is_longer=rejected,
+        correlation=rank_correlation(rewards_N2.ravel(), lengths_N2.ravel()),
+        bins=tuple(_bins(right_N, longer_N)),
+    )
+
+
+def rank_correlation(rewards_N: np.ndarray, lengths_N: np.ndarray) -> float | None:
+    """Return Spearman's correlation; None where the rewards or the lengths are all the same."""
+    if not np.ptp(rewards_N) or not np.ptp(lengths_N):
+        return None
+    from scipy.stats import spearmanr  # takes a second to import, which training need not wait for
+
+    return float(spearmanr(rewards_N, lengths_N).statistic)
+
+
+def _accuracy(right_N: np.ndarray) -> Proportion | None:
+    return proportion(int(right_N.sum()), len(right_N)) if len(right_N) else None
+
+
+def _bins(right_N: np.ndarray, longer_N: np.ndarray) -> list[LengthBin]:
+    """Divide each side, rejected longer and chosen longer, into thirds; pairs of equal lengths are their own bin."""
+    bins = []
+    for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
+        if not side_N.any():
+            continue
+        differences, right = longer_N[side_N], right_N[side_N]
+        shares = np.arange(1, _BINS_A_SIDE) / _BINS_A_SIDE
+        edges = np.unique(np.quantile(differences, shares, method="inverted_cdf"))
+        bin_of = np.searchsorted(edges, differences, side="left")  # equal differences are never in two bins
+        for number in np.unique(bin_of):
+            inside, own = differences[bin_of == number], right[bin_of == number]
+            low, middle, high = (float(end) for end in np.quantile(inside, (0, 0.5, 1)))
+            bins.append(LengthBin(low, middle, high, proportion(int(own.sum()), len(own))))
+    return bins

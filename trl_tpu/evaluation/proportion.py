@@ -1,0 +1,66 @@
+"""A share of right answers, and how far chance may have moved it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import ndtri
+
+from ..errors import UserError
+
+CONFIDENCE = 0.95
+MOST_GROUPS = 200  # a column of more labels than this names rows rather than groups
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """``value`` of ``count`` are right; chance leaves the true share between ``low`` and ``high``, 95 times of 100."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def proportion(right: float, count: int) -> Proportion:
+    """Return the share ``right / count`` with its interval of 95 %, by Wilson's score method (1927).
+
+    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide. For whole
+    numbers it is `scipy.stats.binomtest`'s, which takes no others.
+    """
+    z = float(ndtri(0.5 + CONFIDENCE / 2))
+    value = right / count
+    middle = (value + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * (value * (1 - value) / count + z**2 / (4 * count**2)) ** 0.5
+    # at the ends rounding would leave the value itself out
+    return Proportion(value, max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0), count)
+
+
+def by_group(right_N: np.ndarray, groups_N: Sequence[str]) -> dict[str, Proportion]:
+    """Return the share of each group, by its name, in the names' order.
+
+    Args:
+        right_N: How far each answer is right, 0 to 1.
+        groups_N: The group of each.
+
+    Raises:
+        UserError: There are so many groups that the column must name rows.
+    """
+    names = sorted(set(groups_N))
+    check_groups(names)
+    labels_N = np.array(groups_N, dtype=object)
+    return {name: proportion(float(right_N[labels_N == name].sum()), int((labels_N == name).sum())) for name in names}
+
+
+def check_groups(names: Sequence[str]) -> None:
+    """Raise UserError if there are so many groups that the column must name rows."""
+    if len(names) > MOST_GROUPS:
+        raise UserError(
+            f"{len(names)} groups are too many to compare, {MOST_GROUPS} are the most: does the column name rows, as "
+            f"{names[0]!r}? Choose one that groups them."
+        )
+
+
+def mean_of(groups: Mapping[str, Proportion]) -> float | None:
+    """Return the mean over groups, each counting the same, whatever its size; None without groups."""
+    return float(np.mean([each.value for each in groups.values()])) if groups else None

@@ -1,0 +1,104 @@
+"""The verdict on a reward model: what its rewards of held-out pairs say about it, in numbers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import log_expit
+
+from ..errors import UserError
+from .calibration import Calibration, calibration_of
+from .distribution import Distribution, distribution_of
+from .length_bias import LengthBias, length_bias_of
+from .proportion import Proportion, by_group, mean_of, proportion
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the rewards of pairs say.
+
+    Attributes:
+        pairs: With two finite rewards; `left_out` had others.
+        accuracy: Chosen above rejected; a tie is wrong.
+        ties: Pairs of equal rewards.
+        loss: Mean of ``-log(sigmoid(margin))``, of Bradley and Terry; without the margins that data may ask for.
+        margins: Chosen less rejected reward.
+        rewards: Of all answers.
+        length: None where no lengths are known.
+        groups: Accuracy by label, in the labels' order.
+        mean_over_groups: Each group counting the same; None without groups.
+        worst: Indices of the pairs that went most wrong, the worst first; none that is right.
+    """
+
+    pairs: int
+    left_out: int
+    accuracy: Proportion
+    ties: int
+    loss: float
+    margins: Distribution
+    rewards: Distribution
+    calibration: Calibration
+    length: LengthBias | None
+    groups: dict[str, Proportion]
+    mean_over_groups: float | None
+    worst: tuple[int, ...]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers to log, by the names that evaluation gives them, less its prefix."""
+        named: Mapping[str, float | None] = {
+            "accuracy_low": self.accuracy.low,
+            "accuracy_high": self.accuracy.high,
+            "ece": self.calibration.ece,
+            "brier": self.calibration.brier,
+            "length_only_accuracy": None if self.length is None else self.length.length_only,
+            "length_controlled_accuracy": None if self.length is None else self.length.controlled,
+            "mean_accuracy_over_groups": self.mean_over_groups,
+            **{f"accuracy/{name}": each.value for name, each in self.groups.items()},
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def judge_pairs(
+    rewards_N2: np.ndarray,
+    lengths_N2: np.ndarray | None = None,
+    unit: str = "tokens",
+    groups: Sequence[str] | None = None,
+    worst: int = 10,
+) -> Verdict:
+    """Judge a model by its rewards of pairs, chosen first.
+
+    Args:
+        rewards_N2: Rewards; pairs of which one is not finite are left out, and counted.
+        lengths_N2: Lengths of the answers.
+        unit: What lengths count: tokens or characters.
+        groups: The label of each pair.
+        worst: How many of the pairs that went most wrong to name, at most.
+
+    Raises:
+        UserError: No pair has two finite rewards, or groups are too many.
+    """
+    rewards_N2 = np.asarray(rewards_N2, dtype=np.float64).reshape(-1, 2)
+    kept = np.flatnonzero(np.isfinite(rewards_N2).all(axis=-1))
+    if not len(kept):
+        raise UserError(f"None of {len(rewards_N2)} pairs has two finite rewards, so nothing can be said.")
+    rewards_K2 = rewards_N2[kept]
+    margins_K = rewards_K2[:, 0] - rewards_K2[:, 1]
+    right_K = margins_K > 0
+    labels = None if groups is None else [groups[int(index)] for index in kept]
+    found = {} if labels is None else by_group(right_K.astype(float), labels)
+    lengths_K2 = None if lengths_N2 is None else np.asarray(lengths_N2)[kept].astype(np.float64)
+    wrong_first = [int(number) for number in np.argsort(margins_K, kind="stable") if not right_K[number]]
+    return Verdict(
+        pairs=len(kept),
+        left_out=len(rewards_N2) - len(kept),
+        accuracy=proportion(int(right_K.sum()), len(kept)),
+        ties=int((margins_K == 0).sum()),
+        loss=float(-np.mean(log_expit(margins_K))),
+        margins=distribution_of(margins_K),
+        rewards=distribution_of(rewards_K2.ravel()),
+        calibration=calibration_of(margins_K),
+        length=None if lengths_K2 is None else length_bias_of(rewards_K2, lengths_K2, unit),
+        groups=found,
+        mean_over_groups=mean_of(found),
+        worst=tuple(int(kept[number]) for number in wrong_first[:worst]),
+    )

@@ -1,0 +1,1 @@
+"""Rewards of many dialogues by a saved reward model: rows in, the same rows with rewards out, in order."""

@@ -1,0 +1,269 @@
+"""What a row asks for, by its columns: which dialogues it holds, and the columns that their rewards get.
+
+==========================  ==============================================  =======================================
+columns                     dialogues                                       rewards, tokens
+==========================  ==============================================  =======================================
+chosen, rejected            a pair, in any form that training takes         reward_chosen, ..., tokens_chosen, ...
+chosen, rejected as lists   several answers each, as in RewardBench 2       the same, lists
+completions                 a list of answers                               rewards, tokens: lists
+messages                    a conversation                                  reward, tokens
+text                        a text                                          reward, tokens
+==========================  ==============================================  =======================================
+
+A ``prompt`` is put before the answers of the first three; ``tools`` and ``chat_template_kwargs`` are for the template.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..data import checks
+from ..data.tokenize import with_eos
+from ..errors import UserError, UserTypeError
+from .scorer import Dialogue, Scorer
+
+logger = logging.getLogger(__name__)
+
+#: The column that says why a row has no reward, or lacks some; null in others.
+REASON = "not_scored"
+
+_FORMS = (checks.RAW_COLUMNS, ("completions",), ("messages",), ("text",))
+_ACCEPTED = (
+    "the columns chosen and rejected (answers, or lists of answers), or completions (a list of answers), each perhaps "
+    "with prompt; or messages, or text"
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which columns of a row hold dialogues.
+
+    Args:
+        columns: The columns.
+        best_only: Whether only the best of a row's completions is kept.
+    """
+
+    columns: tuple[str, ...]
+    best_only: bool = False
+
+    @classmethod
+    def of(cls, columns: Iterable[str], best_only: bool = False) -> "Form":
+        """Find the form of rows that have these columns.
+
+        Raises:
+            UserError: They have no form that can be scored, or no completions to choose the best of.
+        """
+        there = list(columns)
+        found = next((form for form in _FORMS if set(form) <= set(there)), None)
+        if found is None:
+            raise UserError(f"Rows to score need {_ACCEPTED}; they have {there}.")
+        if best_only and found != ("completions",):
+            raise UserError(
+                f"The best answer is chosen from a column completions (a list of answers); the rows have {there}."
+            )
+        form = cls(found, best_only)
+        new = {*form.reward_columns.values(), *form.token_columns.values(), REASON}
+        if replaced := new & set(there):
+            logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
+        return form
+
+    @property
+    def reward_columns(self) -> dict[str, str]:
+        """The column of the rewards for each column of dialogues."""
+        plain = "reward" if self.best_only or self.columns != ("completions",) else "rewards"
+        return {each: f"reward_{each}" if each in checks.RAW_COLUMNS else plain for each in self.columns}
+
+    @property
+    def token_columns(self) -> dict[str, str]:
+        """The column of the numbers of tokens for each column of dialogues."""
+        return {each: f"tokens_{each}" if each in checks.RAW_COLUMNS else "tokens" for each in self.columns}
+
+
+@dataclass
+class Item:
+    """One dialogue of a row, and what is found out about it."""
+
+    dialogue: Dialogue | None
+    name: str
+    """The column that it is in, and its place there."""
+    where: str
+    """How errors begin."""
+    ids: np.ndarray | None = None
+    reward: float | None = None
+    fault: str | None = None
+    """Why it has no reward."""
+
+
+@dataclass
+class AskedRow:
+    """A row, and its dialogues by their columns: one, or a list where the row has a list of answers."""
+
+    row: Mapping[str, Any]
+    form: Form
+    items: dict[str, Item | list[Item]] = field(default_factory=dict)
+    fault: str | None = None
+    """Why none of it can be scored."""
+
+    @classmethod
+    def read(cls, row: "Mapping[str, Any] | UserError", form: Form, where: str, tokenizer: Any) -> "AskedRow":
+        """Find the dialogues of a row; one that is broken says why.
+
+        Args:
+            row: Or what is wrong with it.
+            where: How errors begin.
+            tokenizer: Has the token that ends texts.
+        """
+        if isinstance(row, UserError):
+            return cls({}, form, fault=str(row))
+        asked = cls(row, form)
+        try:
+            asked.items = _items(row, form, where, tokenizer)
+        except UserError as error:
+            asked.fault = str(error)
+        return asked
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield its dialogues."""
+        for items in self.items.values():
+            yield from items if isinstance(items, list) else [items]
+
+    def scored(self) -> dict[str, Any]:
+        """Return the row with its rewards, numbers of tokens, and what keeps it from having all of them."""
+        faults = [self.fault] if self.fault else [item.fault for item in self if item.fault]
+        more = f" ({len(faults) - 1} more of its dialogues have none either)" if len(faults) > 1 else ""
+        reason = {REASON: f"{faults[0]}{more}" if faults else None}
+        if self.form.best_only:
+            return self._best() | reason
+        rewards = {to: _each(self.items.get(key), _reward) for key, to in self.form.reward_columns.items()}
+        tokens = {to: _each(self.items.get(key), _tokens) for key, to in self.form.token_columns.items()}
+        return {**self.row, **rewards, **tokens, **reason}
+
+    def _best(self) -> dict[str, Any]:
+        """Return the row with the first of its answers that has the highest reward in the place of all of them."""
+        others = {key: value for key, value in self.row.items() if key != "completions"}
+        rewards = [-np.inf if item.reward is None else item.reward for item in self]
+        if not rewards or max(rewards) == -np.inf:
+            return {**others, "completion": None, "reward": None, "tokens": None}
+        best = int(np.argmax(rewards))
+        item = list(self)[best]
+        return {**others, "completion": self.row["completions"][best], "reward": item.reward, "tokens": _tokens(item)}
+
+
+def _reward(item: Item) -> float | None:
+    return item.reward
+
+
+def _tokens(item: Item) -> int | None:
+    return None if item.ids is None else len(item.ids)
+
+
+def _each(items: Item | list[Item] | None, of: Any) -> Any:
+    if items is None:
+        return None
+    return [of(item) for item in items] if isinstance(items, list) else of(items)
+
+
+# ---- rows
+
+
+def _items(row: Mapping[str, Any], form: Form, where: str, tokenizer: Any) -> dict[str, Item | list[Item]]:
+    missing = [column for column in form.columns if column not in row]
+    if missing:
+        raise UserError(f"{where} has no `{missing[0]}`; the first row has {' and '.join(form.columns)}.")
+    has_lists = form.columns == ("completions",) or any(_is_answers(row[column]) for column in form.columns)
+    if has_lists:
+        return {column: _answers(row, column, where, tokenizer) for column in form.columns}
+    if form.columns == checks.RAW_COLUMNS:
+        checks.check_raw_row(row, where)
+        return {
+            column: Item(_whole(row, row[column], tokenizer), column, f"{where}: `{column}`")
+            for column in form.columns
+        }
+    column = form.columns[0]
+    checks.check_dialogue(row[column], column, where)
+    return {column: Item(with_eos(row[column], tokenizer), column, f"{where}: `{column}`")}
+
+
+def _is_answers(value: Any) -> bool:
+    """Tell a list of answers from an answer: a text, or a list of messages."""
+    return isinstance(value, list) and bool(value) and not isinstance(value[0], dict)
+
+
+def _answers(row: Mapping[str, Any], column: str, where: str, tokenizer: Any) -> list[Item]:
+    answers = row[column]
+    if not isinstance(answers, list) or not answers or isinstance(answers[0], dict):
+        raise UserTypeError(
+            f"{where}: `{column}` must be a list of answers, each a text or a list of messages, got {answers!r:.80}."
+        )
+    items = []
+    for number, answer in enumerate(answers):
+        name = f"{column}[{number}]"
+        item = Item(None, name, f"{where}: `{name}`")
+        try:
+            checks.check_dialogue(answer, item.name, where)
+            _check_kinds(row, answer, item.where)
+            item.dialogue = _whole(row, answer, tokenizer)
+        except UserError as error:
+            item.fault = str(error)
+        items.append(item)
+    return items
+
+
+def _check_kinds(row: Mapping[str, Any], answer: Any, where: str) -> None:
+    prompt = row.get("prompt", answer)
+    if type(prompt) is not type(answer):
+        kinds = ["text" if isinstance(each, str) else "no text" for each in (answer, prompt)]
+        raise UserError(f"{where} is {kinds[0]} and `prompt` {kinds[1]}: both must be texts, or lists of messages.")
+    if not prompt and not answer:
+        raise UserError(f"{where} is empty; a dialogue needs at least one character or message.")
+
+
+def _whole(row: Mapping[str, Any], answer: Any, tokenizer: Any) -> Dialogue:
+    """Return an answer after the row's prompt, if there is one; a text with its end, as training has it."""
+    ended = with_eos(answer, tokenizer)
+    return row["prompt"] + ended if "prompt" in row else ended
+
+
+# ---- tokens
+
+
+def tokenize(asked: list[AskedRow], scorer: Scorer, first: int, max_length: int | None) -> list[Item]:
+    """Tokenize the dialogues of some rows as training does, and return those that can be scored; the others say why.
+
+    Args:
+        asked: The rows.
+        scorer: Has the tokenizer.
+        first: The number of the first row.
+        max_length: Most tokens of a dialogue; no limit when None.
+    """
+    here = [(n, row, item) for n, row in enumerate(asked, first) for item in row if item.dialogue is not None]
+    texts = [item.dialogue for _, _, item in here if isinstance(item.dialogue, str)]
+    # together: a tokenizer takes many texts at once much faster than one by one
+    tokenized = iter(scorer.tokenizer(text=texts, return_attention_mask=False)["input_ids"] if texts else [])
+    for number, row, item in here:
+        where = checks.row_of(number, "scored")
+        try:
+            if isinstance(item.dialogue, str):
+                ids = next(tokenized)
+                checks.check_ids(ids, item.name, where, scorer.num_embeddings)
+            else:
+                ids = scorer.token_ids(item.dialogue or [], row.row, item.name, number)
+        except UserError as error:
+            item.fault = str(error)
+            continue
+        item.ids = np.asarray(ids, np.int32)
+        if too_long := _too_long(len(ids), scorer.positions, max_length):
+            item.fault = f"{item.where} has {len(ids)} tokens, {too_long}"
+    return [item for _, _, item in here if item.fault is None]
+
+
+def _too_long(tokens: int, positions: float, max_length: int | None) -> str | None:
+    """Say of which limit a dialogue has too many tokens; None if of none."""
+    if max_length is not None and tokens > max_length:
+        return f"more than max_length={max_length}; training leaves such dialogues out"
+    if tokens > positions:
+        return f"but the model has learned {positions} positions (`max_position_embeddings`)"
+    return None

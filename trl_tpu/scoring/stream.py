@@ -1,0 +1,137 @@
+"""Scores a stream of rows in windows: memory does not grow with the input, and rows come out in their order."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from ..data import checks
+from ..errors import UserError
+from .forms import AskedRow, Form, Item, tokenize
+from .scorer import TOKENS_A_PASS, Dialogue, Pending, Scorer
+
+#: Rows that are tokenized, packed and computed together. A reward depends, in its last bits, on what it is computed
+#: beside: so windows begin at multiples of this, also where scoring goes on after it was stopped.
+WINDOW = 1024
+
+Row = Mapping[str, Any]
+
+
+def score(
+    model: str | Scorer,
+    rows: Iterable[Row | Dialogue],
+    *,
+    max_length: int | None = None,
+    best_of_n: bool = False,
+    bf16: bool = False,
+    mesh: str = "fsdp=-1",
+    tokens_per_pass: int = TOKENS_A_PASS,
+    standardise: bool = False,
+    trust_remote_code: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Score rows with a saved reward model on the device that training would take, as many as there are.
+
+    What dialogues share is computed once. Rewards equal those of one dialogue at a time to rounding.
+
+    Args:
+        model: Folder (or Hub id) of a saved reward model or of its adapters; or a `Scorer`, to load it only once,
+            whose own settings then hold.
+        rows: Rows of one of the forms in `trl_tpu.scoring.forms`: a dataset, a list, an iterator; or texts, or lists
+            of messages.
+        max_length: Dialogues of more tokens get no reward, as training leaves them out; no limit when None.
+        best_of_n: Whether only the best of each row's ``completions`` is kept, as ``completion`` and ``reward``.
+        bf16: Whether to compute in bfloat16, over float32 weights.
+        mesh: How the devices of PyTorch/XLA share the weights, as in training.
+        tokens_per_pass: Tokens that each device computes at a time.
+        standardise: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
+        trust_remote_code: Whether the model may bring its own code.
+
+    Returns:
+        An iterator over the rows in their order, each with rewards, numbers of tokens, and in ``not_scored`` what
+        keeps it from having a reward, which then is None.
+
+    Raises:
+        UserError: No rows, or columns that cannot be scored; a folder that holds no saved reward model.
+    """
+    form, all_rows = look_at(map(_as_row, rows), best_of_n)
+    if not isinstance(model, Scorer):
+        settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
+        model = Scorer(model, trust_remote_code, standardise=standardise, **settings)
+    return scored_rows(model, all_rows, form, max_length)
+
+
+def _as_row(row: Row | Dialogue) -> Row:
+    if isinstance(row, str):
+        return {"text": row}
+    return {"messages": row} if isinstance(row, list) else row
+
+
+def look_at(rows: Iterable[Row | UserError], best_only: bool) -> tuple[Form, Iterator[Row | UserError]]:
+    """Find out the form of rows by their first one, and return them all.
+
+    Raises:
+        UserError: There are none, the first is broken, or its columns cannot be scored.
+    """
+    coming = iter(rows)
+    first = next(coming, None)
+    if first is None:
+        raise UserError("There are no rows to score.")
+    if isinstance(first, UserError):
+        raise first
+    return Form.of(first, best_only), chain([first], coming)
+
+
+def scored_rows(
+    scorer: Scorer, rows: Iterable[Row | UserError], form: Form, max_length: int | None = None, first: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield rows with their rewards.
+
+    Args:
+        scorer: The model.
+        rows: The rows from the ``first`` on; in the place of a broken one, what is wrong with it.
+        form: Of the rows.
+        max_length: Most tokens of a dialogue that gets a reward; no limit when None.
+        first: The number of the first row, a multiple of `WINDOW`.
+    """
+    coming = iter(rows)
+    before: _Window | None = None
+    while some := list(islice(coming, WINDOW)):
+        window = _Window(scorer, some, form, max_length, first)
+        first += len(some)
+        if before is not None:
+            yield from before.scored()
+        before = window
+        if not scorer.runs_ahead:  # else the next window is tokenized while this one is computed
+            yield from before.scored()
+            before = None
+    if before is not None:
+        yield from before.scored()
+
+
+class _Window:
+    """Some rows whose rewards are computed.
+
+    Args:
+        rows: The rows, the first of which has the number ``first``.
+    """
+
+    def __init__(
+        self, scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
+    ) -> None:
+        self._asked = [
+            AskedRow.read(row, form, checks.row_of(number, "scored"), scorer.tokenizer)
+            for number, row in enumerate(rows, first)
+        ]
+        self._items: list[Item] = tokenize(self._asked, scorer, first, max_length)
+        self._pending: Pending = scorer.start([item.ids for item in self._items if item.ids is not None])
+
+    def scored(self) -> Iterator[dict[str, Any]]:
+        """Wait for the rewards, and yield the rows."""
+        for item, reward in zip(self._items, self._pending.rewards().tolist(), strict=True):
+            if np.isfinite(reward):
+                item.reward = reward
+            else:
+                item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
+        for asked in self._asked:
+            yield asked.scored()

@@ -1,0 +1,56 @@
+"""The verdict beside a model: ``verdict.json``, its pictures, and its section of the model card."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..evaluation.findings import findings
+from ..evaluation.tables import as_markdown, tables_of
+from ..evaluation.verdict_file import verdict_name, write_verdict
+
+if TYPE_CHECKING:
+    from ..evaluation.verdict import Verdict
+
+_PICTURES = ("margins", "reliability")
+
+
+def write_verdicts(verdicts: "Mapping[str, Verdict]", folder: Path, draws: bool) -> str:
+    """Write the verdicts of evaluations into a model's folder, and return the section of its card.
+
+    Args:
+        verdicts: By the prefix of their metrics: ``eval``, or ``eval_NAME`` for each of several datasets.
+        folder: The model's.
+        draws: Whether to draw pictures, too, which takes some tenths of a second.
+    """
+    named = {
+        prefix.removeprefix("eval").removeprefix("_"): verdict
+        for prefix, verdict in verdicts.items()
+        if re.match("eval(_|$)", prefix)
+    }
+    if not named:
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = ["## Evaluation"]
+    for name, verdict in named.items():
+        write_verdict(verdict, folder / verdict_name(name))
+        title = [f"### {_plain(name)}"] if name else []
+        parts += [
+            *title,
+            "\n".join(f"- {_plain(said)}" for said in findings(verdict)),
+            as_markdown(tables_of(verdict)),
+        ]
+    if draws:
+        from ..evaluation.pictures import pictures_of  # matplotlib takes a second to import
+
+        for picture in pictures_of({name or "evaluation": verdict for name, verdict in named.items()}):
+            if picture.name in _PICTURES:
+                (folder / f"verdict_{picture.name}.png").write_bytes(picture.render("png"))
+                parts.append(f"![{picture.title}](verdict_{picture.name}.png)\n\n{picture.words}")
+    return "\n\n".join(parts)
+
+
+def _plain(text: str) -> str:
+    """Return a line whose letters are only letters to Markdown: names of groups come from the data."""
+    line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{letter}" if letter in "\\`*_[]" else letter for letter in line)

@@ -1,0 +1,78 @@
+"""The verdict on an evaluation: its rewards, with what the data says of each pair, on the host."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import Dataset
+
+from ..data.measure import id_columns, lengths_of, tables_of
+from ..errors import UserError
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from ..evaluation.verdict import Verdict
+
+#: What every verdict adds to an evaluation's metrics, and what one adds whose pairs have lengths of both kinds.
+METRICS = ("accuracy_low", "accuracy_high", "ece", "brier")
+LENGTH_METRICS = ("length_only_accuracy", "length_controlled_accuracy")
+#: Of which less is better.
+ERRORS = ("ece", "brier")
+
+
+def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> "Verdict | None":
+    """Return the verdict on the rewards of an evaluation; None if no pair has two finite ones.
+
+    Args:
+        dataset: Whose first N pairs they are of, in order; None where that is not known.
+        eval_by: Its column of labels.
+
+    Raises:
+        UserError: It has no such column.
+    """
+    from ..evaluation.verdict import judge_pairs  # imported when there is something to judge
+
+    if not np.isfinite(rewards_N2).all(axis=-1).any():
+        return None
+    if not isinstance(dataset, Dataset):
+        if eval_by is not None:
+            logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
+        return judge_pairs(rewards_N2)
+    columns = id_columns(dataset)
+    lengths_N2 = None
+    if columns is not None:
+        parts = [lengths_of(table, columns) for table in tables_of(dataset, columns)]
+        lengths_N2 = np.concatenate(parts, axis=1).T[: len(rewards_N2)]
+    groups = None if eval_by is None else labels_of(dataset, eval_by)[: len(rewards_N2)]
+    return judge_pairs(rewards_N2, lengths_N2, groups=groups)
+
+
+def labels_of(dataset: Dataset, column: str) -> list[str]:
+    """Return the label of each row.
+
+    Raises:
+        UserError: There is no such column.
+    """
+    from ..evaluation.scored_rows import label_of
+
+    if column not in dataset.column_names:
+        raise UserError(
+            f"eval_by={column!r} names no column of the evaluation data, whose columns are "
+            f"{', '.join(dataset.column_names)}. Name one of them, or leave it out."
+        )
+    return [label_of(value) for value in dataset[column]]
+
+
+def groups_of(labels: Sequence[str]) -> list[str]:
+    """Return the names of the groups.
+
+    Raises:
+        UserError: There are so many that the column must name rows.
+    """
+    from ..evaluation.proportion import check_groups
+
+    names = sorted(set(labels))
+    check_groups(names)
+    return names
