@@ -163,7 +163,7 @@ def test_the_config_says_what_it_is(saved: Saved) -> None:
     assert config["architectures"][0].endswith("ForSequenceClassification")
     assert config["pad_token_id"] == saved.tokenizer.pad_token_id
     assert config["eos_token_id"] == saved.tokenizer.eos_token_id
-    assert config["dtype"] == "float32"
+    assert config["dtype"] == config["head_dtype"] == "float32"
     if not has_adapters(saved):  # transformers before 5 would take 10,000 without a word
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert Path(saved.folder, "chat_template.jinja").read_text() == saved.tokenizer.chat_template

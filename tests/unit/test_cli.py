@@ -336,6 +336,9 @@ def test_training_from_flags_evaluates_saves_and_scores(tmp_path: Path, capsys: 
         "max_reward",
     ]
     assert f"Model saved to {out}" in printed
+    assert f"Report written to {out / 'report' / 'index.html'}" in printed
+    assert {"index.html", "margins.png", "verdict.json"} <= {path.name for path in (out / "report").iterdir()}
+    assert {"config.json", "README.md", "verdict.json", "verdict_margins.png"} <= {path.name for path in out.iterdir()}
     scored = [float(line.split()[0]) for line in printed[printed.index("Scored by the saved model:") + 1 :][:2]]
     assert scored == pytest.approx(score.score_texts(str(out), synthetic.EXAMPLES), abs=1e-4)
 

@@ -103,6 +103,17 @@ def test_a_report_on_a_run_and_a_file_needs_nothing_else_and_obeys_no_data(
         assert (run / "report" / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_page_of_somebody_else_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path / "run", history())
+    (run / "report").mkdir()
+    (run / "report" / "index.html").write_text("mine")
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(run)])
+    assert "no report of ours, so it stays" in capsys.readouterr().err
+    assert [path.name for path in (run / "report").iterdir()] == ["index.html"]
+    assert (run / "report" / "index.html").read_text() == "mine"
+
+
 def test_a_report_says_what_could_not_be_shown(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", history())
     assert cli.main(["report", str(run), "--output", str(tmp_path / "out")]) == 0

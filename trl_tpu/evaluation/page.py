@@ -17,11 +17,14 @@ from .tables import Table, tables_of
 from .verdict import Verdict
 
 _MOST_LETTERS = 700  # of a text of the data
+#: By which a page of ours is known.
+GENERATOR = '<meta name="generator" content="trl-tpu report">'
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+{generator}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
@@ -112,7 +115,7 @@ def page_of(report: Report) -> str:
         parts += _worst(each)
     if report.notes:
         parts.append(f'<h2>Not shown</h2><ul class="note">{_items(report.notes)}</ul>')
-    return _PAGE.format(title=_text(report.title), body="\n".join(parts))
+    return _PAGE.format(title=_text(report.title), generator=GENERATOR, body="\n".join(parts))
 
 
 def _verdict(judged: Judged) -> list[str]:

@@ -39,12 +39,14 @@ def tell_readers(config: PretrainedConfig) -> None:
     """Write into the config of a model with one output that this output is the reward, as it is.
 
     ``problem_type`` is what transformers' pipeline and vLLM's `/classify` read, and does not change training, since
-    nothing passes labels. What its owner has set stays.
+    nothing passes labels. ``head_dtype`` is vLLM's. What the config's owner has set stays.
     """
     if config.problem_type is None:
         config.problem_type = "regression"
     own: Any = getattr(config, "sentence_transformers", None) or {}
     config.sentence_transformers = {"activation_fn": IDENTITY} | own
+    if getattr(config, "head_dtype", None) is None:
+        config.head_dtype = "float32"
 
 
 def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:

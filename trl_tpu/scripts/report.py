@@ -16,7 +16,7 @@ from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.best_of_n import BestOfN
 from trl_tpu.evaluation.curves import curves_of
 from trl_tpu.evaluation.findings import findings
-from trl_tpu.evaluation.page import Judged, Report, page_of
+from trl_tpu.evaluation.page import GENERATOR, Judged, Report, page_of
 from trl_tpu.evaluation.pictures import pictures_of
 from trl_tpu.evaluation.run_history import RunHistory, read_run
 from trl_tpu.evaluation.scored_rows import REWARDS, ScoredRows, read_scored
@@ -82,6 +82,16 @@ def read_sources(sources: Sequence[Path], eval_by: str | None) -> tuple[list[Run
     return runs, scored
 
 
+def report_on_run(folder: Path) -> Path:
+    """Write the report on a run to its folder, and return the page's path.
+
+    Raises:
+        UserError: The run has logged nothing, or the report cannot be written.
+    """
+    runs, _ = read_sources([folder], None)
+    return write(report_of(runs, []), default_folder(folder))
+
+
 def default_folder(source: Path) -> Path:
     """Return where the report on a run, or on a scored file, is written if nothing else is said."""
     return source / "report" if source.is_dir() else source.with_name(f"{source.stem}-report")
@@ -132,8 +142,11 @@ def write(report: Report, folder: Path) -> Path:
     """Write the page, its pictures as PNG files beside it, and each verdict as JSON; return the page's path.
 
     Raises:
-        UserError: The folder cannot be written to.
+        UserError: The folder cannot be written to, or has a page that is not ours.
     """
+    page = folder / PAGE
+    if page.is_file() and GENERATOR not in page.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"{page} is there, and no report of ours, so it stays. Name another folder: --output.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for picture in report.pictures:
@@ -141,7 +154,6 @@ def write(report: Report, folder: Path) -> Path:
         for number, each in enumerate(report.judged, start=1):
             name = VERDICT_FILE if len(report.judged) == 1 else f"verdict-{number}.json"
             write_verdict(each.verdict, folder / name)
-        page = folder / PAGE
         page.write_text(page_of(report), encoding="utf-8")
     except OSError as error:
         raise UserError(f"`--output`: {folder} cannot be written to: {error}. Name another folder.") from error

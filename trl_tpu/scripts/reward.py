@@ -20,7 +20,7 @@ from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts import score, sigterm, synthetic
+from trl_tpu.scripts import report, score, sigterm, synthetic
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
 from trl_tpu.scripts.dry_run import describe_run
@@ -80,7 +80,8 @@ def main(
     if dry_run:
         training_args.push_to_hub = False  # which makes the repository first
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
-    sigterm.may_end(lambda: be_resumable(training_args, checkpoint))
+    if not dry_run:
+        sigterm.may_end(lambda: be_resumable(training_args, checkpoint))
     dataset = load_data(script_args, dataset_args)
     what = "the mixture" if dataset_args.datasets else str(script_args.dataset_name)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
@@ -122,7 +123,8 @@ def main(
     if eval_dataset is not None:
         say(held_out_table(trainer.evaluate()))
     trainer.save_description(dataset_name=script_args.dataset_name)
-    trainer.save_state()  # with the logs of the last step and of this evaluation, for `trl-tpu report`
+    if trainer.is_world_process_zero():
+        report_on(trainer)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
@@ -133,6 +135,20 @@ def main(
         raise BestModelLost(trainer.best_model_lost)
     if trainer.checkpointer.failed:
         raise SavesFailed(trainer.checkpointer.failed)
+
+
+def report_on(trainer: RewardTrainer) -> None:
+    """Write the page of `trl-tpu report` into the folder of a run that has ended and saved its model."""
+    folder = Path(str(trainer.args.output_dir))
+    try:
+        trainer.save_state()  # with the logs of the last step and of the last evaluation
+        page = report.report_on_run(folder)
+        if trainer.remote is not None:
+            trainer.remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
+    except (OSError, UserError) as error:
+        logger.warning("There is no report on this run: %s", error)
+    else:
+        print(f"Report written to {page}")
 
 
 def be_resumable(args: RewardConfig, checkpoint: str | bool | None) -> str:
