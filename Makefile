@@ -7,11 +7,11 @@ READY := $(VENV)/.ready
 READY_TPU := $(VENV)/.ready-tpu
 
 # Tests need no network. A process can hold only one set of devices, so each set has a suite of its own, whose files a few
-# processes share: in plain torch four, since many tests there wait for processes that they start.
+# processes share: in plain torch three, since many tests there wait for processes that they start.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 BY_FILE := --dist loadfile --no-loadscope-reorder
 BY_TWO := -n 2 $(BY_FILE)
-BY_FOUR := -n 4 $(BY_FILE)
+BY_THREE := -n 3 $(BY_FILE)
 
 .PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check lint typecheck long-run \
 	bench clean
@@ -45,7 +45,7 @@ test: $(READY)
 
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
-	USE_TORCH_XLA=0 $(PYTEST) $(BY_FOUR) tests/train tests/unit
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) tests/train tests/unit
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)
