@@ -20,7 +20,7 @@ from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts import report, score, sigterm, synthetic
+from trl_tpu.scripts import score, sigterm, synthetic
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
 from trl_tpu.scripts.dry_run import describe_run
@@ -139,10 +139,12 @@ def main(
 
 def report_on(trainer: RewardTrainer) -> None:
     """Write the page of `trl-tpu report` into the folder of a run that has ended and saved its model."""
+    from trl_tpu.scripts.report import report_on_run  # matplotlib takes a second to import
+
     folder = Path(str(trainer.args.output_dir))
     try:
         trainer.save_state()  # with the logs of the last step and of the last evaluation
-        page = report.report_on_run(folder)
+        page = report_on_run(folder)
         if trainer.remote is not None:
             trainer.remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
     except (OSError, UserError) as error:
