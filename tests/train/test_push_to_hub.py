@@ -117,7 +117,7 @@ def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
     assert not all(weights[name].equal(base[name]) for name in base), "two steps change the weights"
 
     model_config = json.loads(pushed["config.json"])
-    assert list(model_config["id2label"]) == ["0"]
+    assert list(model_config["id2label"]) == ["0"] and model_config["problem_type"] == "regression"
     vocabulary = json.loads(pushed["tokenizer.json"])["model"]["vocab"]
     pad_token = json.loads(pushed["tokenizer_config.json"])["pad_token"]
     assert model_config["pad_token_id"] == vocabulary[pad_token]

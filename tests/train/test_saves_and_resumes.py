@@ -264,6 +264,9 @@ def test_the_best_models_config_says_how_large_its_own_rewards_are(model_folder:
     trainer.save_model()
     of_best, of_last = (row for row in trainer.state.log_history if "eval_mean_reward" in row)
     config = json.loads((tmp_path / "config.json").read_text())
+    saved = json.loads((tmp_path / "checkpoint-2" / "config.json").read_text())
+    for key in ("mean", "std", "problem_type", "sentence_transformers", "rope_theta"):
+        assert saved[key] == config[key]
     assert config["mean"] == pytest.approx(of_best["eval_mean_reward"]) != of_last["eval_mean_reward"]
     trainer.create_model_card()
     assert f"mean of {config['mean']:.4g}" in (tmp_path / "README.md").read_text()
