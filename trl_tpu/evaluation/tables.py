@@ -151,12 +151,12 @@ def as_markdown(tables: list[Table]) -> str:
 
 def _markdown(table: Table) -> str:
     marks = ["---" if table.is_words(index) else "---:" for index in range(len(table.header))]
-    lines = [map(_markdown_cell, table.header), marks, *(map(_markdown_cell, row) for row in table.rows)]
+    lines = [map(markdown_text, table.header), marks, *(map(markdown_text, row) for row in table.rows)]
     return "\n".join([f"**{table.title}**", "", *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 
-def _markdown_cell(cell: str) -> str:
-    """Return a cell whose letters are only letters: a group's name comes from the data."""
-    plain = "".join(letter if letter.isprintable() else " " for letter in cell)
+def markdown_text(text: str) -> str:
+    """Return a line, or a cell, whose letters are only letters to Markdown: a group's name comes from the data."""
+    plain = "".join(letter if letter.isprintable() else " " for letter in text)
     escaped = plain.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("`", "&#96;")
     return "".join(f"\\{letter}" if letter in "\\*_[]" else letter for letter in escaped)

@@ -27,7 +27,7 @@ def verdict_name(dataset: str) -> str:
 def as_json(found: Verdict | BestOfN) -> dict[str, Any]:
     """Return a verdict as JSON has it, with null for what is not finite."""
     kind = next(name for name, type_ in _KINDS.items() if isinstance(found, type_))
-    return {"kind": kind} | _finite(dataclasses.asdict(found))
+    return {"kind": kind} | null_for_nonfinite(dataclasses.asdict(found))
 
 
 def write_verdict(found: Verdict | BestOfN, path: Path) -> None:
@@ -83,9 +83,10 @@ def _made(kind: type, content: dict[str, Any]) -> Any:
     return kind(**fields)
 
 
-def _finite(value: Any) -> Any:
+def null_for_nonfinite(value: Any) -> Any:
+    """Return the value with None for numbers that are not finite, at any depth: JSON has none."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: null_for_nonfinite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [null_for_nonfinite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

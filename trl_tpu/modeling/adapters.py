@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from .. import runtime
 from ..errors import UserError, UserTypeError
 from . import broken
 from .load import NO_BITSANDBYTES
-from .readers import save_base_config
+from .readers import save_base_config, write_old_rope_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -234,12 +235,19 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
 
 
 def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
-    """Write what adapters in a checkpoint are, their model's config, and the tokenizer; not their weights."""
+    """Write what adapters in a checkpoint are, and the tokenizer; but for the adapters themselves."""
     for config in model.peft_config.values():
         config.save_pretrained(folder)
-    save_base_config(without_adapters(model), folder)
     if processing_class is not None:
         processing_class.save_pretrained(folder)
+
+
+def complete_config(model: nn.Module, folder: str | Path) -> None:
+    """Add to the folder of a saved model, or of its adapters, what other programs read: see `readers`."""
+    if is_peft_model(model):
+        save_base_config(without_adapters(model), folder)
+    else:
+        write_old_rope_names(folder)
 
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:

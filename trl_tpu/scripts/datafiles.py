@@ -124,9 +124,14 @@ def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
     return splits[split]
 
 
-def _builder(path: Path) -> str | None:
+def suffix_of(path: Path) -> str:
+    """Return the suffix that says what is in a file, which may be compressed."""
     named = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return None if path.is_dir() else BUILDERS.get(named.suffix.lower())
+    return named.suffix.lower()
+
+
+def _builder(path: Path) -> str | None:
+    return None if path.is_dir() else BUILDERS.get(suffix_of(path))
 
 
 def _synthetic(path: str, split: str | None, streaming: bool) -> Any:

@@ -7,7 +7,6 @@ within a window rewards depend, in their last bits, on what is computed beside t
 
 import json
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trl_tpu.errors import UserError, UserFileError
+from trl_tpu.evaluation.verdict_file import null_for_nonfinite
 
 logger = logging.getLogger(__name__)
 
@@ -167,16 +167,7 @@ def _is_special(path: Path) -> bool:
 
 def json_line(row: dict[str, Any]) -> str:
     """Spell a row as a line of JSON, with null for numbers that are not finite, and text for what JSON has not."""
-    return json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False, default=str)
-
-
-def _without_nan(value: Any) -> Any:
-    """Return the value with None for numbers that are not finite, at any depth: JSON has none."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(null_for_nonfinite(row), ensure_ascii=False, allow_nan=False, default=str)
 
 
 # ---- Parquet

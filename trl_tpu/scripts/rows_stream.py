@@ -12,7 +12,7 @@ import datasets
 import fsspec
 import pyarrow.parquet as pq
 
-from trl_tpu.errors import UserError, UserFileError
+from trl_tpu.errors import UserError
 from trl_tpu.scripts import datafiles
 
 STDIN = "-"
@@ -46,9 +46,7 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
     if name == STDIN:
         return Source(_lines(sys.stdin.buffer, "the standard input"))
     path = Path(name).expanduser()
-    if _is_json_lines(path):
-        if not path.is_file():
-            raise UserFileError(f"There is no data file {name} (looked for {path.absolute()}).")
+    if path.is_file() and datafiles.suffix_of(path) in _LINES:
         if split not in (None, "train"):
             raise UserError(f"{name} has no split {split!r}; a file is the split 'train'.")
         return Source(_lines_of(path), _count_lines(path))
@@ -57,11 +55,6 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
         raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
     rows = datafiles.pick_split(splits, split or next(iter(splits)), name)
     return Source(_dataset_rows(rows, name), _count_rows(rows, path))
-
-
-def _is_json_lines(path: Path) -> bool:
-    named = path.with_suffix("") if path.suffix.lower() in datafiles.COMPRESSIONS else path
-    return named.suffix.lower() in _LINES and not path.is_dir()
 
 
 def _lines_of(path: Path) -> Iterator[dict[str, Any] | UserError]:

@@ -140,7 +140,7 @@ def make_model_card(
     dataset_name: str | None,
     tags: Iterable[str],
     versions: dict[str, str],
-    reading: "Reading | None" = None,
+    reading: Reading,
     evaluation: str = "",
 ) -> ModelCard:
     """Make a model card with the metadata that the Hub reads.
@@ -152,7 +152,7 @@ def make_model_card(
         dataset_name: The dataset, if known.
         tags: Tags beside that of a trainer's card.
         versions: Versions of the libraries, by name.
-        reading: How it reads a dialogue, if known.
+        reading: How it reads a dialogue.
         evaluation: A section of its own, in Markdown.
     """
     metadata = ModelCardData(
@@ -169,8 +169,8 @@ def make_model_card(
             metadata=metadata.to_yaml(),
             name=name,
             location=location,
-            tokens=(reading or Reading()).tokens(),
-            reading=(reading or Reading()).describe(),
+            tokens=reading.tokens(),
+            reading=reading.describe(),
             evaluation=f"{evaluation}\n\n" if evaluation else "",
             base=f", trained from [{base_model}](https://huggingface.co/{base_model})" if base_model else "",
             data=f" on [{dataset_name}](https://huggingface.co/datasets/{dataset_name})" if dataset_name else "",

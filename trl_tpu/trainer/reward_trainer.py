@@ -30,9 +30,9 @@ from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
 from ..errors import UserError
-from ..modeling.adapters import is_peft_model, without_adapters
+from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.losses import pairwise_losses
-from ..modeling.readers import BASE_CONFIG, save_base_config, write_old_rope_names
+from ..modeling.readers import BASE_CONFIG
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..packing.schedule import RowPlan
@@ -383,20 +383,15 @@ class RewardTrainer(DeviceTrainer):
         """Write config and card anew beside the model in `output_dir`: an evaluation since has measured rewards."""
         if not self.args.should_save:
             return
-        folder, base = Path(str(self.args.output_dir)), without_adapters(self.model)
-        name = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
-        if is_peft_model(self.model):
-            save_base_config(base, folder)
-        else:
-            base.config.save_pretrained(folder)
-            write_old_rope_names(folder)
-        try:
-            self.create_model_card(dataset_name=dataset_name)
-        except OSError as error:  # the model is saved
-            logger.error("The model card could not be written: %s", error)
+        folder = Path(str(self.args.output_dir))
+        if not is_peft_model(self.model):
+            self.model.config.save_pretrained(folder)
+        complete_config(self.model, folder)
+        self._write_card(dataset_name=dataset_name)
         if self.remote is not None:
             verdict = [path.name for path in sorted(folder.glob("verdict*"))]  # which the card shows
-            self.remote.put(folder, [name, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
+            config = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
+            self.remote.put(folder, [config, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
 
 
 _READ_BATCHES = (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..evaluation.findings import findings
-from ..evaluation.tables import as_markdown, tables_of
+from ..evaluation.tables import as_markdown, markdown_text, tables_of
 from ..evaluation.verdict_file import verdict_name, write_verdict
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def write_verdicts(verdicts: "Mapping[str, Verdict]", folder: Path, draws: bool)
     parts = ["## Evaluation"]
     for name, verdict in named.items():
         write_verdict(verdict, folder / verdict_name(name))
-        title = [f"### {_plain(name)}"] if name else []
+        title = [f"### {markdown_text(name)}"] if name else []
         parts += [
             *title,
-            "\n".join(f"- {_plain(said)}" for said in findings(verdict)),
+            "\n".join(f"- {markdown_text(said)}" for said in findings(verdict)),
             as_markdown(tables_of(verdict)),
         ]
     if draws:
@@ -48,9 +48,3 @@ def write_verdicts(verdicts: "Mapping[str, Verdict]", folder: Path, draws: bool)
                 (folder / f"verdict_{picture.name}.png").write_bytes(picture.render("png"))
                 parts.append(f"![{picture.title}](verdict_{picture.name}.png)\n\n{picture.words}")
     return "\n\n".join(parts)
-
-
-def _plain(text: str) -> str:
-    """Return a line whose letters are only letters to Markdown: names of groups come from the data."""
-    line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return "".join(f"\\{letter}" if letter in "\\`*_[]" else letter for letter in line)

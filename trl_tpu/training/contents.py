@@ -13,8 +13,7 @@ from transformers.trainer_callback import ExportableState
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.saver import Contents
 from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
-from ..modeling.adapters import save_adapter_config
-from ..modeling.readers import write_old_rope_names
+from ..modeling.adapters import complete_config, save_adapter_config
 from .logs import open_sums
 from .optimizer import bare
 from .preemption import Preemption
@@ -73,10 +72,10 @@ def _describe_model(trainer: "DeviceTrainer", path: str) -> None:
         trainer._save(path, whole_weights(model, runtime, keeps=args.should_save))
     elif isinstance(model, PreTrainedModel):
         trainer._save(path, {})
-        if args.should_save:
-            write_old_rope_names(path)
     elif args.should_save:
         save_adapter_config(model, trainer.processing_class, path)
+    if args.should_save:
+        complete_config(model, path)
 
 
 def _save_progress(trainer: "DeviceTrainer", folder: Path) -> None:

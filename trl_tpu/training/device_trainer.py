@@ -54,8 +54,8 @@ from ..checkpoint.storage import older_weights, replace_model_files
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
-from ..modeling.adapters import is_peft_model, without_adapters
-from ..modeling.readers import save_base_config, saved_scale, set_scale, write_old_rope_names
+from ..modeling.adapters import complete_config
+from ..modeling.readers import saved_scale, set_scale
 from ..modeling.work import work_of_a_pair
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
@@ -474,9 +474,7 @@ class DeviceTrainer(Trainer):
                 super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
             if not self.args.should_save:
                 return
-            write_old_rope_names(staging)
-            if is_peft_model(self.model):
-                save_base_config(without_adapters(self.model), staging)
+            complete_config(self.model, staging)
             if remote is not None:
                 remote.put(staging, names := files_in(staging))
                 remote.delete_files(older_weights(remote.names(), names))
@@ -492,14 +490,17 @@ class DeviceTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _write_card(self, **names: Any) -> None:
+        try:
+            self.create_model_card(**names)
+        except OSError as error:  # the model is saved, or its save says more
+            logger.error("The model card could not be written: %s", error)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        try:
-            self.create_model_card()
-        except OSError as error:  # the save itself says more
-            logger.error("The model card could not be written: %s", error)
+        self._write_card()
         self.checkpointer.wait()  # the best one so far may be on its way
         contents = contents_of(self, self.run_folder)
         self.checkpointer.save(contents)
