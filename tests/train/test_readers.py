@@ -72,9 +72,12 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {"bos": True},
     "llama, pad is eos": {"bos": True, "pads": False},
     "llama, own pad": {"bos": True, "pads": False, "own": True},
+    "qwen2": {},
     "qwen2, pad is eos": {"pads": False},
     "qwen3": {},
+    "qwen3, pad is eos": {"pads": False},
     "gemma2": {"bos": True},
+    "gemma2, pad is eos": {"bos": True, "pads": False},
     "llama, adapters": {"bos": True, "lora": True},
     "qwen2, adapters, own pad": {"pads": False, "own": True, "lora": True},
 }
@@ -228,6 +231,9 @@ def test_openrlhf(saved: Saved) -> None:
     ids, pad = saved.ids_of_texts(), saved.tokenizer.pad_token_id
     found = readers.openrlhf_rewards(saved.folder, ids, pad, normalizes=False)
     assert found == pytest.approx(saved.of_texts, **CLOSE)
+    rendered = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
+    found = readers.openrlhf_rewards(saved.folder, rendered, pad, normalizes=False)
+    assert found == pytest.approx(saved.of_messages, **CLOSE)
     config = config_of(saved)
     normalized = [(reward - config["mean"]) / config["std"] for reward in saved.of_texts]
     found = readers.openrlhf_rewards(saved.folder, ids, pad, normalizes=True)
@@ -278,7 +284,7 @@ def test_an_export_says_it_too_whoever_trained_the_model(saved: Saved, tmp_path:
         assert exported["problem_type"] == "regression" and "mean" not in exported
 
 
-@pytest.mark.parametrize("saved", ["llama", "qwen2, pad is eos"], indirect=True)  # the others load alike
+@pytest.mark.parametrize("saved", ["llama", "qwen2, pad is eos", "qwen3", "gemma2"], indirect=True)
 def test_trls_grpo_trainer(saved: Saved, tmp_path: Path) -> None:
     """One step, in which the reward model's own forward is looked at. Adapters are merged first."""
     from trl import GRPOConfig, GRPOTrainer
