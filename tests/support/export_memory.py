@@ -1,8 +1,8 @@
 """Export a model of several shards and write how much memory that took: run by a test.
 
-python tests/support/export_memory.py FOLDER {state,files,merged} [make | DTYPE]
+python tests/support/export_memory.py FOLDER {state,files,merged} [DTYPE]
 
-With "make" it writes the checkpoint, without it exports that, in the dtype.
+It exports the checkpoint that `make_checkpoint` has written, in the dtype.
 
 The measure is the peak of the process's resident memory above what it had before, and of that what is its own: the
 pages of mapped files count as resident too, though the system takes them back when it needs them.
@@ -68,7 +68,7 @@ class Peak:
 
 
 def make_checkpoint(folder: Path, way: str) -> Path:
-    """A checkpoint in ``folder``, written by a process whose memory is not counted."""
+    """A checkpoint in ``folder``, to be exported by another process, whose memory is measured."""
     config = LlamaConfig(**CONFIG)
     model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
     if way == "files":
@@ -103,7 +103,4 @@ def main(folder: Path, way: str, dtype: torch.dtype | None) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[3:] == ["make"]:
-        make_checkpoint(Path(sys.argv[1]), sys.argv[2])
-    else:
-        main(Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3]) if sys.argv[3:] else None)
+    main(Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3]) if sys.argv[3:] else None)

@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.scripts import reward
+from trl_tpu.scripts import reward, synthetic
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +338,7 @@ def test_the_command_s_status_tells_that_the_best_model_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RewardTrainer, "_load_best_model", lambda self: setattr(self, "best_model_lost", "gone"))
+    monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
     words += ["--output_dir", str(tmp_path), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
     with pytest.raises(SystemExit, match="the best could not be loaded: gone") as end:

@@ -343,27 +343,34 @@ def test_training_from_flags_evaluates_saves_and_scores(tmp_path: Path, capsys: 
     assert scored == pytest.approx(score.score_texts(str(out), synthetic.EXAMPLES), abs=1e-4)
 
 
-@pytest.mark.parametrize("use_torch_xla", [pytest.param("0", marks=pytest.mark.long), "1"])
-def test_training_from_yaml_with_adapters_on_a_mixture_of_files(use_torch_xla: str, tmp_path: Path) -> None:
-    if use_torch_xla == "1" and importlib.util.find_spec("torch_xla") is None:
+@pytest.mark.parametrize("device", ["this process's", pytest.param("XLA's", marks=pytest.mark.long)])
+def test_training_from_yaml_with_adapters_on_a_mixture_of_files(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On XLA in a process of its own, which the file alone tells of the device."""
+    if device == "XLA's" and importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
     base = save_model(tmp_path / "base", LlamaForCausalLM)
     synthetic.load_dataset("synthetic:numbers")["train"].select(range(20)).to_json(tmp_path / "pairs.jsonl")
+    chosen = "env: {USE_TORCH_XLA: 1, PJRT_DEVICE: CPU, CPU_NUM_DEVICES: 1}\n" if device == "XLA's" else ""
     (tmp_path / "c.yaml").write_text(
-        f"env: {{USE_TORCH_XLA: {use_torch_xla}, PJRT_DEVICE: CPU, CPU_NUM_DEVICES: 1}}\n"
-        f"model_name_or_path: {base}\noutput_dir: {tmp_path / 'out'}\n"
+        f"{chosen}model_name_or_path: {base}\noutput_dir: {tmp_path / 'out'}\n"
         "use_peft: true\nlora_target_modules: all-linear\nlora_r: 2\n"
         f"datasets:\n  - path: {tmp_path / 'pairs.jsonl'}\n    columns: [prompt, chosen, rejected]\n"
         "test_split_size: 4\ndo_eval: true\n"
         "bf16: false\nreport_to: none\nmax_steps: 5\nper_device_train_batch_size: 2\n"
     )
-    env = {key: value for key, value in os.environ.items() if key != "USE_TORCH_XLA"}
-    env["PYTHONPATH"] = str(ROOT)
-    command = f"{sys.executable} -m trl_tpu.scripts.reward --config {tmp_path / 'c.yaml'} --max_steps 1".split()
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"Model saved to {tmp_path / 'out'}" in done.stdout
-    assert re.search(r"Held-out pairs\n  accuracy +[01]\.\d+\n  loss +\d\.\d+", done.stdout)
+    words = ["--config", str(tmp_path / "c.yaml"), "--max_steps", "1"]
+    if device == "XLA's":
+        env = {key: value for key, value in os.environ.items() if key != "USE_TORCH_XLA"}
+        command = [sys.executable, "-m", "trl_tpu.scripts.reward", *words]
+        assert subprocess.run(command, cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    else:
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(["reward", *words]) == 0
+    printed = capfd.readouterr().out
+    assert f"Model saved to {tmp_path / 'out'}" in printed
+    assert re.search(r"Held-out pairs\n  accuracy +[01]\.\d+\n  loss +\d\.\d+", printed)
     assert json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
     rewards = score.score_texts(str(tmp_path / "out"), CHATS)
     assert all(math.isfinite(value) for value in rewards) and rewards[0] != rewards[1]

@@ -76,7 +76,8 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
     ("before", "environment", "expected"),
     [
         ("import sys, trl_tpu; assert 'torch' not in sys.modules", {}, "native False"),
-        ("import trl_tpu", {"PJRT_DEVICE": "CPU"}, "xla True"),
+        # all tests of tests/xla do so
+        pytest.param("import trl_tpu", {"PJRT_DEVICE": "CPU"}, "xla True", marks=pytest.mark.long),
         ("import trl_tpu", {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "0"}, "native False"),
         pytest.param(  # it is torch_xla's own
             f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'", {}, "native False", marks=pytest.mark.long

@@ -230,6 +230,7 @@ def command(*words: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.long  # `make tpu-check` runs the command, too
 def test_a_mesh_is_checked_against_the_slices_chips(model: str) -> None:
     words = ["--model_name_or_path", model, "--topology", "v6e:4x4", "--mesh", "data=2,fsdp=-1,tensor=2", "--json"]
     done = command(sys.executable, "-c", SCRIPT, *words, "true")

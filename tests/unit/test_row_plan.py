@@ -1,5 +1,6 @@
 """A few shapes cover every batch of the data, in as little work as they can."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -85,14 +86,20 @@ def test_sizes_and_shared_prefix_lengths_equal_a_plain_loop(
     assert shared_prefix_length(columns) == min(common(every[0], other) for other in every)
 
 
+@functools.cache
+def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
+    """The pairs whose dialogues have at most 1,024 tokens."""
+    rows = real_pairs.pairs_from(source)
+    tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
+    halves = [tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected")]
+    return [pair for pair in zip(*halves, strict=True) if max(map(len, pair)) <= 1024]
+
+
 @pytest.mark.parametrize("source", real_pairs.SOURCES)
 @pytest.mark.parametrize(("pairs", "shards", "most_tokens"), [(8, 1, 0.72), (64, 8, 0.70)])
 def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
     """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
-    rows = real_pairs.pairs_from(source)
-    tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
-    halves = [tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected")]
-    both = [pair for pair in zip(*halves, strict=True) if max(map(len, pair)) <= 1024]
+    both = tokenized(source)
     sizes = pair_sizes(*(pa.chunked_array([pa.array(half)]) for half in zip(*both, strict=True)))
     plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
