@@ -264,3 +264,10 @@ def test_the_guard_announces_each_program_once_until_it_has_run() -> None:
     guard = RecompileGuard(CountingRuntime(), planned_shapes=None, announce=said.append)
     guard.see(BATCH)
     assert said[-1] == "compiling shape 1"
+    del said[:]
+    guard.see_evaluated(BATCH)  # another program
+    guard.see_evaluated(BATCH)
+    guard.see_evaluated(other)
+    guard.settle()
+    guard.see_evaluated(other)
+    assert said == ["", "compiling shape 1 for evaluation", "", "compiling shape 2 for evaluation", ""]

@@ -52,12 +52,12 @@ def history(steps: int = 6, scale: float = 1.0) -> list[dict[str, Any]]:
     return logs
 
 
-def run_folder(folder: Path, logs: list[dict[str, Any]], resumed: str | None = None) -> Path:
+def run_folder(folder: Path, logs: list[dict[str, Any]], resumed: int | None = None) -> Path:
     for step in (4, 12):
         (folder / f"checkpoint-{step}").mkdir(parents=True)
         state = {"log_history": [each for each in logs if each["step"] <= step], "global_step": step, "max_steps": 12}
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
-    (folder / "_run.json").write_text(json.dumps({"run": "x", "began_from": resumed}))
+    (folder / "_run.json").write_text(json.dumps({"run": "x", "resumed_at": [] if resumed is None else [resumed]}))
     return folder
 
 
@@ -80,7 +80,7 @@ class Elements(HTMLParser):
 def test_a_report_on_a_run_and_a_file_needs_nothing_else_and_obeys_no_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_folder(tmp_path / "run", history(), "checkpoint-4")
+    run = run_folder(tmp_path / "run", history(), 4)
     assert cli.main(["report", str(run), str(scored(tmp_path / "scored.jsonl"))]) == 0
     printed = capsys.readouterr().out
     assert f"Report written to {run / 'report' / 'index.html'}" in printed and "It prefers the chosen" in printed
@@ -124,7 +124,7 @@ def test_a_report_says_what_could_not_be_shown(tmp_path: Path) -> None:
 
 
 def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run", history(), "checkpoint-4")
+    run = run_folder(tmp_path / "run", history(), 4)
     found = read_run(run)
     assert (found.name, found.step, found.max_steps, found.resumed_at) == ("run", 12, 12, (4,))
     assert found.series("loss") == ([2, 4, 6, 8, 10, 12], [1 / step for step in range(2, 13, 2)])
@@ -142,7 +142,7 @@ def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on
 def test_curves_of_several_runs_are_in_the_same_axes_with_evaluations_and_resumes(tmp_path: Path) -> None:
     runs = [
         read_run(run_folder(tmp_path / "one", history())),
-        read_run(run_folder(tmp_path / "two", history(scale=2.0), "checkpoint-4")),
+        read_run(run_folder(tmp_path / "two", history(scale=2.0), 4)),
     ]
     axes = Figure().subplots()
     curve(runs, CURVES[0]).draw(axes)

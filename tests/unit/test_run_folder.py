@@ -84,6 +84,19 @@ def test_a_resumed_run_keeps_its_own_up_to_there(tmp_path: Path) -> None:
         assert names(tmp_path) == {"checkpoint-10", "checkpoint-40"}
 
 
+def test_all_steps_that_a_run_went_on_from_are_told(tmp_path: Path) -> None:
+    def resumed_at(run: str, step: int | None = None) -> list[int]:
+        resumed = None if step is None else checkpoint(tmp_path, step, run)
+        with training(tmp_path, run, resumed, step or 0):
+            return json.loads((tmp_path / RUN_FILE).read_text())["resumed_at"]
+
+    assert resumed_at(MINE) == []
+    assert resumed_at(MINE, 10) == [10]
+    assert resumed_at(MINE, 40) == resumed_at(MINE, 40) == [10, 40]
+    assert resumed_at(MINE, 20) == [10, 20], "what came after 20 is not this run's any more"
+    assert resumed_at(NEW) == []
+
+
 def test_what_is_of_another_run_is_told(tmp_path: Path) -> None:
     old = checkpoint(tmp_path, 10)
     with training(tmp_path, MINE, old, 10):

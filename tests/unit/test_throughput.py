@@ -38,31 +38,35 @@ def model_of(model_type: str, **more: Any) -> Any:
 def test_rates_leave_out_pauses_and_what_was_done_before_a_resume() -> None:
     clock = Clock()
     throughput = Throughput(clock)
-    throughput.start(work_of_a_pair=3e12, peak_flops=12e12, before=RewardSums(pairs=10, tokens=100))
+    throughput.start(work_of_a_pair=3e12, peak_flops=12e12, before=RewardSums(pairs=10, tokens=100), step=3)
     clock.now += 4
     throughput.pause()
     clock.now += 1000  # an evaluation
     throughput.resume()
     clock.now += 1
-    rates = throughput.close(RewardSums(pairs=20, tokens=300))
+    rates = throughput.close(RewardSums(pairs=20, tokens=300), step=5)
     assert rates == {
-        "pairs_per_second": 2.0, "tokens_per_second": 40.0, "model_tflops_per_second": 6.0, "mfu": 0.5
-    }  # fmt: skip
+        "pairs_per_second": 2.0,
+        "tokens_per_second": 40.0,
+        "seconds_per_step": 2.5,
+        "model_tflops_per_second": 6.0,
+        "mfu": 0.5,
+    }
     clock.now += 2
-    assert throughput.close(RewardSums(pairs=20, tokens=300))["pairs_per_second"] == 10.0
-    assert throughput.close(RewardSums(pairs=20, tokens=300)) == {}  # no time has passed
+    assert throughput.close(RewardSums(pairs=20, tokens=300), 6)["pairs_per_second"] == 10.0
+    assert throughput.close(RewardSums(pairs=20, tokens=300), 6) == {}  # no time has passed
     clock.now += 2
-    assert throughput.close(RewardSums()) == {}
+    assert throughput.close(RewardSums(), 6) == {}
 
 
 def test_what_is_not_known_is_left_out() -> None:
     clock = Clock()
     throughput = Throughput(clock)
     clock.now += 1
-    assert set(throughput.close(RewardSums(pairs=1, tokens=5))) == {"pairs_per_second", "tokens_per_second"}
-    throughput.start(1e12, None, RewardSums())
+    assert set(throughput.close(RewardSums(pairs=1, tokens=5), 0)) == {"pairs_per_second", "tokens_per_second"}
+    throughput.start(1e12, None, RewardSums(), 0)
     clock.now += 1
-    assert "mfu" not in throughput.close(RewardSums(pairs=1, tokens=5))
+    assert "mfu" not in throughput.close(RewardSums(pairs=1, tokens=5), 1)
 
 
 def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:

@@ -13,18 +13,22 @@ from trl_tpu import RewardTrainer
 def test_says_each_shape_once_before_it_is_compiled(
     config: Callable[..., Any], model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = config(max_steps=4, logging_steps=1, disable_tqdm=False, packing=False, max_shapes=2)
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))
+    pairs = tiny.made_up_pairs(64)
+    args = config(max_steps=4, logging_steps=1, disable_tqdm=False, packing=False, max_shapes=2, eval_strategy="steps")
+    args.eval_steps = 3
+    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, eval_dataset=pairs.select(range(20)))
     planned = trainer.batch_plan.shapes
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    said = [line for line in lines if "compiling" in line]
-    assert lines[0] == said[0] == f"step 1/4: compiling shape 1 of {planned} ..."
+    evaluation = [line for line in lines if line.endswith("for evaluation ...")]
+    assert evaluation[0] == "step 3/4: compiling shape 1 for evaluation ..."
+    said = [line for line in lines if "compiling" in line and line not in evaluation]
+    assert lines[0] == said[0] == f"step 0/4: compiling shape 1 of {planned} ..."
     assert [line.partition("compiling ")[2] for line in said] == [
         f"shape {number} of {planned} ..." for number in range(1, len(said) + 1)
     ]
     assert planned is not None and len(said) <= planned
-    assert len(lines) == len(said) + 5  # logs, and the end
+    assert len(lines) == len(said) + len(evaluation) + 7  # logs, two of evaluations, and the end
 
 
 def test_trackers_have_the_pairs_of_evaluations_and_logs_the_rates(
@@ -42,4 +46,5 @@ def test_trackers_have_the_pairs_of_evaluations_and_logs_the_rates(
     assert len(lines) == 2 + 10 and "Count on from" in lines[2]
     log = trainer.state.log_history[0]
     assert 0 < log["pairs_per_second"] < log["tokens_per_second"] and log["model_tflops_per_second"] > 0
+    assert log["seconds_per_step"] > 0 and log["compiled_programs"] >= 1
     assert 0.1 < log["memory_gib"] < 100 and "mfu" not in log

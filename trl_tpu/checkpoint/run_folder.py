@@ -141,7 +141,10 @@ class RunFolder:
             since = datetime.now(UTC).isoformat(timespec="seconds")
             owner = {"run": run, "host": socket.gethostname(), "process": os.getpid(), "since": since}
             began_from = Path(resumed).name if resumed is not None and is_here else resumed
-            self._write(json.dumps(owner | {"began_from": began_from, "claim": uuid.uuid4().hex}))
+            earlier = self._found.get("resumed_at", []) if self._found.get("run") == run else []
+            resumed_at = [at for at in earlier if isinstance(at, int) and at < step] + [step] * (resumed is not None)
+            begun = {"began_from": began_from, "resumed_at": resumed_at, "claim": uuid.uuid4().hex}
+            self._write(json.dumps(owner | begun))
         except Exception as error:
             raise self._unwritable(error) from error
 

@@ -30,7 +30,7 @@ class RunHistory:
         records: What was logged, in order; each has its `step`.
         step: The last one.
         max_steps: Of the whole run.
-        resumed_at: The steps from which it went on, as far as its folder knows: the last time.
+        resumed_at: The steps from which it went on.
         verdicts: On its evaluation data, by name where there are several, as far as they are beside the model.
     """
 
@@ -91,13 +91,12 @@ def read_run(folder: Path) -> RunHistory:
         history = state["log_history"]
         state = other if other["log_history"][: len(history)] == history else state
     run = _read(folder / _RUN) if (folder / _RUN).is_file() else {}
-    began = re.fullmatch(r"checkpoint-(\d+)", str(run.get("began_from") or ""))
     return RunHistory(
         name=folder.resolve().name,
         records=[record for record in state["log_history"] if isinstance(record.get("step"), int)],
         step=state.get("global_step", 0),
         max_steps=state.get("max_steps", 0),
-        resumed_at=(int(began[1]),) if began else (),
+        resumed_at=tuple(step for step in run.get("resumed_at") or () if isinstance(step, int)),
         verdicts={
             path.stem.removeprefix("verdict").removeprefix("-"): read_verdict(path)
             for path in sorted(folder.glob("verdict*.json"))

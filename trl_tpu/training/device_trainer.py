@@ -390,6 +390,8 @@ class DeviceTrainer(Trainer):
         control, preemption = self.control, self.preemption
         must_save = preemption.decide(self.agreement, self.args, self.state, control)
         acts = control.should_log or control.should_evaluate or control.should_save
+        if acts:
+            self.runtime.step_boundary()  # what the step has recorded is its own program
         self.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             log_step(self, tr_loss, grad_norm, start_time, learning_rate)

@@ -16,7 +16,7 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
-from ..data.packed_batch import PackedBatch, micro_batches_of
+from ..data.packed_batch import PackedBatch, micro_batches_of, tensors_of
 from ..modeling.readers import set_scale
 from . import judge
 from .metrics import RewardSums, on_host, over_processes, sums_of
@@ -49,6 +49,7 @@ def evaluate_batch(
     """
 
     def evaluate(rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        trainer.recompiles.see_evaluated(tensors_of(rows))
         with torch.no_grad(), trainer.compute_loss_context_manager():
             loss, outputs = trainer.compute_loss(model, rows, return_outputs=True)
             return loss.detach(), trainer.rewards_of(outputs, rows)
@@ -100,6 +101,7 @@ def run_evaluation(
                     is_last = len(done) == count
                     metrics = compute_metrics(prediction, compute_result=is_last)  # type: ignore[call-arg]
     runtime.step_boundary()
+    trainer.recompiles.settle()
     found = _fetch(trainer, done)
     prediction = _prediction(trainer, found)
     if compute_metrics is not None and prediction is None and found:

@@ -32,7 +32,6 @@ def log_step(
         FloatingPointError: Too many steps in a row were not finite.
     """
     runtime, nonfinite, metrics = trainer.runtime, trainer.nonfinite, trainer.reward_metrics
-    runtime.step_boundary()
     norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
     loss, norm, counts, *sums = runtime.fetch([loss_sum_1, norm, nonfinite.device_counts, *metrics.device_sums])
     trainer.recompiles.settle()
@@ -45,7 +44,9 @@ def log_step(
     logs["learning_rate"] = trainer._get_learning_rate() if learning_rate is None else learning_rate
     logs |= metrics.close(reward_sums)
     set_scale(trainer.model.config, metrics.scale)
-    logs |= trainer.throughput.close(reward_sums)
+    logs |= trainer.throughput.close(reward_sums, trainer.state.global_step)
+    if runtime.compiles:
+        logs["compiled_programs"] = runtime.compile_count()
     if (memory := runtime.most_memory(trainer.args.device)) is not None:
         logs["memory_gib"] = memory / GiB
     if nonfinite.is_on:
@@ -115,6 +116,7 @@ def resume_sums(trainer: "DeviceTrainer") -> None:
         trainer.work_of_a_pair,
         None if peak is None else peak * trainer.runtime.topology().devices,
         before=sum((RewardSums(**part["metrics"]["open"]) for part in parts), RewardSums()),
+        step=trainer.state.global_step,
     )
     if progress is None:
         return

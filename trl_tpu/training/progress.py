@@ -13,8 +13,8 @@ from .judge import LENGTH_METRICS
 
 _SHOWN = ("loss", "accuracy")
 _LEFT_TO_TRACKERS = {
-    *("epoch", "grad_norm", "learning_rate", "total_flos", "tokens_per_second", "model_tflops_per_second", "mfu"),
-    *("memory_gib", "num_input_tokens_seen", *METRICS, *LENGTH_METRICS),
+    *("epoch", "grad_norm", "learning_rate", "total_flos", "num_input_tokens_seen", "tokens_per_second", "mfu"),
+    *("seconds_per_step", "model_tflops_per_second", "compiled_programs", "memory_gib", *METRICS, *LENGTH_METRICS),
 }
 
 
@@ -39,7 +39,7 @@ class Progress(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.set_description_str(what)
         elif what:
-            self._write(f"step {self._state.global_step + 1}/{self._state.max_steps}: {what} ...")
+            self._write(f"step {self._state.global_step}/{self._state.max_steps}: {what} ...")
 
     def _write(self, line: str) -> None:
         if self.training_bar is not None:

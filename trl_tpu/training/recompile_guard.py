@@ -37,6 +37,7 @@ class RecompileGuard:
         self._planned_shapes = planned_shapes
         self._announce, self._announced = announce, False
         self._shapes: Counter[str] = Counter()
+        self._evaluated: set[str] = set()
         self._compiled = 0
         self._mark = runtime.compile_count()
         self._warned_at = 0
@@ -47,13 +48,20 @@ class RecompileGuard:
         Args:
             updates: Whether its program can be one that also updates the weights, which is another program.
         """
-        shapes = [f"{key} {list(value.shape)}" for key, value in batch.items() if isinstance(value, torch.Tensor)]
-        shape = ", ".join(shapes) + ("" if updates else ", without an update")
+        shape = _shape_of(batch) + ("" if updates else ", without an update")
         self._shapes[shape] += 1
         self.settle()
         if self._shapes[shape] == 1:
             planned = "" if self._planned_shapes is None else f" of {self._planned_shapes}"
             self._announce(f"compiling shape {len(self._shapes)}{planned}")
+            self._announced = True
+
+    def see_evaluated(self, batch: Mapping[str, Any]) -> None:
+        """Note the shapes of a batch that an evaluation is about to use, only to tell what it waits for."""
+        self.settle()
+        if (shape := _shape_of(batch)) not in self._evaluated:
+            self._evaluated.add(shape)
+            self._announce(f"compiling shape {len(self._evaluated)} for evaluation")
             self._announced = True
 
     def settle(self) -> None:
@@ -83,3 +91,7 @@ class RecompileGuard:
                 f"take minutes on a TPU. Batch shapes so far ({planned}): {shapes}. Give batches fewer shapes "
                 "(pad_to_multiple_of, or a collator that pads to fixed lengths), and read no device value in a step."
             )
+
+
+def _shape_of(batch: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {list(value.shape)}" for key, value in batch.items() if isinstance(value, torch.Tensor))
