@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import tiny
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, trainer
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState, trainer
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.training.progress import Progress, use_own_progress
+from trl_tpu.training.progress import Progress, say, use_own_progress
 
 MakeTrainer = Callable[..., RewardTrainer]
 
@@ -123,6 +123,26 @@ def test_a_resumed_bar_begins_where_the_run_does_and_says_what_is_waited_for() -
     assert any(re.match(r"compiling shape 2 of 4: +70%.*70/100", each) for each in states)
     assert any("71/100" in each and "compiling" not in each for each in states)
     assert set(re.findall(r"(\d+)/100 \[", screen[0])) == {"70", "71"} and "nothing" not in screen[0]
+
+
+def test_a_notebooks_table_says_what_is_waited_for(make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    notebook = pytest.importorskip("transformers.utils.notebook", exc_type=ImportError)  # it needs IPython
+    tables: list[str] = []
+
+    class Waiting(TrainerCallback):
+        """As the recompile guard does: says it in a step, and that it has run in the next one."""
+
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            say(made, f"compiling shape {state.global_step + 1}" if state.global_step != 1 else "")
+            tables.append(shown.training_tracker.html_code)
+
+    shown = notebook.NotebookProgressCallback()
+    made = make_trainer(tmp_path, disable_tqdm=True)
+    for each in (shown, Waiting()):
+        made.add_callback(each)
+    made.train()
+    assert "compiling shape 1" in tables[0] and "[0/3" in tables[0]
+    assert "compiling" not in tables[1] and "compiling shape 3" in tables[2]
 
 
 def test_lines_name_evaluations_and_show_whatever_else_a_user_logs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,5 +132,9 @@ def use_own_progress(trainer: Trainer) -> None:
 def say(trainer: Trainer, what: str) -> None:
     """Tell the user what training waits for, see `Progress.say`; unless progress is shown in another way."""
     for each in trainer.callback_handler.callbacks:
+        table = getattr(each, "training_tracker", None)  # of transformers' callback for notebooks
         if isinstance(each, Progress):
             each.say(what)
+        elif table is not None:
+            table.prefix = what
+            table.update(table.value or trainer.state.global_step, force_update=True)
