@@ -17,8 +17,6 @@ from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.compile import CompiledProgram
-from trl_tpu.preflight.plot import check_plot, plot_report
-from trl_tpu.preflight.report import Report
 from trl_tpu.scripts import plan_command, plan_request
 from trl_tpu.scripts.plan_command import pairs_to_train
 from trl_tpu.scripts.plan_job import job_of
@@ -192,18 +190,6 @@ def test_several_slices_and_no_model_are_refused(model: str) -> None:
 
 
 # ---- the picture
-
-
-def test_a_picture_is_drawn(model: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="must end in .png"):
-        check_plot("out.txt")
-    with pytest.raises(UserError, match="there is no folder"):
-        check_plot(str(tmp_path / "none" / "out.png"))
-    case = Case(job_of(asked(model), str(tmp_path)), parse_topology("v6e:1x1"), MeshShape(), "full", 1)
-    path = tmp_path / "out.png"
-    plot_report(Report(case, compiled(case)), str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
-    plot_report(Report(case, compiled(case, temporary=50 * GiB)), str(tmp_path / "out.svg"))
 
 
 # ---- for more chips than there are devices

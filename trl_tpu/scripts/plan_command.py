@@ -9,7 +9,6 @@ from trl_tpu.errors import UserError
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.preflight.case import Case
 from trl_tpu.preflight.compile import CompiledProgram
-from trl_tpu.preflight.plot import check_plot, plot_report
 from trl_tpu.preflight.search import CompileStep, attempt, remedies, search
 from trl_tpu.preflight.text import found_text, refusal_text, search_text, text_of
 from trl_tpu.scripts.plan_job import compiler, has_data, job_of
@@ -32,8 +31,6 @@ def main(request: PlanRequest, compile_step: CompileStep | None = None) -> int:
     plan, topology, mesh = request.plan, parse_topology(request.plan.topology), request.training.mesh_shape
     if mesh.slices > 1:
         raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
-    if plan.plot is not None:
-        check_plot(plan.plot)
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(request, folder)
     compile_step = _announced(compile_step or compiler(request, job))
@@ -55,9 +52,6 @@ def main(request: PlanRequest, compile_step: CompileStep | None = None) -> int:
         print(text_of(report) if report is not None else refusal_text(first))
         if found is not None:
             print(f"\nWhat would fit:\n\n{found_text(found)}")
-    if plan.plot is not None and report is not None:
-        plot_report(report, plan.plot)
-        print(f"Picture: {plan.plot}", file=sys.stderr)
     return 0 if first.fits else 1
 
 

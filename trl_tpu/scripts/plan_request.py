@@ -40,9 +40,6 @@ class PlanArguments:
         metadata={"help": "Compile all layers of a deep model, which takes long, and not two depths of it."},
     )
     json: bool = field(default=False, metadata={"help": "Print JSON: bytes, operations and seconds."})
-    plot: str | None = field(
-        default=None, metadata={"help": "A file (.png, .svg, .pdf) for a picture of memory and speed."}
-    )
 
 
 @dataclass(frozen=True)
