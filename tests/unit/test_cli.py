@@ -25,6 +25,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
+import trl_tpu
 from trl_tpu import cli
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
@@ -177,9 +178,9 @@ def test_dialogues_get_the_tokens_that_training_gave_them(saved: Path, form: str
     settings: dict[str, Any] = {"num_embeddings": 1000, "max_length": None, "num_proc": None, "name": "x"}
     trained: Any = prepare_preference_dataset(rows, scorer.tokenizer, **settings)
     assert [scorer.token_ids(dialogue) for dialogue in whole] == [*trained["chosen_ids"], *trained["rejected_ids"]]
-    pairs = score.score_dataset(scorer, rows)
+    (pair,) = trl_tpu.score(scorer, rows)
     alone = score.score_texts(str(saved), whole)
-    assert [pairs["reward_chosen"][0], pairs["reward_rejected"][0]] == pytest.approx(alone, abs=1e-5)
+    assert [pair["reward_chosen"], pair["reward_rejected"]] == pytest.approx(alone, abs=1e-5)
 
 
 def test_a_conversation_that_cannot_be_rendered_is_one_line(saved: Path) -> None:

@@ -67,12 +67,12 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good
         {"tools": json.dumps(TOOLS), "chat_template_kwargs": {"shout": "A"}},
         {"tools": None, "chat_template_kwargs": {"shout": "B"}},
     ]
+    (plain,) = trl_tpu.score(scorer, [{"messages": CHAT}])
     for other in others:
-        pair = score.score_dataset(scorer, Dataset.from_list([{"chosen": CHAT, "rejected": CHAT, **other}]))
-        assert score.score_dataset(scorer, Dataset.from_list([{"messages": CHAT, **other}])) == {
-            "reward": pytest.approx(pair["reward_chosen"], abs=1e-6)
-        }
-        assert pair["reward_chosen"] != score.score_dataset(scorer, Dataset.from_list([{"messages": CHAT}]))["reward"]
+        (pair,) = trl_tpu.score(scorer, [{"chosen": CHAT, "rejected": CHAT, **other}])
+        (alone,) = trl_tpu.score(scorer, [{"messages": CHAT, **other}])
+        assert alone["reward"] == pytest.approx(pair["reward_chosen"], abs=1e-6)
+        assert alone["reward"] != plain["reward"]
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,6 @@ def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
     assert second["reward"] is None and second["not_scored"].startswith(told)
     assert {key: second[key] for key in spoiled} == spoiled
     assert f"1 of 3 rows have no reward, or lack one; `not_scored` says why:\n  {told}" in caplog.text
-    with pytest.raises(ValueError, match="Row 1 of the scored dataset"):
-        score.score_dataset(score.Scorer(str(good_model)), [good, spoiled])  # type: ignore[arg-type]
 
 
 def test_where_no_row_can_be_scored_the_command_fails(

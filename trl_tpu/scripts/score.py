@@ -15,14 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from tqdm import tqdm
 
 from trl_tpu.data import checks
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.scoring import stream
-from trl_tpu.scoring.forms import REASON, Form
+from trl_tpu.scoring.forms import Form
 from trl_tpu.scoring.scorer import TOKENS_A_PASS, Dialogue, Scorer
 from trl_tpu.scoring.stream import look_at, scored_rows
 from trl_tpu.scoring.summary import Summary
@@ -101,30 +100,6 @@ def score_texts(
     scorer = Scorer(model_folder, batch_size=batch_size, runtime=Runtime())
     ids = [scorer.token_ids(dialogue, index=index) for index, dialogue in enumerate(texts_or_conversations)]
     return scorer.rewards(ids, max_length)
-
-
-def score_dataset(scorer: Scorer, rows: Dataset, max_length: int | None = None) -> dict[str, list[float]]:
-    """Compute rewards of a dataset's rows.
-
-    Args:
-        scorer: The model.
-        rows: N rows with ``chosen`` and ``rejected`` (in any form that training takes), else ``messages`` or ``text``.
-        max_length: Dialogues of more tokens get nan; no limit when None.
-
-    Returns:
-        New columns of N rewards: ``reward_chosen`` and ``reward_rejected``, or ``reward``.
-
-    Raises:
-        UserError: None of these columns, or a row that cannot be scored, but for its length.
-    """
-    form, all_rows = look_at(rows, best_only=False)
-    scored: dict[str, list[float]] = {column: [] for column in form.reward_columns.values()}
-    for row in scored_rows(scorer, all_rows, form, max_length):
-        if any(row[column] is None for column in form.token_columns.values()):
-            raise UserError(row[REASON])
-        for column, rewards in scored.items():
-            rewards.append(math.nan if row[column] is None else row[column])
-    return scored
 
 
 def main(args: ScoreArguments) -> int:
