@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaForSequenceClassificat
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.modeling.attention.masked import use_tree_masks
-from trl_tpu.modeling.attention.packability import PackingImpossible, check_packing_is_exact
+from trl_tpu.modeling.attention.packability import check_packing_is_exact
+from trl_tpu.modeling.attention.stock import PackingImpossible
 from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
 
 

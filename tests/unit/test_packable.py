@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
 from trl_tpu.modeling.attention.masked import goes_tree_by_tree, packed_rewards
-from trl_tpu.modeling.attention.packability import PackingImpossible, make_packable
+from trl_tpu.modeling.attention.packability import make_packable
+from trl_tpu.modeling.attention.stock import PackingImpossible
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 

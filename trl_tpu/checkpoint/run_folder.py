@@ -250,6 +250,3 @@ def _parsed(text: str) -> dict[str, Any]:
         value = json.loads(text)
         return value if isinstance(value, dict) else {}
     return {}
-
-
-__all__ = ["EARLIER_FOLDER", "RUN_FILE", "STAGING_FOLDER", "RunFolder"]

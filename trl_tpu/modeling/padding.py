@@ -38,6 +38,3 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
         model.train(was_training)
     short, long = rewards
     return not (short - long).abs().max() <= _ROUNDING * short.abs().max()
-
-
-__all__ = ["reads_padding"]

@@ -146,6 +146,3 @@ class Case:
     def __str__(self) -> str:
         rows, length = self.shape
         return f"mesh {self.mesh}, remat {self.remat}, {self.pairs} pairs in {rows} rows of {length}"
-
-
-__all__ = ["LONG_ROW", "Case", "Job"]

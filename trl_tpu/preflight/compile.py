@@ -83,6 +83,3 @@ def flags_for(topology: str, given: str = "") -> str:
     """What libtpu is told in a training on ``topology``, where the user says ``given``."""
     version = int(topology.removeprefix("v")[0])
     return libtpu.with_flags(given, {**libtpu.torch_xla_flags(version), **libtpu.FLAGS})
-
-
-__all__ = ["WITHOUT_A_TPU", "CompiledProgram", "compile_for", "flags_for", "missing"]

@@ -74,6 +74,3 @@ def depth_note(depths: tuple[int, int], layers: int) -> str:
         "too, extended in a straight line; memory may be off, but is at least what is needed. "
         "With --scan_layers, or --all_layers, the whole program is compiled."
     )
-
-
-__all__ = ["compile_deep", "depth_note", "two_depths", "with_layers"]

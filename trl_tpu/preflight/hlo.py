@@ -213,6 +213,3 @@ def axes_of(groups_GN: np.ndarray, mesh: Mapping[str, int]) -> str:
     places = np.unravel_index(groups_GN, tuple(mesh.values()))
     crossed = [(place_GN != place_GN[:, :1]).any() for place_GN in places]
     return "+".join(axis for axis, is_crossed in zip(mesh, crossed, strict=True) if is_crossed)
-
-
-__all__ = ["Visit", "axes_of", "bytes_moved", "groups_of", "largest_buffers", "read_visits", "received"]

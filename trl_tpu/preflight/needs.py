@@ -175,15 +175,3 @@ def _moved(case: Case, weight: Weight, axis: str) -> float:
     if axis in placement.names:
         return whole * (2 * (weight.used > 0) + weight.trained)
     return 2 * whole * weight.trained
-
-
-__all__ = [
-    "Flops",
-    "Memory",
-    "kernel_flops",
-    "kernel_unit_flops",
-    "least_memory",
-    "least_traffic",
-    "needed_flops",
-    "optimizer_copies",
-]

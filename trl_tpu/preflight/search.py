@@ -177,6 +177,3 @@ def _meshes(job: Job, chips: int) -> Iterator[MeshShape]:
             with contextlib.suppress(UserError):  # which says why it does not fit
                 job.placements(mesh)
                 yield mesh
-
-
-__all__ = ["Attempt", "CompileStep", "Found", "attempt", "memory_refused", "remedies", "search"]

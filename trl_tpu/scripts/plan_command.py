@@ -72,6 +72,3 @@ def _announced(compile_step: CompileStep) -> CompileStep:
         return compile_step(case)
 
     return say_and_compile
-
-
-__all__ = ["main", "pairs_to_train"]

@@ -14,7 +14,7 @@ from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.packing.shapes import round_up
-from trl_tpu.preflight.case import LONG_ROW, Case, Job
+from trl_tpu.preflight.case import Case, Job
 from trl_tpu.preflight.compile import CompiledProgram, compile_for, missing
 from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
 from trl_tpu.preflight.needs import least_memory
@@ -24,6 +24,7 @@ from trl_tpu.runtime import Remat
 from trl_tpu.scripts.datafiles import pick_split
 from trl_tpu.scripts.plan_request import PlanRequest
 from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
+from trl_tpu.trainer.batch_plan import LONG_ROW
 from trl_tpu.trainer.builders import build_dataset
 from trl_tpu.trainer.packing_option import Packing
 from trl_tpu.trainer.planned_shapes import attention_crossover_length
@@ -181,6 +182,3 @@ def compiler(request: PlanRequest, job: Job) -> CompileStep:
         return compile_deep(compile_layers, depths, layers, least_memory(case).bound)
 
     return compile_step
-
-
-__all__ = ["compiler", "has_data", "job_of"]

@@ -72,6 +72,3 @@ def parse(parser: TrlParser, argv: list[str]) -> PlanRequest:
         each.name for each in dataclasses.fields(RewardConfig) if each.init and each.name not in _DECIDED_BY_REMAT
     ]
     return PlanRequest(plan, script, training, model, data, {name: getattr(words, name) for name in names})
-
-
-__all__ = ["PlanArguments", "PlanRequest", "make_parser", "parse"]

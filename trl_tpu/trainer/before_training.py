@@ -165,14 +165,3 @@ def check_eval_by(args: Any, eval_dataset: Any) -> None:
 def _sets_of(eval_dataset: Any) -> Mapping[str, Any]:
     """Return the datasets that evaluation is on, by name; a single one has none."""
     return eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-
-
-__all__ = [
-    "check_best_metric",
-    "check_eval_by",
-    "check_hub",
-    "check_lengths",
-    "check_tracker_names",
-    "check_trackers",
-    "check_update",
-]

@@ -161,6 +161,3 @@ def _padded(
     states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]
     states_P2H = states_RH.view(2, len(examples), -1).transpose(0, 1)
     return {"hidden states": states_P2H, "rewards": logits_R1.view(2, len(examples)).T}
-
-
-__all__ = ["PROVEN_TYPES", "PackingImpossible", "check_packing_is_exact", "make_packable"]

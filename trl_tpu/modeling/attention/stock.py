@@ -82,6 +82,3 @@ def _is_of_a_library(function: Any) -> bool:
 def _folders() -> tuple[str, ...]:
     specs = (find_spec(name) for name in _LIBRARIES)
     return tuple(f"{Path(spec.origin).parent}{os.sep}" for spec in specs if spec is not None and spec.origin)
-
-
-__all__ = ["PackingImpossible", "check_stock"]
