@@ -19,8 +19,8 @@ from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.attention.masked import goes_tree_by_tree, packed_rewards
 from ..modeling.attention.packability import make_packable
-from ..modeling.attention.stock import PackingImpossible
 from ..modeling.attention.static import use_static_attention
+from ..modeling.attention.stock import PackingImpossible
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.positions import learned_positions
