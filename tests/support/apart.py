@@ -1,16 +1,21 @@
 """Runs Python in processes of their own, which need not import torch and transformers again.
 
 A process holds one runtime and one set of devices, so many tests start others. Importing takes each of them some eight
-seconds; so they are forks of a server, `python apart.py SOCKET`, that has imported everything and touched no device.
-There is one for every environment that libraries read while they are imported. It ends with the tests.
+seconds; so they are forks of a server, `python apart.py FOLDER`, that has imported everything and touched no device.
+All processes of a test run share one for every environment that libraries read while they are imported. It ends when
+the last of those that have used it does.
 """
 
+import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +24,7 @@ import tempfile
 import threading
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from places import ROOT, SUPPORT
 
@@ -32,6 +37,9 @@ IMPORTED = [
     "trl_tpu.trainer.reward_trainer",
 ]
 IMPORTED_ON_XLA = ["torch_xla.core.xla_model", "torch_xla.distributed.spmd", "trl_tpu.runtime.xla"]
+# each process that uses a server holds a shared lock on this file of its folder
+USED = "used"
+_TEST_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
 _lock = threading.Lock()
 
 
@@ -54,7 +62,7 @@ def python(
     """
     key = sorted((name, value) for name, value in environment.items() if name.startswith(READ_BY_IMPORTS))
     with _lock:
-        path, _ = _server(tuple(key))
+        path, *_ = _server(tuple(key))
     with tempfile.TemporaryDirectory() as outputs, socket.socket(socket.AF_UNIX) as connection:
         files = [Path(outputs, name) for name in ("stdout", "stderr")]
         connection.connect(path)
@@ -72,35 +80,53 @@ def python(
 
 
 @cache
-def _server(variables: tuple[tuple[str, str], ...]) -> tuple[str, subprocess.Popen[str]]:
-    """Start a server, and return its socket and its process, which ends when nobody holds it any more."""
-    path = str(Path(tempfile.mkdtemp(), "socket"))
+def _server(variables: tuple[tuple[str, str], ...]) -> tuple[str, IO[str], subprocess.Popen[str] | None]:
+    """Start a server, unless another process of this test run has.
+
+    Returns:
+        Its socket, the file whose lock keeps it, and the server itself where it was started here.
+    """
+    name = hashlib.sha256(repr(variables).encode()).hexdigest()[:8]
+    folder = Path(tempfile.gettempdir(), f"trl-tpu-tests-{_TEST_RUN}-{name}")
+    folder.mkdir(exist_ok=True)
+    used = (folder / USED).open("w")
+    fcntl.flock(used, fcntl.LOCK_SH)
+    with (folder / "starting").open("w") as starting:
+        fcntl.flock(starting, fcntl.LOCK_EX)
+        server = None if (folder / "socket").exists() else _start(folder, dict(variables))
+    return str(folder / "socket"), used, server
+
+
+def _start(folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
     others = {name: value for name, value in os.environ.items() if not name.startswith(READ_BY_IMPORTS)}
     server = subprocess.Popen(
-        [sys.executable, __file__, path],
-        env={**others, **dict(variables), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,  # it ends when this is closed
+        [sys.executable, __file__, str(folder)],
+        env={**others, **variables, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert server.stdout is not None and server.stdout.readline() == "ready\n", "the server could not import"
-    return path, server
+    return server
 
 
 # ---- in the server, and in its forks
 
 
-def serve(path: str) -> dict[str, Any]:
+def serve(folder: Path) -> dict[str, Any]:
     """Fork for every request, and return it in the fork."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+    with socket.socket(socket.AF_UNIX) as listener, (folder / USED).open("w") as used:
+        listener.bind(str(folder / "socket"))
         listener.listen()
         print("ready", flush=True)
         while True:
-            readable, _, _ = select.select([sys.stdin, listener], [], [])
-            if sys.stdin in readable:  # the tests have ended
-                sys.exit()
+            if not select.select([listener], [], [], 1)[0]:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)  # the tests have ended
+                    sys.exit()
+                continue
             with listener.accept()[0] as connection:
                 if os.fork() == 0:
                     return request_of(connection)
@@ -154,4 +180,4 @@ if __name__ == "__main__":
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forks share what is imported, and do not look through it for garbage
-    become(started_with, **serve(sys.argv[1]))
+    become(started_with, **serve(Path(sys.argv[1])))
