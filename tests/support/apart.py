@@ -39,7 +39,7 @@ IMPORTED = [
 IMPORTED_ON_XLA = ["torch_xla.core.xla_model", "torch_xla.distributed.spmd", "trl_tpu.runtime.xla"]
 # each process that uses a server holds a shared lock on this file of its folder
 USED = "used"
-_TEST_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+_TEST_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))[:8]
 _lock = threading.Lock()
 
 

@@ -91,12 +91,13 @@ def read_run(folder: Path) -> RunHistory:
         history = state["log_history"]
         state = other if other["log_history"][: len(history)] == history else state
     run = _read(folder / _RUN) if (folder / _RUN).is_file() else {}
+    resumed_at = run.get("resumed_at")
     return RunHistory(
         name=folder.resolve().name,
         records=[record for record in state["log_history"] if isinstance(record.get("step"), int)],
         step=state.get("global_step", 0),
         max_steps=state.get("max_steps", 0),
-        resumed_at=tuple(step for step in run.get("resumed_at") or () if isinstance(step, int)),
+        resumed_at=tuple(filter(is_number, resumed_at)) if isinstance(resumed_at, list) else (),
         verdicts={
             path.stem.removeprefix("verdict").removeprefix("-"): read_verdict(path)
             for path in sorted(folder.glob("verdict*.json"))
