@@ -136,6 +136,7 @@ def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer(module: str) ->
 # each room, and the rooms below it; names at the top of the package are TRL's paths for what the rooms hold
 BELOW = {
     "errors": set(),
+    "forks": set(),
     "packing": set(),
     "runtime": set(),
     "data": {"packing"},
@@ -143,14 +144,13 @@ BELOW = {
     "modeling": {"data", "packing", "parallel", "runtime"},
     "checkpoint": {"modeling", "parallel", "runtime"},
     "evaluation": set(),
-    "training": {"checkpoint", "data", "evaluation", "modeling", "parallel", "runtime"},
+    "training": {"checkpoint", "data", "evaluation", "forks", "modeling", "parallel", "runtime"},
     "trainer": {"checkpoint", "data", "evaluation", "modeling", "packing", "parallel", "runtime", "training"},
     "scoring": {"data", "modeling", "packing", "parallel", "runtime"},
     "preflight": {"checkpoint", "data", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {
-        "checkpoint", "data", "evaluation", "modeling", "old_paths", "packing", "parallel", "preflight", "runtime",
-        "scoring",
-        "trainer",
+        "checkpoint", "data", "evaluation", "forks", "modeling", "old_paths", "packing", "parallel", "preflight",
+        "runtime", "scoring", "trainer",
     },
     "old_paths": set(),
     "cli": {"scripts", "runtime"},

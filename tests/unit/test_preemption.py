@@ -114,6 +114,16 @@ def test_an_interval_begins_with_the_last_save(clock: list[float]) -> None:
     assert wishes_of(stops, 5) == {SAVE_INTERVAL}
 
 
+def test_what_is_forked_while_it_hears_ends_by_sigterm() -> None:
+    """A pool that a callback uses waits for its workers to end so."""
+    with Preemption(None, None).hearing_sigterm(listens=True):
+        if (worker := os.fork()) == 0:
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+
+
 def test_the_first_sigterm_is_a_wish_and_the_second_is_what_it_was() -> None:
     arrived: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: arrived.append(number))

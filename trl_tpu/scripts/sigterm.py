@@ -11,17 +11,19 @@ import sys
 import threading
 from collections.abc import Callable
 
+from trl_tpu import forks
 from trl_tpu.errors import UNFINISHED
 
 
 class _Heard:
-    process = 0  # whose workers inherit the handler, and end as they would without it
+    process = 0  # which listens
     signal = False
     at_end: Callable[[], str] | None = None  # None where the command is not to end
 
 
 def listen() -> None:
     """Hear SIGTERM from here on."""
+    forks.end_by_sigterm()
     _Heard.process, _Heard.signal, _Heard.at_end = os.getpid(), False, None
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _hear)
@@ -53,8 +55,6 @@ def finish() -> None:
 
 def _hear(*_: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if os.getpid() != _Heard.process:
-        signal.raise_signal(signal.SIGTERM)
     _Heard.signal = True
     if _Heard.at_end is not None:
         _end(_Heard.at_end)

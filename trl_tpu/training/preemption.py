@@ -17,6 +17,7 @@ from datetime import timedelta
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
+from .. import forks
 from ..checkpoint.background import NOT_SAVED
 from ..errors import UNFINISHED, UserError
 from .agreement import HostAgreement
@@ -102,6 +103,7 @@ class Preemption:
             self.told_to_stop = True
             signal.signal(signal.SIGTERM, before)
 
+        forks.end_by_sigterm()
         signal.signal(signal.SIGTERM, note)
         try:
             yield
