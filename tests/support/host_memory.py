@@ -11,6 +11,7 @@ import gc
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -46,12 +47,19 @@ class Measured(XlaRuntime):
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         if tensor.device.type == "xla":
             return super().place(tensor, axes, device)
-        self.held.append(private_bytes() - self.before - self.placed)
+        self._note()
         result = super().place(tensor, axes, device)
         copies = 1 if any(axes) else current().topology().devices
         self.placed += copies * tensor.numel() * tensor.element_size()
-        self.held.append(private_bytes() - self.before - self.placed)
+        self._note()
         return result
+
+    def _note(self) -> None:
+        """Note what is held; more than before only if it still is when transfers have had time to end."""
+        most, end = max(self.held, default=0), time.monotonic() + 0.2
+        while (held := private_bytes() - self.before - self.placed) > most and time.monotonic() < end:
+            time.sleep(0.01)
+        self.held.append(held)
 
 
 def give_back_at_once() -> None:
