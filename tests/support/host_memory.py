@@ -55,8 +55,8 @@ class Measured(XlaRuntime):
         return result
 
     def _note(self) -> None:
-        """Note what is held; more than before only if it still is when transfers have had time to end."""
-        most, end = max(self.held, default=0), time.monotonic() + 0.2
+        """Note what is held; much more than before only if it still is when transfers have had time to end."""
+        most, end = max(self.held, default=0) + 2**20, time.monotonic() + 0.2
         while (held := private_bytes() - self.before - self.placed) > most and time.monotonic() < end:
             time.sleep(0.01)
         self.held.append(held)
