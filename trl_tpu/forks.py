@@ -19,5 +19,5 @@ def end_by_sigterm() -> None:
 
 def _leave_sigterm_to_the_system() -> None:
     handler = signal.getsignal(signal.SIGTERM)
-    if getattr(handler, "__module__", "").partition(".")[0] == _PACKAGE:
+    if str(getattr(handler, "__module__", "")).partition(".")[0] == _PACKAGE:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

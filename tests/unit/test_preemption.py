@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trl_tpu import forks
 from trl_tpu.trainer.reward_config import RewardConfig
 from trl_tpu.training import preemption
 from trl_tpu.training.preemption import SAVE_INTERVAL, SIGTERM, TIME_LIMIT, Preemption, parse_duration
@@ -122,6 +124,19 @@ def test_what_is_forked_while_it_hears_ends_by_sigterm() -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
+
+
+def test_forks_keep_a_handler_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks.end_by_sigterm()
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: os._exit(9))  # what errors after a fork are given to
+    arrived: list[Any] = []
+    before = signal.signal(signal.SIGTERM, arrived.extend)  # which names no module
+    try:
+        if (worker := os.fork()) == 0:
+            os._exit(signal.getsignal(signal.SIGTERM) != arrived.extend)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
 
 
 def test_the_first_sigterm_is_a_wish_and_the_second_is_what_it_was() -> None:

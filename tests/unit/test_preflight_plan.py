@@ -189,9 +189,6 @@ def test_several_slices_and_no_model_are_refused(model: str) -> None:
         plan_command.main(parsed, compiled)
 
 
-# ---- the picture
-
-
 # ---- for more chips than there are devices
 
 SCRIPT = """
