@@ -22,13 +22,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 from places import ROOT, SUPPORT
 
-READ_BY_IMPORTS = ("USE_TORCH_XLA", "PJRT_DEVICE", "HF_")  # what variables begin with
+ONLY = "IMPORTED_ONLY"  # the variable for a server that has imported nothing but this
+READ_BY_IMPORTS = ("USE_TORCH_XLA", "PJRT_DEVICE", "HF_", "TF_CPP_", "GRPC_", ONLY)  # what variables begin with
 IMPORTED = [
     "trl_tpu",
     "datasets",
@@ -77,6 +79,15 @@ def python(
                 os.killpg(process, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(words, timeout) from None
         return subprocess.CompletedProcess(words, status, *(path.read_text() for path in files))
+
+
+def at_once(*commands: tuple[str, ...], **variables: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run scripts, each with its words, that meet at a free port of this machine, until all have ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return list(pool.map(lambda command: run(*command, **meet, **variables), commands))
 
 
 @cache
@@ -172,12 +183,15 @@ def become(
 
 if __name__ == "__main__":
     started_with = dict(os.environ)
-    for module in IMPORTED:
-        importlib.import_module(module)
-    from trl_tpu import runtime
+    if ONLY in started_with:
+        importlib.import_module(started_with[ONLY])
+    else:
+        for module in IMPORTED:
+            importlib.import_module(module)
+        from trl_tpu import runtime
 
-    for module in IMPORTED_ON_XLA if runtime.choice().name == "xla" else ():
-        importlib.import_module(module)
+        for module in IMPORTED_ON_XLA if runtime.choice().name == "xla" else ():
+            importlib.import_module(module)
     gc.collect()
     gc.freeze()  # forks share what is imported, and do not look through it for garbage
     become(started_with, **serve(Path(sys.argv[1])))

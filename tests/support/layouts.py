@@ -36,7 +36,7 @@ from trl_tpu import (  # noqa: E402
 )
 from trl_tpu.data.packed_batch import micro_batches_of  # noqa: E402
 
-STEPS = 20
+STEPS = 12
 PAIRS = 16  # in a step
 LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
 PADDED: dict[str, Any] = {"packing": False, "pad_to_multiple_of": LENGTH}

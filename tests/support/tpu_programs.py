@@ -41,7 +41,7 @@ def trace(name: str) -> TracedProgram:
     length, _ = arguments.pop("length", LENGTH), arguments.pop("sizes", None)
     pairs = parse_mesh(arguments.get("mesh", "fsdp=-1"), chips).batch_shards
     rows = None if settings.get("packing") == "false" else pairs
-    return trace_step(StepRequest(config_of(name), chips, pairs, length, rows, arguments, peft))
+    return trace_step(StepRequest(config_of(name), chips, length, rows, arguments, peft))
 
 
 def lora() -> Any:

@@ -1,9 +1,10 @@
-"""Two processes of plain torch, as torchrun starts them: python -m torch.distributed.run two_processes.py MODEL FOLDER
+"""One of two processes of plain torch, told what torchrun would tell it: two_processes.py RANK MODEL FOLDER
 
 Train without a stop; then with one, in the middle between two logs, after which training goes on from the checkpoint.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,4 +73,6 @@ def main(model: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]))
+    rank, model_folder, out = sys.argv[1:]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    main(model_folder, Path(out))

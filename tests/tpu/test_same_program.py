@@ -37,7 +37,6 @@ def lora() -> Any:
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"rows": 4},
     "padded, tensor parallel": {
-        "pairs": 4,
         "length": 64,
         "dtype": "bfloat16",
         "arguments": {"packing": "false", "mesh": "fsdp=2,tensor=2", "remat": "dots"},
@@ -55,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def request_of(name: str) -> StepRequest:
-    case = {"pairs": 8, "length": 128} | CASES[name]
+    case = {"length": 128} | CASES[name]
     own, peft = case.pop("arguments", {}), case.pop("peft", None)
     sizes = {"per_device_train_batch_size": 2}
     return StepRequest(LlamaConfig(**CONFIG), CHIPS, arguments=sizes | own, peft=peft and peft(), **case)
@@ -153,6 +152,6 @@ def donors_of(module: bytes) -> list[int]:
     return [int(number) for number in re.findall(r"\((\d+), \{\}\)", found[1])] if found else []
 
 
-def test_a_batch_of_another_size_than_the_arguments_say_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="batches of 32 pairs on 4 chips, not of 7"):
-        trace_step(StepRequest(LlamaConfig(**CONFIG), CHIPS, pairs=7, length=128, rows=4))
+def test_what_the_trainer_refuses_is_refused_with_its_words() -> None:
+    with pytest.raises(RuntimeError, match="fsdp=3"):
+        trace_step(StepRequest(LlamaConfig(**CONFIG), CHIPS, length=128, rows=4, arguments={"mesh": "fsdp=3"}))

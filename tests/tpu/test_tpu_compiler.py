@@ -14,6 +14,7 @@ from ahead import AT_ONCE, asked_for
 from tpu_programs import LARGE, LENGTH, SETTINGS, config, config_of, trace
 
 from trl_tpu.modeling.model_shape import model_without_weights
+from trl_tpu.modeling.work import work_of
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
@@ -186,10 +187,10 @@ def test_its_operations_are_those_of_the_formula(
 ) -> None:
     """Plain attention computes every query with every key; the compiler counts single elements' operations too."""
     job = Job(model_without_weights(config(), "float32"), PairLengths.of([(0, LENGTH, LENGTH)]), is_packed=False)
-    flops = needed_flops(Case(job, parse_topology("v5e:1x1"), parse_mesh("fsdp=-1", 1), Remat.NONE, 1))
+    case = Case(job, parse_topology("v5e:1x1"), parse_mesh("fsdp=-1", 1), Remat.NONE, 1)
     model = job.model
     all_with_all = 2 * model.heads * sum(model.head_dims) * 2 * LENGTH**2 * model.layers
-    needed = flops.needed + 3 * (all_with_all - flops.attention)
+    needed = needed_flops(case).needed + 3 * (all_with_all - work_of(model, case.lengths).attention)
     assert needed <= programs[name, topology].result().compiled.flops <= 1.1 * needed
 
 

@@ -1,11 +1,9 @@
 """Plain torch in several processes, which accelerate leads: they save, stop and resume as one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import apart
 import pytest
 import tiny
 import two_processes
@@ -20,15 +18,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def runs(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    process = subprocess.run(
-        [*launcher, two_processes.__file__, model_folder, str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "USE_TORCH_XLA": "0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
+    commands = [("two_processes.py", rank, model_folder, str(folder)) for rank in ("0", "1")]
+    for process in apart.at_once(*commands, USE_TORCH_XLA="0"):
+        assert process.returncode == 0, process.stderr[-3000:]
     return folder
 
 

@@ -4,8 +4,10 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import apart
 import pytest
 from places import ROOT
 
@@ -17,6 +19,7 @@ needs_torch_xla = pytest.mark.skipif(
 BOTH = {"has_torch_xla": True, "has_libtpu": True}
 XLA_ONLY = {"has_torch_xla": True, "has_libtpu": False}
 NEITHER = {"has_torch_xla": False, "has_libtpu": False}
+DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +50,22 @@ def test_the_rule(facts: Facts, name: str, reason: str) -> None:
 
 def run(code: str, **environment: str) -> str:
     """What a process prints whose environment names no device but by ``environment``."""
-    variables = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
-    plain = {name: value for name, value in os.environ.items() if name not in variables}
+    plain = {name: value for name, value in os.environ.items() if name not in DEVICES}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=plain | environment | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def run_after_transformers(code: str) -> str:
+    """The same, in one that has imported transformers, as it is with torch_xla installed, before trl_tpu."""
+    plain = {name: value for name, value in os.environ.items() if name not in DEVICES}
+    first = {apart.ONLY: "transformers.trainer", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = apart.python("-c", code, environment=plain | first)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -79,9 +90,6 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
         # all tests of tests/xla do so
         pytest.param("import trl_tpu", {"PJRT_DEVICE": "CPU"}, "xla True", marks=pytest.mark.long),
         ("import trl_tpu", {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "0"}, "native False"),
-        pytest.param(  # it is torch_xla's own
-            f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'", {}, "native False", marks=pytest.mark.long
-        ),
         pytest.param(BEFORE, {"PJRT_DEVICE": "CPU"}, "xla True", marks=pytest.mark.long),
         (f"import os; os.environ['PJRT_DEVICE'] = 'CPU'\n{BEFORE}", {}, "xla True"),
     ],
@@ -89,7 +97,6 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
         "nothing",
         "asked for",
         "switched off",
-        "transformers first",
         "asked for, transformers first",
         "asked in code",
     ],
@@ -99,8 +106,14 @@ def test_other_libraries_choose_the_same(before: str, environment: dict[str, str
 
 
 @needs_torch_xla
-@pytest.mark.parametrize("first", [pytest.param("", marks=pytest.mark.long), "import transformers.trainer"])
-def test_a_gpu_is_not_taken_away(first: str, tmp_path: Path) -> None:
+def test_the_device_that_torch_xla_names_by_itself_is_not_asked_for() -> None:
+    code = f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'\n{SAY}"
+    assert run_after_transformers(code).splitlines()[-1] == "native False"
+
+
+@needs_torch_xla
+@pytest.mark.parametrize("run", [pytest.param(run, marks=pytest.mark.long), run_after_transformers])
+def test_a_gpu_is_not_taken_away(run: Callable[[str], str], tmp_path: Path) -> None:
     """By installing torch_xla. There is no GPU here: torch only says that there is one."""
     code = f"""
 import torch
@@ -108,7 +121,6 @@ torch.cuda.is_available = torch.cuda.is_bf16_supported = lambda *_, **__: True
 torch.cuda.device_count = lambda: 1
 torch.cuda.set_device = lambda _: None
 torch.cuda.get_device_name = lambda *_: "a GPU"
-{first}
 from trl_tpu import RewardConfig, runtime
 args = RewardConfig({str(tmp_path)!r}, report_to="none")
 print(args.device, args.bf16, runtime.current().name, runtime.current().topology().description, sep=", ")
@@ -127,7 +139,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    device, error = run(code).splitlines()[-2:]
+    device, error = run_after_transformers(code).splitlines()[-2:]
     assert device == "xla:0"
     assert "plain torch, since no TPU is attached" in error and "Import trl_tpu before anything makes" in error
     assert "USE_TORCH_XLA=0" in error and "PJRT_DEVICE=CPU" in error

@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 from export_memory import make_checkpoint
-from places import ROOT, SUPPORT
+from places import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
@@ -263,12 +263,8 @@ def test_urls_that_cannot_be_used_are_refused(
 )
 def test_the_host_holds_the_model_once(way: str, tmp_path: Path) -> None:
     """In memory of its own: pages of files that are mapped go when the system needs them."""
-    # memory that is freed goes back to the system at once, so that it is not counted
-    allocator = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    settings = os.environ | allocator | {"PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0"}
     make_checkpoint(tmp_path, way.split()[0])
-    command = [sys.executable, str(SUPPORT / "export_memory.py"), str(tmp_path), *way.split()]
-    process = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=600)
+    process = apart.run("export_memory.py", str(tmp_path), *way.split(), USE_TORCH_XLA="0")
     assert process.returncode == 0, process.stderr[-4000:]
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert measured["files"] >= 4 and measured["bytes"] > 3 * measured["largest_file"]

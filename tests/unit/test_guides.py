@@ -1,7 +1,7 @@
 """What README and the guides show is so: their commands and snippets run, on tiny models that stand in for large ones.
 
 Blocks of a page run in order, in a folder that looks like a checkout. Shell runs in a real shell, in which ``trl-tpu``
-is handed to this process, so that nothing heavy is imported anew; only with PJRT_DEVICE set it is a process of its
+is handed to this process, so that nothing heavy is imported anew; only with PJRT_DEVICE set it gets a process of its
 own. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import apart
 import pages
 import pytest
-import torch
 from places import EXAMPLES, ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -42,8 +42,7 @@ SEPARATOR = "\x1f"
 
 # asks this process over two inherited pipes, and shows what the command said
 TRL_TPU = """#!/bin/bash
-[ -n "$PJRT_DEVICE" ] && exec env -u USE_TORCH_XLA "$PYTHON" -m trl_tpu.cli "$@"
-printf '%s\\x1f' "$@" >&"$ASK"
+printf '%s\\x1f' "$PJRT_DEVICE" "$CPU_NUM_DEVICES" "$@" >&"$ASK"
 printf '\\n' >&"$ASK"
 read -r status <&"$ANSWER"
 cat "$SAID"
@@ -76,17 +75,21 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def called(words: list[str]) -> tuple[int, str]:
+def called(device: str, devices: str, *words: str) -> tuple[int, str]:
     """The status of a ``trl-tpu`` command, which takes two steps where it does not say how many, and its output."""
+    if device:
+        chosen = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": device, "CPU_NUM_DEVICES": devices}
+        process = apart.python("-m", "trl_tpu.cli", *words, environment=os.environ | chosen, folder=Path.cwd())
+        return process.returncode, process.stdout + process.stderr
     if words[0] == "plan":  # it compiles for minutes: tests/tpu runs it
-        check_flags(words)
+        check_flags(list(words))
         return 0, ""
     if words[0] == "reward" and "--max_steps" not in words:
-        words = [*words, "--max_steps", "2"]
+        words = (*words, "--max_steps", "2")
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            status = cli.main(words)
+            status = cli.main([*words])
         except SystemExit as exit_:
             status = int(exit_.code or 0)
     return status, said.getvalue()
@@ -114,7 +117,7 @@ def run_shell(text: str, folder: Path) -> None:
     os.close(shell_hears)
     with os.fdopen(ask) as asked, os.fdopen(answer, "w") as answers:
         for line in asked:  # until the shell has ended
-            status, output = called(line.rstrip("\n").split(SEPARATOR)[:-1])
+            status, output = called(*line.rstrip("\n").split(SEPARATOR)[:-1])
             said.write_text(output)
             print(status, file=answers, flush=True)
     assert shell.wait() == 0, text
@@ -138,7 +141,6 @@ def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatc
     monkeypatch.chdir(checkout(tmp_path))
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 16)
     monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
-    torch.set_num_threads(2)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in found:
         if block.language == "bash":

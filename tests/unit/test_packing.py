@@ -35,8 +35,9 @@ def micro_batches(pairs: list[Any], plan: RowPlan, size: int | None = None, **kw
 
 
 def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> Rows:
-    """In one micro-batch."""
-    shapes = shapes or plan_shapes([pair_size(*pair) for pair in pairs], len(pairs), multiple=4)
+    """In one micro-batch; of no shapes that are given, in three rows that each hold half of it, which are enough."""
+    sizes = [pair_size(*pair) for pair in pairs]
+    shapes = shapes or [RowShape(3, max(*sizes, -(-sum(sizes) // 2)))]
     (batch,) = micro_batches(pairs, RowPlan(tuple(shapes)), size, **kwargs)
     return batch
 

@@ -12,11 +12,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.modeling.model_shape import read_model
+from trl_tpu.modeling.work import work_of
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.needs import Flops, kernel_flops, kernel_unit_flops, needed_flops
+from trl_tpu.preflight.needs import Flops, needed_flops
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -62,12 +63,18 @@ def case_of(model: Any, pair: tuple[int, int, int], pairs: int = 1, remat: str =
     return Case(Job(model, PairLengths.of([pair])), parse_topology("v5e:1x1"), MeshShape(), remat, pairs)
 
 
+def attention_of(model: Any, pair: tuple[int, int, int], pairs: int = 1) -> float:
+    case = case_of(model, pair, pairs)
+    return work_of(case.job.model, case.lengths).attention
+
+
 def by_formula(model: Any, remat: str = "none") -> float:
     """Of the same. Eager attention computes every query with every key."""
     flops, shape = flops_of(model, (0, LENGTH, LENGTH), DIALOGUES // 2, remat), read_model(model)
+    attention = attention_of(model, (0, LENGTH, LENGTH), DIALOGUES // 2)
     all_with_all = 2 * shape.heads * sum(shape.head_dims) * DIALOGUES * LENGTH**2 * shape.layers
     passes = 4 if remat == "full" else 3
-    return flops.needed + flops.recomputed + passes * (all_with_all - flops.attention)
+    return flops.needed + flops.recomputed + passes * (all_with_all - attention)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -127,18 +134,18 @@ def test_a_windowed_layer_costs_less_only_where_texts_are_longer_than_the_window
     shape, short, long = read_model(model), PairLengths.of([(0, 4, 4)]), PairLengths.of([(0, 40, 40)])
     assert shape.windows == (4, None, 4)
     one_layer = 2 * shape.heads * sum(shape.head_dims)
-    assert flops_of(model, (0, 4, 4)).attention == 3 * one_layer * short.attended()
-    assert flops_of(model, (0, 40, 40)).attention == one_layer * (long.attended() + 2 * long.attended(4))
+    assert attention_of(model, (0, 4, 4)) == 3 * one_layer * short.attended()
+    assert attention_of(model, (0, 40, 40)) == one_layer * (long.attended() + 2 * long.attended(4))
 
 
 def test_a_kernel_computes_scores_once_more_and_masks_are_in_the_program() -> None:
     long, model = (1024, 512, 512), tiny("llama")
-    attention = flops_of(model, long).attention
-    assert kernel_flops(case_of(model, long)) == (2 + 7) / 2 * attention
-    assert kernel_flops(case_of(model, long, remat="full")) == (2 + 2 + 7) / 2 * attention
-    assert kernel_flops(case_of(model, (8, 4, 4))) == 0
+    attention = attention_of(model, long)
+    assert flops_of(model, long).kernels == (2 + 7) / 2 * attention
+    assert flops_of(model, long, remat="full").kernels == (2 + 2 + 7) / 2 * attention
+    assert flops_of(model, (8, 4, 4)).kernels == 0
     (size, _) = read_model(model).head_dims  # of a vector's 128 lanes a head fills these
-    assert kernel_unit_flops(case_of(model, long)) == (2 + 7) / 2 * attention * 128 / size
+    assert flops_of(model, long).kernel_units == (2 + 7) / 2 * attention * 128 / size
 
 
 def test_experts_count_by_those_that_a_token_is_routed_to() -> None:

@@ -77,7 +77,7 @@ def test_json_has_the_figures_and_nothing_else_is_printed(model: str, capsys: py
     said = json.loads(capsys.readouterr().out)
     assert said["fits"] is True
     assert said["topology"] == "v6e:1x1"
-    assert sum(said["memory_by_kind"].values()) == said["memory_peak"]
+    assert sum(said["memory_by_kind"].values()) == said["memory"]["peak"]
     assert said["tried"] == []
 
 
@@ -115,7 +115,6 @@ def test_a_search_prints_flags_to_use(model: str, capsys: pytest.CaptureFixture)
     assert plan_command.main(asked(model, "--search true --compiles 2 --json true"), compiled) == 0
     said = json.loads(capsys.readouterr().out)
     assert len(said["attempts"]) == 2
-    assert said["not_compiled"] > 0
 
 
 def test_a_training_yaml_is_planned_as_it_is(model: str, tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from trl_tpu import RewardTrainer
 @pytest.mark.parametrize(
     ("packing", "accumulation"), [pytest.param(True, 1, marks=pytest.mark.long), (True, 3), (False, 1)]
 )
-def test_counters_over_20_steps(
+def test_counters_over_10_steps(
     config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int
 ) -> None:
-    """Decay to a rate of exactly 0 and up again, an epoch's end and a short last batch are within the 20 steps.
+    """Decay to a rate of exactly 0 and up again, an epoch's end and a short last batch are within the 10 steps.
 
     The step before them, which compiles the program, is the first of the warm-up, at a rate of 0 too.
     """
-    steps, logs_every = 22, 10
+    steps, logs_every = 12, 5
     args = config(
         max_steps=steps,
         warmup_steps=2,
@@ -33,17 +33,17 @@ def test_counters_over_20_steps(
         max_shapes=1,
     )
     counter = CountAtSteps()
-    pairs = tiny.made_up_pairs(15 * 8 * accumulation - 5)
+    pairs = tiny.made_up_pairs(7 * 8 * accumulation - 5)
     trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
     trainer.train()
 
-    over_20 = counter.between(1, 21)
+    over_10 = counter.between(1, 11)
     executions_a_step = 1 if accumulation == 1 else accumulation + 1  # one a micro-batch, and one for the update
-    assert over_20.compiles == 0
-    assert over_20.executions == 20 * executions_a_step
-    assert over_20.device_to_host == 2  # steps 10 and 20 log, one read each
-    assert counter.between(1, 9) == Counts(0, 8 * executions_a_step, 0)
-    assert counter.rates[0] == counter.rates[12] == 0.0 < counter.rates[11]
+    assert over_10.compiles == 0
+    assert over_10.executions == 10 * executions_a_step
+    assert over_10.device_to_host == 2  # steps 5 and 10 log, one read each
+    assert counter.between(1, 4) == Counts(0, 3 * executions_a_step, 0)
+    assert counter.rates[0] == counter.rates[7] == 0.0 < counter.rates[6]
 
 
 @pytest.mark.eight

@@ -4,8 +4,8 @@ Five families on five meshes in four variants are 100 runs of some 10 s. These c
 mesh; those marked `long` cover every variant and more combinations, and
 `python tests/support/layouts.py OUT MODEL:MESH:VARIANT ...` runs any other.
 
-The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 20
-steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.1.
+The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 12
+steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.3.
 """
 
 import json
@@ -91,7 +91,7 @@ def test_losses_are_those_of_one_device(results: tuple[Results, Results], result
     name = run.partition(":")[0]
     one = results[1][f"{name}:fsdp=-1:padded"]
     assert "error" not in one, one["error"]
-    assert len(one["losses"]) == 20
+    assert len(one["losses"]) == 12
     assert one["losses"][0] > 0.6 > 2 * one["losses"][-1] or "lora" in name
     assert result["losses"] == pytest.approx(one["losses"], abs=1e-5)
 
@@ -100,9 +100,9 @@ def test_losses_are_those_of_one_device(results: tuple[Results, Results], result
 def test_one_program_a_batch_shape_and_one_read_a_log(result: dict[str, Any], run: str) -> None:
     compiles, reads = zip(*result["counts"], strict=True)
     assert compiles[-1] - compiles[0] == result["shapes"] + ("accumulated" in run)  # the update is its own program
-    assert reads[9] == reads[0]
-    assert reads[10] == reads[9] + 1  # step 10 logs
-    assert reads[19] == reads[10]
+    assert reads[5] == reads[0]
+    assert reads[6] == reads[5] + 1  # step 6 logs
+    assert reads[11] == reads[6]
 
 
 @every_run

@@ -1,9 +1,7 @@
 """Two hosts do the same things at the same time, and one of them writes and logs."""
 
 import json
-import socket
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,8 @@ from trl_tpu.training.mesh_loader import rows_of_host
 
 def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:
     """Two hosts at a time, until both have ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-
-    def run(index: int) -> subprocess.CompletedProcess:
-        return apart.run("one_of_two_hosts.py", str(index), str(folder), kind, **environment)
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, (0, 1)))
+    hosts = [("one_of_two_hosts.py", index, str(folder), kind) for index in ("0", "1")]
+    return apart.at_once(*hosts, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import matplotlib
@@ -58,13 +59,20 @@ class Picture:
         written = io.BytesIO()
         with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a name in letters that it has not
-            figure = Figure(figsize=(_SIZE[0], self.height), layout="constrained")
-            axes = figure.subplots()
-            self.draw(axes)
-            if axes.get_legend_handles_labels()[0]:
-                figure.legend(loc="outside lower center", ncols=2, fontsize=11)
-            figure.savefig(written, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+            self._figure.savefig(written, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
         return written.getvalue()
+
+    @cached_property
+    def _figure(self) -> Figure:
+        """Made and laid out, which takes longer than to write it in one form."""
+        figure = Figure(figsize=(_SIZE[0], self.height), layout="constrained")
+        axes = figure.subplots()
+        self.draw(axes)
+        if axes.get_legend_handles_labels()[0]:
+            figure.legend(loc="outside lower center", ncols=2, fontsize=11)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        return figure
 
 
 def color(index: int) -> str:

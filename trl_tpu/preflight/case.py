@@ -1,7 +1,7 @@
 """What is planned: a job, which is a model and its data, and the cases of it, each on one slice in one way."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 from typing import Any
 
@@ -47,31 +47,24 @@ class Job:
     compute_bytes: int = 2
     optim: str = "adamw_torch"
     accumulation: int = 1
-    _placements: dict[MeshShape, dict[str, Placement]] = field(default_factory=dict)
-    _shapes: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> ModelShape:
         return read_model(self.module)
 
+    @cache  # noqa: B019  a job lives as long as its command
     def placements(self, mesh: MeshShape) -> dict[str, Placement]:
         """Where each of the model's weights goes on ``mesh``, by name.
 
         Raises:
             UserError: If the mesh does not fit the model.
         """
-        if mesh not in self._placements:
-            plan = plan_model(self.module, mesh, self.rules)
-            self._placements[mesh] = {each.name: plan.place(each.name, each.shape) for each in self.model.weights}
-        return self._placements[mesh]
+        plan = plan_model(self.module, mesh, self.rules)
+        return {each.name: plan.place(each.name, each.shape) for each in self.model.weights}
 
+    @cache  # noqa: B019
     def shape(self, pairs: int, parts: int) -> tuple[int, int]:
         """The largest shape of a pass of ``pairs`` pairs over ``parts`` parts of the mesh: rows, and their length."""
-        if (pairs, parts) not in self._shapes:
-            self._shapes[pairs, parts] = self._planned(pairs, parts)
-        return self._shapes[pairs, parts]
-
-    def _planned(self, pairs: int, parts: int) -> tuple[int, int]:
         sizes_N = self.lengths.sizes_P
         if not self.is_packed:
             return 2 * pairs, self.lengths.longest_dialogue
@@ -107,6 +100,11 @@ class Case:
     @cached_property
     def placements(self) -> dict[str, Placement]:
         return self.job.placements(self.mesh)
+
+    @property
+    def available(self) -> int:
+        """Bytes of a chip's memory."""
+        return self.topology.chip.memory
 
     @property
     def pairs(self) -> int:

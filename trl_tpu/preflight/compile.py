@@ -13,10 +13,6 @@ from ..runtime import libtpu
 from .apart import call_apart
 from .trace import TracedProgram
 
-WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-"""The environment of a process that compiles. jax would otherwise look for a TPU; and several processes may use libtpu
-at once, since none has one."""
-
 
 @dataclass(frozen=True)
 class CompiledProgram:
@@ -75,8 +71,8 @@ def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
     """
     if (reason := missing()) is not None:
         raise RuntimeError(f"Compiling for {topology}: {reason}")
-    environment = {**WITHOUT_A_TPU, libtpu.VARIABLE: flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))}
-    return call_apart("compile_child:compile_here", traced, topology, environment=environment)
+    flags = flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
+    return call_apart("compile_child:compile_here", traced, topology, environment={libtpu.VARIABLE: flags})
 
 
 def flags_for(topology: str, given: str = "") -> str:

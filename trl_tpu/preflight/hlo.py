@@ -125,6 +125,15 @@ def _made_by(line: str) -> tuple[str, list[Array]]:
     return found["operation"], arrays
 
 
+def _made(visits: list[Visit]) -> Iterator[tuple[Visit, str, str, Array]]:
+    """Each array that is made, fused ones apart: where, by which line and operation."""
+    for visit in visits:
+        for line in visit.lines if not visit.is_fused else ():
+            operation, arrays = _made_by(line)
+            if operation not in _VIEWS and not operation.endswith("-start"):
+                yield from ((visit, line, operation, array) for array in arrays)
+
+
 def bytes_moved(visits: list[Visit]) -> float:
     """Bytes that one execution moves to and from a chip's memory, to about a tenth.
 
@@ -132,34 +141,24 @@ def bytes_moved(visits: list[Visit]) -> float:
     on the chip costs nothing. libtpu's own figure counts that too, and is many times as large.
     """
     moved = 0.0
-    for visit in visits:
-        for line in visit.lines if not visit.is_fused else ():
-            operation, arrays = _made_by(line)
-            if operation in _VIEWS or operation.endswith("-start"):
-                continue
-            for array in arrays:
-                size = array.bytes * visit.times
-                if visit.turns > 1 and array.sizes[:1] == (visit.turns,):
-                    size /= visit.turns  # a stack of what all layers have, of which each turn replaces its own
-                if _ON_CHIP not in array.layout:
-                    moved += 2 * size
-                elif operation.endswith("-done"):
-                    moved += size
+    for visit, _, operation, array in _made(visits):
+        size = array.bytes * visit.times
+        if visit.turns > 1 and array.sizes[:1] == (visit.turns,):
+            size /= visit.turns  # a stack of what all layers have, of which each turn replaces its own
+        if _ON_CHIP not in array.layout:
+            moved += 2 * size
+        elif operation.endswith("-done"):
+            moved += size
     return moved
 
 
 def largest_buffers(visits: list[Visit], count: int = 12) -> tuple[tuple[str, int], ...]:
     """The largest arrays that are made in memory: what makes them, in words, and their bytes."""
     sizes: dict[str, int] = {}
-    for visit in visits:
-        for line in visit.lines if not visit.is_fused else ():
-            operation, arrays = _made_by(line)
-            if operation in _VIEWS or operation.endswith("-start"):
-                continue
+    for _, line, operation, array in _made(visits):
+        if _ON_CHIP not in array.layout:
             said = re.search(r'op_name="([^"]*)"', line)
-            for array in arrays:
-                if _ON_CHIP not in array.layout:
-                    sizes[f"{array} {operation} {said[1] if said else ''}".strip()] = round(array.bytes)
+            sizes[f"{array} {operation} {said[1] if said else ''}".strip()] = round(array.bytes)
     return tuple(sorted(sizes.items(), key=lambda each: -each[1])[:count])
 
 

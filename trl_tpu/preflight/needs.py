@@ -14,10 +14,10 @@ from ..runtime.kernels.blocks import padded
 from .case import Case
 
 # Copies of each trained weight that an optimizer keeps, by the beginning of its name in transformers.
-_OPTIMIZER_COPIES = {
-    **{"adafactor": 0, "apollo": 0, "galore": 0},  # less than a copy
-    **{"adam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "lion": 1},
-}
+_OPTIMIZER_COPIES = {"adam": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "sgd": 0} | dict.fromkeys(
+    ("adafactor", "apollo", "galore"),
+    0,  # less than a copy
+)
 
 
 @dataclass(frozen=True)
@@ -27,37 +27,25 @@ class Flops:
     Args:
         needed: Forward and backward, which model FLOPs utilization counts.
         recomputed: What remat computes again at most.
-        attention: Queries with keys and what they weigh with values, forward.
+        kernels: What attention kernels do at least, which a compiler does not count; 0 where masks are used instead.
+            The forward is two products. The backward is two kernels, for queries and for keys, which both begin with
+            scores and their gradients: seven products.
+        kernel_units: What arithmetic units could do meanwhile: they are as wide as vectors, which small heads do not
+            fill.
     """
 
     needed: float
     recomputed: float
-    attention: float
+    kernels: float
+    kernel_units: float
 
 
 def needed_flops(case: Case) -> Flops:
     """The operations that the pairs of ``case`` need, see `work_of`."""
-    work = work_of(case.job.model, case.lengths)
-    recomputed = work.layers + work.attention if case.remat == Remat.FULL else 0.0
-    return Flops(work.needed, recomputed, work.attention)
-
-
-def kernel_flops(case: Case) -> float:
-    """Operations of attention kernels at least, which a compiler does not count; 0 where masks are used instead.
-
-    The forward is two products. The backward is two kernels, for queries and for keys, which both begin with scores
-    and their gradients: seven products.
-    """
-    if case.masks:
-        return 0.0
-    forwards = 2 if case.remat == Remat.FULL else 1
-    return needed_flops(case).attention * (forwards + 7 / 2)
-
-
-def kernel_unit_flops(case: Case) -> float:
-    """What arithmetic units could do meanwhile: they are as wide as vectors, which small heads do not fill."""
-    head_dims = case.job.model.head_dims
-    return kernel_flops(case) * sum(map(padded, head_dims)) / sum(head_dims)
+    work, head_dims, again = work_of(case.job.model, case.lengths), case.job.model.head_dims, case.remat == Remat.FULL
+    kernels = 0.0 if case.masks else work.attention * (1 + again + 7 / 2)
+    units = kernels * sum(map(padded, head_dims)) / sum(head_dims)
+    return Flops(work.needed, again * (work.layers + work.attention), kernels, units)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .case import Case
 from .compile import CompiledProgram
-from .needs import Flops, Memory, kernel_flops, kernel_unit_flops, least_memory, least_traffic, needed_flops
+from .needs import Flops, Memory, least_memory, least_traffic, needed_flops
 
 UNSEEN = (
     "What compiling ahead of time cannot show: how near the chips come to their published speeds, and how much of the "
@@ -37,12 +37,8 @@ class Report:
         return least_memory(self.case)
 
     @property
-    def available(self) -> int:
-        return self.case.topology.chip.memory
-
-    @property
     def fits(self) -> bool:
-        return self.program.peak <= self.available
+        return self.program.peak <= self.case.available
 
     @cached_property
     def memory_by_kind(self) -> dict[str, int]:
@@ -62,26 +58,16 @@ class Report:
             "program": program.generated_code,
         }
 
-    @property
-    def updated(self) -> int:
-        """Bytes of state that the program changes: with several passes a step only the buffers of gradients."""
-        return self.least.gradients + (0 if self.case.job.accumulation > 1 else self.least.optimizer)
-
     # ---- work
 
     @cached_property
     def flops(self) -> Flops:
         return needed_flops(self.case)
 
-    @cached_property
-    def flops_kernels(self) -> float:
-        """Operations of a pass that attention kernels do, over all chips: at least, by formula."""
-        return kernel_flops(self.case)
-
     @property
     def flops_compiled(self) -> float:
         """Operations of a pass over all chips: as the compiler counts them, and those of attention kernels."""
-        return self.program.flops * self.case.topology.chips + self.flops_kernels
+        return self.program.flops * self.case.topology.chips + self.flops.kernels
 
     @cached_property
     def traffic(self) -> dict[str, dict[str, float]]:
@@ -104,19 +90,17 @@ class Report:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """What a pass takes each part of a chip at its published speed."""
-        flops = self.program.flops + kernel_unit_flops(self.case) / self.case.topology.chips
+        flops = self.program.flops + self.flops.kernel_units / self.case.topology.chips
         received = sum(each["compiled"] for each in self.traffic.values())
         return seconds_of(self.case, flops, self.program.bytes_moved, received)
 
     @property
-    def at_best(self) -> float:
-        """Seconds of a pass if all parts work at the same time."""
-        return max(self.seconds.values())
+    def bounds(self) -> tuple[float, float]:
+        """Seconds of a pass: at best, if all parts work at the same time, and if they take turns.
 
-    @property
-    def in_turns(self) -> float:
-        """Seconds of a pass if they take turns. It is no upper limit: nothing works at its published speed."""
-        return sum(self.seconds.values())
+        The second is no upper limit: nothing works at its published speed.
+        """
+        return max(self.seconds.values()), sum(self.seconds.values())
 
     @property
     def limit(self) -> str:
@@ -126,24 +110,22 @@ class Report:
     @property
     def pairs_per_second(self) -> tuple[float, float]:
         """If a chip's parts work at once, and in turns."""
-        return self.case.pairs / self.at_best, self.case.pairs / self.in_turns
+        at_best, in_turns = self.bounds
+        return self.case.pairs / at_best, self.case.pairs / in_turns
 
     @property
     def mfu(self) -> float:
         """The ceiling on model FLOPs utilization."""
-        return self.flops.needed / self.case.topology.chips / self.case.topology.chip.peak_flops / self.at_best
+        return self.flops.needed / self.case.topology.chips / self.case.topology.chip.peak_flops / self.bounds[0]
 
     @property
-    def hours(self) -> tuple[float, float] | None:
-        """Hours of the training: if a chip's parts work at once, and in turns."""
-        if self.pairs_to_train is None:
-            return None
-        at_once, in_turns = self.pairs_per_second
-        return self.pairs_to_train / at_once / 3600, self.pairs_to_train / in_turns / 3600
+    def hours(self) -> tuple[float, ...]:
+        """Hours of the training, if its pairs are known: if a chip's parts work at once, and in turns."""
+        return tuple(self.pairs_to_train / rate / 3600 for rate in self.pairs_per_second if self.pairs_to_train)
 
     @property
     def chip_hours(self) -> tuple[float, ...]:
-        return tuple(each * self.case.topology.chips for each in self.hours or ())
+        return tuple(each * self.case.topology.chips for each in self.hours)
 
     @property
     def cost(self) -> tuple[float, ...]:
@@ -151,45 +133,28 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Everything the text says, in bytes, operations and seconds."""
-        case, program, least, chip = self.case, self.program, self.least, self.case.topology.chip
-        flops = {
-            "flops_needed": self.flops.needed,
-            "flops_with_remat": self.flops.needed + self.flops.recomputed,
-            "flops_compiled": self.flops_compiled,
-        }
+        case, program, model = self.case, self.program, self.case.job.model
         return case.as_json() | {
             "chips": case.topology.chips,
-            "parameters": case.job.model.parameters,
-            "trained_parameters": case.job.model.trained_parameters,
+            "parameters": {"all": model.parameters, "trained": model.trained_parameters},
             "unique_tokens": case.lengths.tokens,
             "fits": self.fits,
-            "memory_available": self.available,
-            "memory_peak": program.peak,
-            "memory_bound": least.bound,
+            "memory": {"available": self.case.available, "peak": program.peak, "bound": self.least.bound},
             "memory_by_kind": self.memory_by_kind,
-            "state_bytes": program.state["weight"] + program.state["optimizer"],
-            "updated_bytes": self.updated,
-            "aliased_bytes": program.aliased,
-            **flops,
-            **{f"{name}_per_pair": each / case.pairs for name, each in flops.items()},
-            "flops_kernels": self.flops_kernels,
+            "largest_buffers": program.largest_buffers,
+            "flops": vars(self.flops) | {"compiled": self.flops_compiled},
             "traffic": self.traffic,
             "largest_collectives": self.largest_collectives[:12],
-            "seconds_compute": self.seconds["arithmetic"],
-            "seconds_memory": self.seconds["memory"],
-            "seconds_links": self.seconds["links"],
-            "seconds_step_at_best": self.at_best,
-            "seconds_step_in_turns": self.in_turns,
+            "seconds": self.seconds,
+            "bounds": self.bounds,
             "limit": self.limit,
             "mfu_ceiling": self.mfu,
-            "pairs_per_second_at_best": self.pairs_per_second[0],
-            "pairs_per_second_in_turns": self.pairs_per_second[1],
+            "pairs_per_second": self.pairs_per_second,
             "hours": self.hours,
-            "chip_hours": self.chip_hours or None,
-            "cost": self.cost or None,
+            "chip_hours": self.chip_hours,
+            "cost": self.cost,
             "compile_seconds": program.compile_seconds,
-            "largest_buffers": program.largest_buffers,
-            "figures_from": chip.source,
+            "figures_from": case.topology.chip.source,
             "basis": case.job.basis,
             "notes": [*case.job.notes, UNSEEN],
         }

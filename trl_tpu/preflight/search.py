@@ -50,13 +50,9 @@ class Attempt:
     crash: str = ""
 
     @property
-    def available(self) -> int:
-        return self.case.topology.chip.memory
-
-    @property
     def is_open(self) -> bool:
         """Whether nobody knows if it fits: the compiler crashed, and by formula it may."""
-        return bool(self.crash) and self.needed <= self.available
+        return bool(self.crash) and self.needed <= self.case.available
 
     @property
     def fits(self) -> bool:
@@ -69,14 +65,14 @@ class Attempt:
         return f"--mesh {case.mesh} --remat {case.remat} --per_device_train_batch_size {case.pairs_per_part}"
 
     def as_json(self) -> dict[str, Any]:
+        report = self.report if self.fits else None
         return self.case.as_json() | {
-            "what": self.flags,
+            "flags": self.flags,
             "crash": self.crash,
             "fits": self.fits,
-            "memory_needed": self.needed,
-            "memory_available": self.available,
-            "pairs_per_second_at_best": self.report.pairs_per_second[0] if self.report and self.fits else None,
-            "limit": self.report.limit if self.report and self.fits else None,
+            "memory": {"needed": self.needed, "available": self.case.available},
+            "pairs_per_second": report and report.pairs_per_second,
+            "limit": report and report.limit,
         }
 
 
@@ -117,18 +113,10 @@ class Found:
 
     Args:
         attempts: Those compiled, the best first.
-        too_large: How many ways need more memory by formula than there is.
-        left: How many more might fit, but were not compiled.
     """
 
     topology: Topology
     attempts: list[Attempt]
-    too_large: int
-    left: int
-
-    def as_json(self) -> dict[str, Any]:
-        attempts = [each.as_json() for each in self.attempts]
-        return {"attempts": attempts, "too_large": self.too_large, "not_compiled": self.left}
 
 
 def search(
@@ -141,14 +129,12 @@ def search(
             smallest batch that is nearly as fast as its fastest.
     """
     chosen: list[tuple[float, Case]] = []
-    fitting = too_large = 0
     for mesh, remat in product(_meshes(job, topology.chips), Remat):
         cases = [Case(job, topology, mesh, remat, pairs) for pairs in PAIRS]
         may_fit = [case for case in cases if least_memory(case).bound <= topology.chip.memory]
         rated = [(estimated_pairs_per_second(case), case) for case in may_fit]
         best = max((rate for rate, _ in rated), default=0)
         chosen += [(rate, case) for rate, case in rated if rate >= _NEARLY * best][:1]
-        fitting, too_large = fitting + len(may_fit), too_large + len(cases) - len(may_fit)
     chosen.sort(key=lambda each: -each[0])
     attempts: list[Attempt] = []
     for _, case in chosen[:most]:
@@ -156,7 +142,7 @@ def search(
         if until_one_fits and attempts[-1].fits:
             break
     attempts.sort(key=lambda each: -each.report.pairs_per_second[0] if each.report and each.fits else 0)
-    return Found(topology, attempts, too_large, fitting - len(attempts))
+    return Found(topology, attempts)
 
 
 def remedies(job: Job, topology: Topology, compile_step: CompileStep, most: int) -> Found:

@@ -31,13 +31,11 @@ def _head(report: Report) -> str:
 
 
 def _verdict(report: Report) -> str:
-    needed, there = report.program.peak, report.available
+    needed, there = report.program.peak, report.case.available
+    between = sized(abs(there - needed))
     if report.fits:
-        return (
-            f"IT FITS: {sized(needed)} of the {sized(there)} of each chip are used, {sized(there - needed)} are free."
-        )
-    over = sized(needed - there)
-    return f"IT DOES NOT FIT: {sized(needed)} are needed on each chip, {over} more than its {sized(there)}."
+        return f"IT FITS: {sized(needed)} of the {sized(there)} of each chip are used, {between} are free."
+    return f"IT DOES NOT FIT: {sized(needed)} are needed on each chip, {between} more than its {sized(there)}."
 
 
 def _memory(report: Report) -> str:
@@ -52,33 +50,21 @@ def _memory(report: Report) -> str:
     rows = [(kind, sized(size), explained.get(kind, "")) for kind, size in report.memory_by_kind.items()]
     times = report.program.peak / max(report.least.bound, 1)
     rows.append(("in all", sized(report.program.peak), f"{times:.2f} times the first four, which any program needs"))
-    notes = []
-    if report.program.aliased < 0.99 * report.updated:
-        notes.append(
-            f"Only {sized(report.program.aliased)} of the {sized(report.updated)} of state that changes are updated "
-            "in place: the rest is there twice."
-        )
-    if not report.fits:
-        notes.append("The largest arrays:")
-        notes += [f"{sized(size)} {what}" for what, size in report.program.largest_buffers[:5]]
-    return _table("Memory of a chip", rows, notes)
+    largest = [f"{sized(size)} {what}" for what, size in report.program.largest_buffers[:5]]
+    return _table("Memory of a chip", rows, [] if report.fits else ["The largest arrays:", *largest])
 
 
 def _work(report: Report) -> str:
     case, flops = report.case, report.flops
 
     def row(name: str, operations: float, why: str) -> tuple[str, str, str]:
-        return name, f"{scaled(operations)}FLOP", f"{scaled(operations / case.pairs)}FLOP a pair, {why}"
+        a_pair, times = f"{scaled(operations / case.pairs)}FLOP a pair", operations / flops.needed
+        return name, f"{scaled(operations)}FLOP", f"{a_pair}, {times:.2f} times what is needed{why}"
 
-    def times(operations: float) -> str:
-        return f"{operations / flops.needed:.2f} times what is needed"
-
-    rows = [row("needed", flops.needed, "by formula")]
+    kernels = f"; {scaled(flops.kernels)}FLOP in attention kernels, by formula" if flops.kernels else ""
+    rows = [row("needed", flops.needed, ", by formula"), row("compiled", report.flops_compiled, kernels)]
     if flops.recomputed:
-        with_remat = flops.needed + flops.recomputed
-        rows.append(row("with remat", with_remat, f"{times(with_remat)}: layers computed again"))
-    kernels = f"; {scaled(report.flops_kernels)}FLOP in attention kernels, by formula" if report.flops_kernels else ""
-    rows.append(row("compiled", report.flops_compiled, times(report.flops_compiled) + kernels))
+        rows.insert(1, row("with remat", flops.needed + flops.recomputed, ": layers computed again"))
     notes = []
     if (filled := case.lengths.tokens / case.columns) < 0.95:
         notes.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
@@ -107,13 +93,14 @@ def _time(report: Report) -> str:
         "links": f"at {chip.link_bandwidth / 1e9:,.0f} GB/s, over all links in one direction",
     }
     rows = [(part, duration(seconds), speeds[part]) for part, seconds in report.seconds.items()]
+    at_best, in_turns = map(duration, report.bounds)
     notes = [
-        f"At best {duration(report.at_best)}, limited by {report.limit}, if all of it happens at once; "
-        f"{duration(report.in_turns)} if one waits for the other.",
+        f"At best {at_best}, limited by {report.limit}, if all of it happens at once; {in_turns} if one waits for the "
+        "other.",
         f"So at most {report.pairs_per_second[0]:,.1f} pairs a second ({report.pairs_per_second[1]:,.1f} in turns), "
         f"and at most {report.mfu:.0%} of the chips' arithmetic used for the model (MFU).",
     ]
-    if report.hours is not None:
+    if report.hours:
         best, turns = (duration(each * 3600) for each in report.hours)
         notes.append(
             f"{report.pairs_to_train:,.0f} pairs: at least {best}, {report.chip_hours[0]:,.4g} chip-hours ({turns} "
@@ -128,24 +115,21 @@ def _time(report: Report) -> str:
 
 def refusal_text(attempt: Attempt) -> str:
     """What is said of a program that the compiler did not make."""
-    needed, there = sized(attempt.needed), sized(attempt.available)
-    head = f"{attempt.case.topology}, {attempt.case}\n\n"
-    if attempt.is_open:
-        least = f"By formula it needs at least {needed} of the {there} of each chip."
-        return f"{head}WHETHER IT FITS IS OPEN: the compiler crashed. {least}\n\n{attempt.crash}"
-    how = "it needs at least {} by formula" if attempt.crash else "the compiler gave up at {}"
-    return f"{head}IT DOES NOT FIT: {how.format(needed)} on each chip, which has {there}."
+    needed, there = sized(attempt.needed), sized(attempt.case.available)
+    verdict = "WHETHER IT FITS IS OPEN" if attempt.is_open else "IT DOES NOT FIT"
+    how = "the compiler crashed; by formula it needs at least" if attempt.crash else "the compiler gave up at"
+    said = f"{verdict}: {how} {needed} on each chip, which has {there}."
+    return f"{attempt.case.topology}, {attempt.case}\n\n{said}\n\n{attempt.crash}".rstrip()
 
 
 def found_text(found: Found) -> str:
     """The best ways to use a slice."""
     head = f"{found.topology}: {found.topology.chips} chip(s) of {sized(found.topology.chip.memory)}"
-    left_out = f"{found.too_large} ways need more memory by formula than there is"
     if not found.attempts:
-        return f"{head}\n\nNothing fits: all {left_out}. Name a larger slice, or train adapters (--use_peft)."
+        return f"{head}\n\nNothing fits, by formula. Name a larger slice, or train adapters (--use_peft)."
     table = _table("The best ways, each compiled, by pairs a second", [_row(each) for each in found.attempts])
-    promise = f"{found.left} that promise less by formula; --compiles says how many to compile"
-    parts = [head, table, _wrap(f"Left out: {left_out}, and {promise}.")]
+    left_out = "Left out are ways that need more memory by formula than there is, or promise less by formula."
+    parts = [head, table, _wrap(f"{left_out} --compiles says how many to compile.")]
     if not any(each.fits for each in found.attempts):
         parts.append("None of these fits. Allow more to be tried with --compiles, or train adapters (--use_peft).")
     return "\n\n".join(parts)
@@ -159,10 +143,10 @@ def search_text(found: Found, job: Job) -> str:
 def _row(attempt: Attempt) -> tuple[str, str, str]:
     """An attempt by its flags, the memory that it needs, and what became of it."""
     report = attempt.report
-    outcome = f"too much for {sized(attempt.available)}"
+    outcome = f"too much for {sized(attempt.case.available)}"
     if report is not None and report.fits:
         rate = f"at most {report.pairs_per_second[0]:,.1f} pairs a second, limited by {report.limit}"
-        outcome = f"FITS the {sized(attempt.available)}, {rate}"
+        outcome = f"FITS the {sized(attempt.case.available)}, {rate}"
     elif attempt.crash:
         outcome = "at least, by formula; the compiler crashed"
     return attempt.flags, sized(attempt.needed), outcome

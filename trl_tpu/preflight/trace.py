@@ -20,17 +20,15 @@ class StepRequest:
     Args:
         model: A model's config; no weights are read.
         chips: In the mesh.
-        pairs: In a micro-batch, of all chips together; a whole number for each part of the batch.
         length: Columns of each row.
-        rows: Packed rows, over which the pairs are dealt out evenly; None pads, two rows to a pair.
-        arguments: Of `RewardConfig`. Its batch size has to make micro-batches of ``pairs``.
+        rows: Packed rows, over which the pairs of a batch are dealt out evenly; None pads, two rows to a pair.
+        arguments: Of `RewardConfig`, its batch size and mesh among them.
         peft: A `peft.LoraConfig`; None trains the whole model.
         dtype: The weights', as torch names it.
     """
 
     model: "PretrainedConfig"
     chips: int
-    pairs: int
     length: int
     rows: int | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -70,8 +68,6 @@ def trace_step(request: StepRequest) -> TracedProgram:
     environment = {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(min(request.chips, 2)),  # where there is one, nothing is sharded
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
         "USE_TORCH_XLA": "1",
         "HF_HUB_OFFLINE": "1",
     }

@@ -49,33 +49,34 @@ class _Traced(Exception):
 
 def trace_here(request: StepRequest) -> TracedProgram:
     """See `trace.trace_step`; once in a process, which must not have used a device."""
-    tracer = _Tracer(request.chips)
-    runtime.replace(tracer.runtime)
-    tracer.trainer = trainer_of(request, model_without_weights(request.model, request.dtype))
-    tracer.trainer.add_callback(_FirstStep(tracer))
-    mesh = dict(tracer.trainer.args.mesh_shape.sizes)
+    first_step = _FirstStep(request.chips)
+    runtime.replace(first_step.runtime)
+    trainer = trainer_of(request, model_without_weights(request.model, request.dtype))
+    first_step.trainer = trainer
+    trainer.add_callback(first_step)
+    mesh = dict(trainer.args.mesh_shape.sizes)
     with contextlib.suppress(_Traced):
-        tracer.trainer.train()
+        trainer.train()
     # of a step's programs the one that takes a batch; each is there as often as it was run
-    programs = tracer.programs
-    over_batch = max(programs, key=lambda each: (any(_kind(given) == "batch" for given in each.inputs), len(each.hlo)))
-    state = {_name(each): each for program in programs for each in program.inputs if _kind(each) in _STATE}
-    taken = {_name(each) for each in over_batch.inputs}
-    held: dict[str, int] = {}
-    for each in state.values():
-        held[_kind(each)] = held.get(_kind(each), 0) + _bytes_per_chip(each, mesh)
+    programs = first_step.programs
+    over_batch = max(
+        programs, key=lambda each: ("batch" in {given.known.kind for given in each.inputs}, len(each.hlo))
+    )
+    state = {each.known: each for program in programs for each in program.inputs if each.known.kind in _STATE}
+    taken = {each.known for each in over_batch.inputs}
+    sizes = {known: _bytes_per_chip(each, mesh) for known, each in state.items()}
     return TracedProgram(
         over_batch.hlo,
-        tuple(hlo_sharding(mesh, _axes(each)) for each in over_batch.inputs),
+        tuple(hlo_sharding(mesh, each.known.axes) for each in over_batch.inputs),
         tuple(each.donated for each in over_batch.inputs),
         request.chips,
         mesh,
-        held,
-        idle=sum(_bytes_per_chip(each, mesh) for name, each in state.items() if name not in taken),
+        {kind: sum(size for known, size in sizes.items() if known.kind == kind) for kind in _STATE},
+        idle=sum(size for known, size in sizes.items() if known not in taken),
     )
 
 
-class _Tracer:
+class _FirstStep(TrainerCallback):
     """Keeps the programs of the trainer's first step, and says what their arguments are."""
 
     def __init__(self, chips: int) -> None:
@@ -84,7 +85,7 @@ class _Tracer:
         self.trainer: Any = None
         self._begun = self._ended = False
 
-    def begin(self) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """What is recorded from now on is the step's."""
         trainer, know = self.trainer, self.runtime.know
         axes_of = trainer._step_state.specs(trainer.model, trainer.shard_report.placements)
@@ -101,7 +102,7 @@ class _Tracer:
                 know(buffers[parameter], f"gradient of {name}", "gradient", axes)
         self._begun = True
 
-    def end(self) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         self._ended = True
 
     def _see(self, program: Program) -> None:
@@ -113,31 +114,8 @@ class _Tracer:
             raise _Traced
 
 
-class _FirstStep(TrainerCallback):
-    def __init__(self, tracer: _Tracer) -> None:
-        self._tracer = tracer
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._tracer.begin()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._tracer.end()
-
-
-def _kind(given: Input) -> str:
-    return given.known.kind if given.known is not None else "other"
-
-
-def _name(given: Input) -> str:
-    return given.known.name if given.known is not None else ""
-
-
-def _axes(given: Input) -> PartitionSpec:
-    return given.known.axes if given.known is not None else (None,) * len(given.shape)
-
-
 def _bytes_per_chip(given: Input, mesh: Mapping[str, int]) -> int:
-    parts = prod(mesh[axis] for over in _axes(given) for axis in names_of(over))
+    parts = prod(mesh[axis] for over in given.known.axes for axis in names_of(over))
     return prod(given.shape) * given.dtype.itemsize // parts
 
 
@@ -162,17 +140,13 @@ def trainer_of(request: StepRequest, model: PreTrainedModel) -> RewardTrainer:
     accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
     fixed = _FIXED | {"output_dir": tempfile.mkdtemp(), "gradient_accumulation_steps": accumulation}
     args = RewardConfig(**{**request.arguments, **fixed})
-    if args.train_batch_size != request.pairs:
-        raise UserError(
-            f"per_device_train_batch_size={args.per_device_train_batch_size} makes batches of {args.train_batch_size} "
-            f"pairs on {request.chips} chips, not of {request.pairs}."
-        )
+    pairs = args.train_batch_size
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # nothing is tokenized
-    rows = RowPlan((RowShape(request.rows or request.pairs, request.length),))
+    rows = RowPlan((RowShape(request.rows or pairs, request.length),))
     trainer: RewardTrainer = type("RewardTrainer", (RewardTrainer,), {"fixed_rows": rows})(
         model=model,
         args=args,
-        train_dataset=_full_pairs(request, 2 * accumulation),
+        train_dataset=_full_pairs(request, pairs, 2 * accumulation),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         peft_config=request.peft,
     )
@@ -182,17 +156,14 @@ def trainer_of(request: StepRequest, model: PreTrainedModel) -> RewardTrainer:
     return trainer
 
 
-def _full_pairs(request: StepRequest, batches: int) -> Dataset:
-    """Token pairs whose batches have exactly the requested shape: packed, all share out the rows evenly."""
-    if request.rows is not None:
-        size = request.length // -(-request.pairs // request.rows)
-        answer = max(1, size // 4)
-        prompt = size - 2 * answer
-    else:
-        answer = max(1, request.length // 4)
-        prompt = request.length - answer
+def _full_pairs(request: StepRequest, pairs: int, batches: int) -> Dataset:
+    """Token pairs that fill the rows of batches of ``pairs``: all rows of packed ones alike."""
+    in_a_row = -(-pairs // request.rows) if request.rows else 0
+    size = request.length // max(in_a_row, 1)
+    answer = max(1, size // 4)
+    prompt = size - (2 if in_a_row else 1) * answer
     rows = []
-    for number in range(request.pairs * batches):  # pairs share no first token, nor do answers
+    for number in range(pairs * batches):  # pairs share no first token, nor do answers
         begin = [2 + number % 2, *([4 + number // 2 % 2] * (prompt - 1))]
         rows.append({"chosen_ids": begin + [6] * answer, "rejected_ids": begin + [7] * answer})
     return Dataset.from_list(rows)

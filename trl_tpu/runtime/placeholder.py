@@ -29,7 +29,10 @@ _KERNELS_VERSION = 6
 
 @dataclass(frozen=True)
 class Known:
-    """What a placeholder stands for: a name, a kind such as "weight", and the mesh axes of each dimension."""
+    """What a placeholder stands for: a name, a kind such as "weight", and the mesh axes of each dimension.
+
+    Numbers that torch_xla makes arguments itself have no name, and are "other".
+    """
 
     name: str
     kind: str
@@ -38,9 +41,9 @@ class Known:
 
 @dataclass(frozen=True)
 class Input:
-    """One argument of a recorded program. ``known`` is None for numbers that torch_xla makes arguments itself."""
+    """One argument of a recorded program."""
 
-    known: Known | None
+    known: Known
     shape: tuple[int, ...]
     dtype: torch.dtype
     donated: bool
@@ -140,9 +143,7 @@ class PlaceholderRuntime(XlaRuntime):
             return
         program = self._record(pending)
         for tensor in pending:
-            known = self._origin(tensor)
-            if known is None:
-                known = Known("", "other", (None,) * tensor.dim())
+            known = self._origin(tensor) or _unknown(tensor)
             self.know(tensor, known.name, known.kind, known.axes)
             self._holder[_memory(tensor)] = _C._xla_get_tensor_id(tensor)
             if not _C._get_xla_sharding_spec(tensor):
@@ -154,7 +155,7 @@ class PlaceholderRuntime(XlaRuntime):
         overwritten = {self._overwritten(tensor) for tensor in outputs}
         ids, tensors = _C._get_tensors_xla_device_data_node(outputs)
         inputs = tuple(
-            Input(self._known.get(number), tuple(tensor.shape), tensor.dtype, number in overwritten)
+            Input(self._known.get(number, _unknown(tensor)), tuple(tensor.shape), tensor.dtype, number in overwritten)
             for number, tensor in zip(ids, tensors, strict=True)
         )
         return Program(_C._get_xla_tensors_hlo_proto(outputs), inputs)
@@ -219,6 +220,10 @@ def write_kernels_for_libtpu() -> None:
     import jax._src.tpu_custom_call as kernels
 
     kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
+
+
+def _unknown(tensor: torch.Tensor) -> Known:
+    return Known("", "other", (None,) * tensor.dim())
 
 
 def _pending() -> list[torch.Tensor]:

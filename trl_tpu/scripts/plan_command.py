@@ -36,7 +36,8 @@ def main(request: PlanRequest, compile_step: CompileStep | None = None) -> int:
     compile_step = _announced(compile_step or compiler(request, job))
     if plan.search:
         best = search(job, topology, compile_step, plan.compiles)
-        print(json.dumps(best.as_json(), indent=2) if plan.json else search_text(best, job))
+        attempts = {"attempts": [each.as_json() for each in best.attempts]}
+        print(json.dumps(attempts, indent=2) if plan.json else search_text(best, job))
         return 0 if any(each.fits for each in best.attempts) else 1
     case = Case(job, topology, mesh, request.training.remat_policy, request.training.per_device_train_batch_size)
     first = attempt(case, compile_step)
@@ -47,7 +48,8 @@ def main(request: PlanRequest, compile_step: CompileStep | None = None) -> int:
         report = dataclasses.replace(report, pairs_to_train=pairs, price_per_chip_hour=plan.price_per_chip_hour)
     if plan.json:
         said = report.as_json() if report is not None else first.as_json()
-        print(json.dumps(said | {"tried": found.as_json()["attempts"] if found is not None else []}, indent=2))
+        tried = found.attempts if found is not None else []
+        print(json.dumps(said | {"tried": [each.as_json() for each in tried]}, indent=2))
     else:
         print(text_of(report) if report is not None else refusal_text(first))
         if found is not None:

@@ -168,7 +168,6 @@ def compiler(request: PlanRequest, job: Job) -> CompileStep:
             step = StepRequest(
                 with_layers(base.config, layers),
                 case.topology.chips,
-                case.pairs,
                 length,
                 rows if job.is_packed else None,
                 request.words | changed,
