@@ -16,7 +16,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(
-    ("packing", "accumulation"), [(True, 1), pytest.param(True, 2, marks=pytest.mark.eight), (False, 1)]
+    ("packing", "accumulation"),
+    [pytest.param(True, 1, marks=pytest.mark.long), pytest.param(True, 2, marks=pytest.mark.eight), (False, 1)],
 )
 def test_skipped_steps_leave_weights_and_moments_as_they_were(
     folder: str, tmp_path: Path, packing: bool, accumulation: int

@@ -91,7 +91,7 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
 
 @pytest.mark.parametrize(
     ("source", "count"),
-    [("made up", 400), *(pytest.param(each, real_pairs.COUNT, marks=pytest.mark.long) for each in real_pairs.SOURCES)],
+    [("made up", 200), *(pytest.param(each, real_pairs.COUNT, marks=pytest.mark.long) for each in real_pairs.SOURCES)],
 )
 def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[..., Any], tmp_path: Path) -> None:
     """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""

@@ -87,7 +87,7 @@ def test_lora_trains_saves_and_leaves_the_base_frozen(
     torch.testing.assert_close(rewards_P2, reloaded_P2, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_resumed_run_equals_the_uninterrupted_one(
     config: Callable[..., Any], model_folder: str, tmp_path: Path, accumulation: int
 ) -> None:
