@@ -94,18 +94,12 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=kind == "resume")
     trainer.save_model(str(folder / "final"))
     runtime.current().all_gather_object(None)
-    print(
-        json.dumps(
-            {
-                "steps": trainer.state.global_step,
-                "logged": own.logged,
-                "saved": own.saved,
-                "should_save": args.should_save,
-                "whose metrics": trainer.evaluate(pairs.select(range(8)))["eval_host"],
-                "rewards": [float(value) for value in trainer.predict(pairs).predictions.flatten()[:6]],
-            }
-        )
-    )
+    steps = trainer.state.global_step
+    found = {"steps": steps, "logged": own.logged, "saved": own.saved, "should_save": args.should_save}
+    if kind != "stop after a log":
+        found["whose metrics"] = trainer.evaluate(pairs.select(range(8)))["eval_host"]
+        found["rewards"] = [float(value) for value in trainer.predict(pairs).predictions.flatten()[:6]]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import apart
 import pytest
 from places import ROOT
 
-from trl_tpu.runtime.device_choice import SET_BY_TORCH_XLA, Facts, choose
+from trl_tpu.runtime.device_choice import SET_BY_TORCH_XLA, Facts, _asked_device, choose
 
 needs_torch_xla = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None, reason="torch_xla, which other libraries prefer, is not installed"
@@ -46,6 +46,18 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
 def test_the_rule(facts: Facts, name: str, reason: str) -> None:
     choice = choose(facts)
     assert choice.name == name and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("order", "asked"), [(("PJRT_DEVICE", *SET_BY_TORCH_XLA), "CPU"), ((*SET_BY_TORCH_XLA, "PJRT_DEVICE"), None)]
+)
+def test_a_device_that_was_named_before_torch_xla_was_imported_is_asked_for(
+    order: Sequence[str], asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch_xla names one itself, after it has set the other variables."""
+    monkeypatch.setitem(sys.modules, "torch_xla", sys)
+    monkeypatch.setattr(os, "environ", dict.fromkeys(order, "CPU"))
+    assert _asked_device() == asked
 
 
 def run(code: str, **environment: str) -> str:
@@ -91,7 +103,9 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
         pytest.param("import trl_tpu", {"PJRT_DEVICE": "CPU"}, "xla True", marks=pytest.mark.long),
         ("import trl_tpu", {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "0"}, "native False"),
         pytest.param(BEFORE, {"PJRT_DEVICE": "CPU"}, "xla True", marks=pytest.mark.long),
-        (f"import os; os.environ['PJRT_DEVICE'] = 'CPU'\n{BEFORE}", {}, "xla True"),
+        pytest.param(
+            f"import os; os.environ['PJRT_DEVICE'] = 'CPU'\n{BEFORE}", {}, "xla True", marks=pytest.mark.long
+        ),
     ],
     ids=[
         "nothing",

@@ -5,8 +5,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -20,7 +18,6 @@ import pytest
 import torch
 import transformers
 from export_memory import make_checkpoint
-from places import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
@@ -294,21 +291,14 @@ export_checkpoint(sys.argv[1], sys.argv[2])
 """
 
 
-def python(*words: str | Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    environment.pop("USE_TORCH_XLA", None)
-    return subprocess.run(
-        [sys.executable, "-c", *map(str, words)], env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds_without_torch_xla(tmp_path: Path) -> None:
     model = exports.llama()
     checkpoint, out = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
     killed = apart.python("-c", KILLED, str(checkpoint), str(out), environment=dict(os.environ))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not out.exists() and (tmp_path / ".out.unfinished").is_dir()
-    done = python(WITHOUT_TORCH_XLA, "export", checkpoint, out)
+    words = ("-c", WITHOUT_TORCH_XLA, "export", str(checkpoint), str(out))
+    done = apart.python(*words, environment=os.environ | {"USE_TORCH_XLA": "0"})
     assert done.returncode == 0, done.stderr
     assert exports.same_weights(loaded(out), model.state_dict())
     assert not (tmp_path / ".out.unfinished").exists()

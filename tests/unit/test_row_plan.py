@@ -95,7 +95,9 @@ def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
     return [pair for pair in zip(*halves, strict=True) if max(map(len, pair)) <= 1024]
 
 
-@pytest.mark.parametrize("source", real_pairs.SOURCES)
+@pytest.mark.parametrize(
+    "source", [pytest.param(each, marks=[pytest.mark.long] * (each == "real")) for each in real_pairs.SOURCES]
+)
 @pytest.mark.parametrize(("pairs", "shards", "most_tokens"), [(8, 1, 0.72), (64, 8, 0.70)])
 def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
     """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""

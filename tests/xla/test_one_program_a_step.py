@@ -10,9 +10,9 @@ from counters import CountAtSteps, Counts, count
 from trl_tpu import RewardTrainer
 
 
-@pytest.mark.eight
 @pytest.mark.parametrize(
-    ("packing", "accumulation"), [pytest.param(True, 1, marks=pytest.mark.long), (True, 3), (False, 1)]
+    ("packing", "accumulation"),
+    [pytest.param(True, 1, marks=pytest.mark.long), pytest.param(True, 3, marks=pytest.mark.eight), (False, 1)],
 )
 def test_counters_over_10_steps(
     config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 import tiny
 import torch
@@ -36,12 +35,8 @@ with torch.no_grad():
 def score_in_plain_torch(folder: Path, kind: str, pairs: Any) -> torch.Tensor:
     """The rewards [pairs, 2] that the saved model gives in a process without torch_xla."""
     texts = [row["prompt"] + row[answer] + "<eos>" for row in pairs for answer in ("chosen", "rejected")]
-    process = subprocess.run(
-        [sys.executable, "-c", _SCORE, str(folder), kind, json.dumps(texts)],
-        env=os.environ | {"USE_TORCH_XLA": "0"},
-        capture_output=True,
-        text=True,
-    )
+    words = ["-c", _SCORE, str(folder), kind, json.dumps(texts)]
+    process = apart.python(*words, environment=os.environ | {"USE_TORCH_XLA": "0"})
     assert process.returncode == 0, process.stderr[-3000:]
     return torch.tensor(json.loads(process.stdout.splitlines()[-1])).view(-1, 2)
 
@@ -64,7 +59,6 @@ def test_saved_model_gives_the_same_rewards(config: Callable[..., Any], model_fo
     assert not torch.equal(started["score.weight"], trained["score.weight"])
 
 
-@pytest.mark.eight
 def test_lora_trains_saves_and_leaves_the_base_frozen(
     config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:

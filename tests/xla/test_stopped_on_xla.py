@@ -2,11 +2,10 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
 
@@ -71,6 +70,5 @@ def test_torch_xlas_own_notice_is_a_sigterm_that_a_second_one_does_not_get_throu
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = [sys.executable, "-c", NOTICE.replace("PORT", repr(port))]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=os.environ | {"PJRT_DEVICE": "CPU"})
+    done = apart.python("-c", NOTICE.replace("PORT", repr(port)), environment=dict(os.environ))
     assert "noticed, and still there" in done.stdout, done.stderr
