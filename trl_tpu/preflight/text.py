@@ -58,13 +58,15 @@ def _work(report: Report) -> str:
     case, flops = report.case, report.flops
 
     def row(name: str, operations: float, why: str) -> tuple[str, str, str]:
-        a_pair, times = f"{scaled(operations / case.pairs)}FLOP a pair", operations / flops.needed
-        return name, f"{scaled(operations)}FLOP", f"{a_pair}, {times:.2f} times what is needed{why}"
+        return name, f"{scaled(operations)}FLOP", f"{scaled(operations / case.pairs)}FLOP a pair, {why}"
+
+    def more(name: str, operations: float, why: str) -> tuple[str, str, str]:
+        return row(name, operations, f"{operations / flops.needed:.2f} times what is needed{why}")
 
     kernels = f"; {scaled(flops.kernels)}FLOP in attention kernels, by formula" if flops.kernels else ""
-    rows = [row("needed", flops.needed, ", by formula"), row("compiled", report.flops_compiled, kernels)]
+    rows = [row("needed", flops.needed, "by formula"), more("compiled", report.flops_compiled, kernels)]
     if flops.recomputed:
-        rows.insert(1, row("with remat", flops.needed + flops.recomputed, ": layers computed again"))
+        rows.insert(1, more("with remat", flops.needed + flops.recomputed, ": layers computed again"))
     notes = []
     if (filled := case.lengths.tokens / case.columns) < 0.95:
         notes.append(f"Of the columns of the rows {filled:.0%} hold a token; padding is computed too, but not needed.")
