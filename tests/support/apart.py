@@ -83,11 +83,15 @@ def python(
 
 def at_once(*commands: tuple[str, ...], **variables: str) -> list[subprocess.CompletedProcess[str]]:
     """Run scripts, each with its words, that meet at a free port of this machine, until all have ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ThreadPoolExecutor(len(commands)) as pool:
         return list(pool.map(lambda command: run(*command, **meet, **variables), commands))
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
 
 
 @cache

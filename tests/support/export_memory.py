@@ -8,7 +8,6 @@ The measure is the peak of the process's resident memory above what it had befor
 pages of mapped files count as resident too, though the system takes them back when it needs them.
 """
 
-import ctypes
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import exports
 import peft
 import torch
+from allocator import give_back_at_once
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
 from trl_tpu.checkpoint.consolidate import export_checkpoint
@@ -104,9 +104,5 @@ def main(folder: Path, way: str, dtype: torch.dtype | None) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # memory that is freed goes back to the system at once, so that it is not counted: of malloc.h, one arena, and
-    # mapped for itself from this size on
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-8, 1)
-    libc.mallopt(-3, 65536)
+    give_back_at_once()
     main(Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3]) if sys.argv[3:] else None)

@@ -6,7 +6,6 @@ python tests/support/host_memory.py MODEL OUT {streamed,whole}
 are in the host's memory too, so they are taken off.
 """
 
-import ctypes
 import gc
 import json
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch_xla
+from allocator import give_back_at_once
 from transformers.utils import logging
 
 from trl_tpu.modeling.load import load_model
@@ -60,12 +60,6 @@ class Measured(XlaRuntime):
         while (held := private_bytes() - self.before - self.placed) > most and time.monotonic() < end:
             time.sleep(0.01)
         self.held.append(held)
-
-
-def give_back_at_once() -> None:
-    """Have freed memory go back to the system, so that it is not counted: M_ARENA_MAX and M_MMAP_THRESHOLD."""
-    mallopt = ctypes.CDLL(None).mallopt
-    assert mallopt(-8, 1) and mallopt(-3, 65536)
 
 
 def main(model: str, out: str, way: str) -> None:

@@ -1,7 +1,6 @@
 """A stopped run on XLA goes on as if it had not been; and what torch_xla takes for a preemption is a SIGTERM."""
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +66,6 @@ os._exit(0)
 
 def test_torch_xlas_own_notice_is_a_sigterm_that_a_second_one_does_not_get_through(tmp_path: Path) -> None:
     """Why `preemption` handles the signal itself: the manager only sets a handler of SIGTERM."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    done = apart.python("-c", NOTICE.replace("PORT", repr(port)), environment=dict(os.environ))
+    code = NOTICE.replace("PORT", repr(apart.free_port()))
+    done = apart.python("-c", code, environment=dict(os.environ))
     assert "noticed, and still there" in done.stdout, done.stderr

@@ -34,7 +34,8 @@ def call_apart(function: str, *given: Any, environment: Mapping[str, str]) -> An
         Crashed: If the process ended before the function did.
         RuntimeError: If the function raises; with what it says.
     """
-    environment = {**os.environ, **WITHOUT_A_TPU, **environment}
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **WITHOUT_A_TPU, **environment, "PYTHONPATH": paths}
     with tempfile.NamedTemporaryFile() as file:
         exchange = Path(file.name)
         exchange.write_bytes(pickle.dumps(given))
