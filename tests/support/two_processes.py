@@ -1,4 +1,6 @@
-"""One of two processes of plain torch, told what torchrun would tell it: two_processes.py RANK MODEL FOLDER
+"""One of two processes of plain torch: two_processes.py MODEL FOLDER [RANK]
+
+With RANK it tells itself what torchrun would tell it.
 
 Train without a stop; then with one, in the middle between two logs, after which training goes on from the checkpoint.
 """
@@ -73,6 +75,7 @@ def main(model: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rank, model_folder, out = sys.argv[1:]
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    model_folder, out, *without_torchrun = sys.argv[1:]
+    for rank in without_torchrun:
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     main(model_folder, Path(out))

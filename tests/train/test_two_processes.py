@@ -1,6 +1,9 @@
 """Plain torch in several processes, which accelerate leads: they save, stop and resume as one."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import apart
@@ -18,18 +21,31 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def runs(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    commands = [("two_processes.py", rank, model_folder, str(folder)) for rank in ("0", "1")]
+    commands = [("two_processes.py", model_folder, str(folder), rank) for rank in ("0", "1")]
     for process in apart.at_once(*commands, USE_TORCH_XLA="0"):
         assert process.returncode == 0, process.stderr[-3000:]
     return folder
 
 
-def test_a_stop_that_one_of_two_processes_is_told_of_is_resumed_to_the_bit(runs: Path) -> None:
+def check_resumed_to_the_bit(runs: Path) -> None:
     found = [json.loads((runs / f"{process}.json").read_text()) for process in range(2)]
     for each in found:
         assert each["equal"]
         assert each["resumed"] == each["whole"]
     assert [log["step"] for log in found[0]["whole"]] == [4, 6]
+
+
+def test_a_stop_that_one_of_two_processes_is_told_of_is_resumed_to_the_bit(runs: Path) -> None:
+    check_resumed_to_the_bit(runs)
+
+
+@pytest.mark.long
+def test_torchrun_starts_the_two_processes(model_folder: str, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, two_processes.__file__, model_folder, str(tmp_path)]
+    process = subprocess.run(command, env=os.environ | {"USE_TORCH_XLA": "0"}, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    check_resumed_to_the_bit(tmp_path)
 
 
 def test_a_single_process_goes_on_with_what_both_had_added_up(runs: Path, model_folder: str, tmp_path: Path) -> None:
