@@ -11,7 +11,6 @@ import os
 os.environ["USE_TORCH_XLA"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import time
 from typing import Any
 
 from datasets import Dataset, disable_progress_bars
+
+from trl_tpu.runtime.native import peak_resident_bytes
 
 from . import bench_time_per_pair as per_pair
 from .bench_time_per_pair import real_pairs
@@ -52,7 +53,7 @@ def prepare(system: str, count: int) -> None:
         model = per_pair.save_model(folder, "64x4", real.select(range(400)))
         package, settings = per_pair.SYSTEMS[system]
         args = package.RewardConfig(folder, bf16=False, report_to="none", disable_tqdm=True, **settings)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak_resident_bytes()
         start = time.perf_counter()
         trainer = package.RewardTrainer(model, args, train_dataset=pairs)
         if system == "trl_tpu":  # what XLA measures before the first step, though plain torch does not need it
@@ -60,7 +61,7 @@ def prepare(system: str, count: int) -> None:
 
             plan_rows_of(trainer.train_dataset, 1024, 64, 8, args)
         seconds = time.perf_counter() - start
-    print(seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(seconds, (peak_resident_bytes() - before) / 2**20)
 
 
 def growing_data() -> None:

@@ -1,5 +1,6 @@
 """Rates are arithmetic on a clock and on counts, the work of a pair is the formula's, and both are in the logs."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,10 @@ def test_logs_have_rates_and_memory(tmp_path: Path) -> None:
         assert "mfu" not in second
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30 if sys.platform == "linux" else 0.1
     assert 0.5 * resident < second["memory_gib"] < 100 and first["memory_gib"] <= second["memory_gib"]
+
+
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
+    held = b"1" * 2**30
+    code = "from trl_tpu.runtime.native import peak_resident_bytes; print(peak_resident_bytes())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 2**26 < int(child.stdout) < len(held)
