@@ -19,7 +19,7 @@ from datasets import Dataset
 
 DEFAULTS: dict[str, Any] = {
     "bf16": False,
-    "learning_rate": 1e-3,
+    "learning_rate": 3e-4,
     "warmup_steps": 5,
     "logging_steps": 1,
     "report_to": "none",

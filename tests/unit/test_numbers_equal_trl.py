@@ -1,7 +1,12 @@
 """The loss of every step, and all that is logged with it, equals trl.RewardTrainer's in plain torch.
 
-A process holds one runtime, so each setting's runs are made in a process of their own. Tolerance 1e-4: float32 sums
-taken in another order over 50 steps; what we see is below 1e-6.
+A process holds one runtime, so each setting's runs are made in a process of their own.
+
+Losses are held to 1e-6, statistics to 2e-5; seen are 3e-7 and 7e-6. In plain torch only the order of sums differs:
+4e-7 of any number, and 3e-7 is what TRL's own float32 is from its float64. On XLA torch's "capturable" Adam computes
+1 - beta ** step in float32, which makes the first updates smaller by 6e-6, and `grad_norm` other by as much. The
+learning rate is three times TRL's default: at ten times it, training is unstable, and TRL's own `grad_norm` changes
+by 6e-5 with the last digits of the first weights, so that nothing tighter could be asked.
 """
 
 import json
@@ -23,7 +28,8 @@ SETTINGS: dict[str, tuple[dict[str, str], int]] = {
     "XLA, 1 device": (XLA | {"CPU_NUM_DEVICES": "1"}, 8),
     "XLA, 8 devices": (XLA | {"CPU_NUM_DEVICES": "8"}, 1),
 }
-LOGGED = ("loss", "grad_norm", "learning_rate", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
+STATISTICS = ("grad_norm", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
+TOLERANCES = {"loss": 1e-6, "learning_rate": 1e-12} | dict.fromkeys(STATISTICS, 2e-5)
 DATA: dict[str, dict[str, Any]] = {
     # both leave out pairs that are longer than this, a twelfth of them
     **{source: {"max_steps": 50, "max_length": 400} for source in real_pairs.SOURCES},
@@ -96,7 +102,7 @@ def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | s
     return {own[name]: logs for name, logs in json.loads(out.read_text()).items()}
 
 
-def assert_equal(logged: dict[Run, Logs | str], run: Run, keys: tuple[str, ...] = LOGGED) -> None:
+def assert_equal(logged: dict[Run, Logs | str], run: Run, keys: Iterable[str] = TOLERANCES) -> None:
     found = {each: logged[each] for each in (run, Run("TRL", run.data, None))}
     failed = {each: logs for each, logs in found.items() if isinstance(logs, str)}
     assert not failed, failed
@@ -104,7 +110,7 @@ def assert_equal(logged: dict[Run, Logs | str], run: Run, keys: tuple[str, ...] 
     assert len(ours) == len(reference)
     for step, (entry, expected) in enumerate(zip(ours, reference, strict=True), start=1):
         for key in keys:
-            assert entry[key] == pytest.approx(expected[key], abs=1e-4), f"{key} at log {step}"
+            assert entry[key] == pytest.approx(expected[key], abs=TOLERANCES[key]), f"{key} at log {step}"
         assert entry["num_tokens"] == expected["num_tokens"], f"num_tokens at log {step}"
 
 
