@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from math import inf
 from pathlib import Path
@@ -87,6 +88,12 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float
     return {f"{number} {name}": part for number, parts in enumerate(weights) for name, part in parts.items()}, logs
 
 
+def times_of(folder: Path, began: float) -> tuple[float, float]:
+    """Seconds until the second step of a run that has just ended, and from there on."""
+    second_step = mark_of(folder).stat().st_mtime
+    return second_step - began, time.time() - second_step
+
+
 def wait_or_kill(child: int, at: float, after: Path | None, aside: Path, in_a_save: bool) -> tuple[int, bool]:
     """The status of a child, and whether a save was under way at its end.
 
@@ -114,13 +121,13 @@ def begun_since(moment: int, aside: Path) -> bool:
 
 def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
     tqdm.monitor_interval = 0  # its thread could hold its lock at a fork, for ever
+    tqdm.set_lock(threading.RLock())  # its own is one for all forks, and one that is killed would keep it
     model_folder, log = folder / "model", folder / "log.txt"
     tiny.save_tiny(model_folder, [text for row in tiny.made_up_pairs(16) for text in row.values()])
     began = time.time()
     _, status = os.waitpid(start(model_folder, folder / "whole", settings), 0)
     assert status == 0, log.read_text()[-3000:]
-    second_step = mark_of(folder / "whole").stat().st_mtime
-    before, steps = second_step - began, time.time() - second_step
+    before, steps = times_of(folder / "whole", began)
     weights, logs = outcome(folder / "whole")
     chooser, kills, saves_hit, resumes, rounds = random.Random(0), 0, 0, 0, 0
     while kills < wanted:
@@ -128,12 +135,15 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
         aside, status = run / "_unfinished", signal.SIGKILL
         while status == signal.SIGKILL:
             early = kills % 5 == 4
+            began, is_new = time.time(), not run.exists()
             at = chooser.uniform(0.2, 1.0) * before if early else chooser.random() * steps
             resumes += any(run.glob("checkpoint-*"))
             child, after = start(model_folder, run, settings), None if early else mark_of(run)
             status, in_a_save = wait_or_kill(child, at if kills < wanted else inf, after, aside, kills % 3 == 0)
             kills += status == signal.SIGKILL
             saves_hit += in_a_save
+            if is_new and status == 0:  # the first one may have been slow
+                before, steps = times_of(run, began)
         assert status == 0, log.read_text()[-3000:]
         rounds += 1
         resumed_weights, resumed_logs = outcome(run)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
@@ -89,6 +89,7 @@ def test_rewards_by_the_model_that_the_loss_assumes_are_calibrated_and_wider_one
 
 
 @given(margins)
+@example(np.array([-1.999999999999993, 0, 0, 0, 0]))
 def test_a_histogram_has_every_margin_once_and_an_edge_at_zero(margins_N: np.ndarray) -> None:
     found = distribution_of(margins_N)
     assert sum(found.counts) == len(margins_N) and len(found.edges) == len(found.counts) + 1 <= 42

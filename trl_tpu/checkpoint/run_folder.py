@@ -163,7 +163,10 @@ class RunFolder:
     def end(self) -> None:
         """Write down that the run has come to its end, whether or not it has saved checkpoints."""
         if self._said:
-            self._write(json.dumps(_parsed(self._said) | {"ended": True}))
+            try:
+                self._write(json.dumps(_parsed(self._said) | {"ended": True}))
+            except Exception as error:  # file systems of fsspec say it in errors of many kinds
+                logger.warning("%s could not be marked as ended (%s): the model is trained.", self._where, error)
 
     # ---- files, here or at the URL
 

@@ -9,10 +9,11 @@
 A save that fails is loud and counted, and leaves nothing behind; training goes on.
 """
 
+import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import getitem
 from pathlib import Path
@@ -183,19 +184,15 @@ class Checkpointer:
     def _write(self, contents: Contents, staging: Path, on_host: _OnHost, waited: float) -> None:
         began = time.monotonic()
         try:
-            checksums = self._write_tensors(contents, staging, on_host)
-            if self._remote is not None and self._writes:
-                # what a run on another mesh left there would be read with these files
-                self._remote.delete(contents.name)
+            checksums: dict[str, str] = {}
+            self._together(lambda: checksums.update(self._write_tensors(contents, staging, on_host)))
             files = self._describe_files(staging, checksums)
-            if self._remote is not None:
-                self._remote.put(staging, files_in(staging), contents.name)
-            self._meet()  # the manifest comes last
-            try:
-                if self._writes:
-                    self._publish(contents, staging, files)
-            finally:
-                self._meet()  # no host goes on before the checkpoint is there
+            if (remote := self._remote) is not None:
+                # what a run on another mesh left there would be read with these files
+                self._together(lambda: remote.delete(contents.name), by_writer=True)
+                self._together(lambda: remote.put(staging, files_in(staging), contents.name))
+            # the manifest comes last, and no host goes on before the checkpoint is there
+            self._together(lambda: self._publish(contents, staging, files), by_writer=True)
         finally:
             self._clean_up(contents)
         took = time.monotonic() - began
@@ -226,9 +223,7 @@ class Checkpointer:
             own = slice(topology.process_index, None, topology.process_count)
         names = files_in(staging)[own]  # after all have met: every host has written its files
         described: Files = {}
-        failure = failure_anywhere(lambda: described.update(describe_files(staging, names, checksums)), self._meet)
-        if failure is not None:
-            raise failure
+        self._together(lambda: described.update(describe_files(staging, names, checksums)))
         if not self._shares_disk and self._remote is None:
             return described
         return {name: file for each in self._meet(described) for name, file in each.items()}
@@ -239,28 +234,38 @@ class Checkpointer:
         if self._remote is not None:
             seal(staging, files, contents.run.run)
             self._remote.put(staging, [MANIFEST_FILE], contents.name)
-            self._remote.rotate(self._limit, contents.best, contents.name)
+            with _or_left_there(self._remote.url):
+                self._remote.rotate(self._limit, contents.best, contents.name)
             return
         final = contents.run.path / contents.name
         publish(staging, final, files, contents.run.run)
         best = None if contents.best is None else contents.run.path / contents.best
-        for surplus in surplus_checkpoints(final, self._limit, best):
-            retire(surplus, staging.parent)
+        with _or_left_there(str(contents.run.path)):
+            for surplus in surplus_checkpoints(final, self._limit, best):
+                retire(surplus, staging.parent)
 
     def keep_best_alone(self, run: RunFolder, best: str) -> None:
         """Delete the last checkpoint at the end of training, where one may stay and the best is another."""
         if self._limit != 1 or not self._writes:
             return
         if self._remote is not None:
-            self._remote.rotate(1, best, best)
+            with _or_left_there(self._remote.url):
+                self._remote.rotate(1, best, best)
             return
-        for surplus in surplus_checkpoints(run.path / best, 1, None):
-            retire(surplus, run.staging)
-        run.clear_staging()
+        with _or_left_there(str(run.path)):
+            for surplus in surplus_checkpoints(run.path / best, 1, None):
+                retire(surplus, run.staging)
+            run.clear_staging()
 
     def _meet(self, value: Any = None) -> list[Any]:
         """Return what the saving threads of all hosts give."""
         return self._runtime.all_gather_object(value, while_saving=True)
+
+    def _together(self, action: Callable[[], None], by_writer: bool = False) -> None:
+        """Act on the saving threads of all hosts, or on the writer's alone; raise on all what any one raised."""
+        acts = self._writes or not by_writer
+        if (failure := failure_anywhere(action if acts else lambda: None, self._meet)) is not None:
+            raise failure
 
     @property
     def _makes_folder(self) -> bool:
@@ -269,6 +274,15 @@ class Checkpointer:
     def _clean_up(self, contents: Contents) -> None:
         if self._makes_folder:  # also when the disk is full
             contents.run.clear_staging()
+
+
+@contextlib.contextmanager
+def _or_left_there(place: str) -> Iterator[None]:
+    """Delete older checkpoints, or say why they are left there: the newest one is whole without that."""
+    try:
+        yield
+    except Exception as error:  # file systems of fsspec say it in errors of many kinds
+        logger.warning("Older checkpoints in %s could not be deleted (%s: %s).", place, type(error).__name__, error)
 
 
 def _marked(mark: str, shards: dict[str, Any]) -> dict[str, Any]:

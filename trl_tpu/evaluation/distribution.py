@@ -36,7 +36,9 @@ def distribution_of(values_N: np.ndarray) -> Distribution:
     width = 2 * float(np.subtract(*np.quantile(values_N, [0.75, 0.25]))) / len(values_N) ** (1 / 3)
     width = max(width, float(np.ptp(values_N)) / (_MOST_BINS - 2)) or 1.0
     first, last = np.floor(values_N.min() / width), np.floor(values_N.max() / width) + 1
-    counts, edges = np.histogram(values_N, bins=width * np.arange(first, last + 1))
+    edges = width * np.arange(first, last + 1)
+    edges[0], edges[-1] = min(edges[0], values_N.min()), max(edges[-1], values_N.max())  # these could round off
+    counts, _ = np.histogram(values_N, bins=edges)
     return Distribution(
         mean=float(values_N.mean()),
         std=float(values_N.std()),

@@ -28,7 +28,9 @@ def _of_pairs(verdict: Verdict) -> list[str]:
     accuracy = verdict.accuracy
     interval = f"{accuracy.low:.1%} to {accuracy.high:.1%} at 95 %"
     said = [f"It prefers the chosen answer in {accuracy.value:.1%} of {verdict.pairs:,} pairs ({interval})."]
-    if accuracy.low <= 0.5:
+    if accuracy.high < 0.5:
+        said.append("That is worse than chance: see whether chosen and rejected are exchanged.")
+    elif accuracy.low <= 0.5:
         said.append("That cannot be told from chance: more pairs are needed, or a better model.")
     said += _of_length(verdict)
     said += _of_calibration(verdict)

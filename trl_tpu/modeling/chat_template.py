@@ -113,7 +113,10 @@ def clone_chat_template(
         model.generation_config.eos_token_id = tokenizer.eos_token_id
 
     # `tokenizer.vocab_size` leaves out added tokens for some tokenizers; the vocabulary itself does not.
-    model.resize_token_embeddings(len(tokenizer.get_vocab()), pad_to_multiple_of=resize_to_multiple_of)
+    has_weights = model.device.type != "meta"  # as a model that is planned has not
+    model.resize_token_embeddings(
+        len(tokenizer.get_vocab()), pad_to_multiple_of=resize_to_multiple_of, mean_resizing=has_weights
+    )
     embeddings: Any = model.get_input_embeddings()
     index = 0
     while len(tokenizer.get_vocab()) < embeddings.num_embeddings:

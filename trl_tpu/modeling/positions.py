@@ -24,4 +24,5 @@ def learned_positions(model: PreTrainedModel) -> int | None:
         and table.num_embeddings == count
         and table.padding_idx is not None
     )
-    return count and count - next(unused, 0)
+    # XLNet's -1 says that it computes them
+    return count - next(unused, 0) if count and count > 0 else None

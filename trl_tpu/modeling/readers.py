@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 IDENTITY = "torch.nn.modules.linear.Identity"
 #: Beside adapters. transformers takes a folder with a `config.json` for a whole model, and looks for its weights.
 BASE_CONFIG = "base_model_config.json"
+_OF_PHI3 = ("short_factor", "long_factor")
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,13 @@ def write_old_rope_names(folder: str | Path) -> None:
     if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
         return
     config["rope_theta"] = rope["rope_theta"]
+    if config.get("model_type") == "gpt_neox":  # it had names of its own
+        config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    elif "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        own = ("rope_theta", "partial_rotary_factor")
+        config["rope_scaling"] = {name: value for name, value in rope.items() if name not in own}
+    if config.get("model_type") == "phi3" and "rope_scaling" in config:  # it took these three and no others
+        config["rope_scaling"] = {"type": rope["rope_type"]} | {name: rope[name] for name in _OF_PHI3}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

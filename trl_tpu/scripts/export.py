@@ -48,6 +48,11 @@ def run(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out is None and args.push_to_hub is None:
         parser.error("give OUT, the new folder, or --push_to_hub REPO to push an earlier export")
+    if args.push_to_hub is None and args.private:
+        parser.error("--private is of the repository that --push_to_hub REPO names")
+    changes = ("merge", "base", "dtype", "max_shard_size", "trust_remote_code")
+    if args.out is None and (unused := [name for name in changes if getattr(args, name) != parser.get_default(name)]):
+        parser.error(f"--{unused[0]} is for an export: give OUT, since CHECKPOINT is pushed as it is")
     if args.out is not None:
         import torch
 

@@ -4,12 +4,14 @@ from math import ceil
 from typing import Any
 
 from datasets import Dataset
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from trl_tpu.data.measure import pair_lengths, shared_prefix_length, tables_of
 from trl_tpu.errors import UserError
+from trl_tpu.modeling import broken
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.chat_template import set_chat_template
+from trl_tpu.modeling.load import load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
 from trl_tpu.packing.lengths import PairLengths
@@ -46,16 +48,22 @@ def job_of(request: PlanRequest, folder: str) -> Job:
     name = local_model(request.model.model_name_or_path, folder)
     kwargs = model_init_kwargs(request.model, args)
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
-    config = AutoConfig.from_pretrained(name, **loading)
+    with broken.explaining(name):
+        config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
     model = model_without_weights(config, dtype if dtype != "auto" else config.dtype or "float32")
+    if request.plan.rows is not None and (has_data(request) or args.packing == Packing.FALSE):
+        raise UserError(
+            "`rows` is how many packed rows a batch of made-up pairs has. Leave it out: with a dataset its pairs are "
+            "packed, and without packing a dialogue is a row."
+        )
     rows = {
         "max_shapes": args.max_shapes,
         "attention_crossover_length": attention_crossover_length(config.get_text_config().hidden_size),
         "row_length": args.row_length,
     }
     if has_data(request):
-        tokenizer = AutoTokenizer.from_pretrained(name, **loading)
+        tokenizer = load_tokenizer(name, **loading)
         lengths, rows["shared_prefix"] = _lengths_of_data(request, model, tokenizer)
         basis = (
             f"Lengths of {len(lengths):,} pairs of the dataset: {lengths.sizes_P.mean():,.0f} unique tokens on "

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -167,7 +168,18 @@ def _is_special(path: Path) -> bool:
 
 def json_line(row: dict[str, Any]) -> str:
     """Spell a row as a line of JSON, with null for numbers that are not finite, and text for what JSON has not."""
-    return json.dumps(null_for_nonfinite(row), ensure_ascii=False, allow_nan=False, default=str)
+    spelled = partial(json.dumps, null_for_nonfinite(row), allow_nan=False, default=str)
+    line = spelled(ensure_ascii=False)
+    # half of a pair of surrogates, which a row may have as \\ud800, is no text that a file holds
+    return line if _is_text(line) else spelled()
+
+
+def _is_text(line: str) -> bool:
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # ---- Parquet
@@ -181,7 +193,7 @@ def _to_parquet(lines: Path, parquet: Path, window: int) -> None:
         with pq.ParquetWriter(parquet, schema) as writer:
             for table in _tables(lines, window, schema):
                 writer.write_table(table, row_group_size=window)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeEncodeError) as error:
         parquet.unlink(missing_ok=True)
         raise UserError(
             f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All of them are in "

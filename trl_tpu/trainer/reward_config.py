@@ -84,7 +84,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             "training_time_limit", and the command ends with status 75, which asks to be started again with
             `resume_from_checkpoint`. The checkpoint's `trainer_state.json` says so too. A SIGTERM does the same, and
             `train()` raises `Unfinished`, which ends a script with status 75: that takes what is left of one step, and
-            one save. An evaluation is not waited for, but made up for when training resumes. A second SIGTERM kills.
+            one save. An evaluation that is due then is left out, and the log says so. A second SIGTERM kills.
         save_interval_minutes (`float`, *optional*):
             Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
         nonfinite_limit (`int`, *optional*, defaults to `3`):

@@ -47,16 +47,24 @@ class HostAgreement:
         return gather_object([value]) if self._by_accelerate else self._runtime.all_gather_object(value)
 
     def decide(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, wishes: Mapping[str, bool]
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        wishes: Mapping[str, bool],
+        now: bool = False,
     ) -> dict[str, bool]:
         """Set what ``control`` asks for to what any process asks for, and return ``wishes`` so agreed upon.
 
         Between agreements nothing but stopping is asked for, by any process alone, and that waits for the next.
+
+        Args:
+            now: Whether all processes know that they meet, which they otherwise do where it is due.
         """
         if self.count == 1:
             return dict(wishes)
         asked = {name: getattr(control, name) or name in self._asked for name in _DECISIONS}
-        if not self._is_due(args, state):
+        if not now and not self._is_due(args, state):
             self.postpone(control, _DECISIONS)
             return dict.fromkeys(wishes, False)
         own = asked | dict(wishes)

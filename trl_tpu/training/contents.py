@@ -49,15 +49,18 @@ def contents_of(trainer: "DeviceTrainer", run: RunFolder) -> Contents:
 def _describe(trainer: "DeviceTrainer", folder: Path) -> None:
     """Write what is small, which `Checkpointer` puts the tensors beside. All processes take part."""
     args, path = trainer.args, str(folder)
+    sums: list[Any] = []
+    if not args.save_only_model:  # first what all processes gather: a writer whose disk is full would leave them alone
+        if keeps_state(trainer):
+            sums = open_sums(trainer)
+        _save_random_states(trainer, folder)
     _describe_model(trainer, path)
     if not args.save_only_model:
         if keeps_state(trainer):
-            _save_progress(trainer, folder)
+            _save_progress(trainer, folder, sums)
         else:
             trainer._save_optimizer_and_scheduler(path)
         trainer._save_scaler(path)
-        if args.should_save or not trainer.runtime.shares_mesh:
-            trainer._save_rng_state(path)
     if args.should_save:
         trainer.state.stateful_callbacks = _state_of_callbacks(trainer)
         trainer.state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
@@ -78,9 +81,24 @@ def _describe_model(trainer: "DeviceTrainer", path: str) -> None:
         complete_config(model, path)
 
 
-def _save_progress(trainer: "DeviceTrainer", folder: Path) -> None:
-    """Write `progress.json`, and the schedule's place."""
-    sums = open_sums(trainer)  # of all processes
+def _save_random_states(trainer: "DeviceTrainer", folder: Path) -> None:
+    """Write where random numbers are: of a mesh the writer's, else those of every process.
+
+    For a checkpoint at a URL each process has a folder of its own, and the writer's is uploaded.
+    """
+    args = trainer.args
+    if trainer.runtime.shares_mesh and not args.should_save:
+        return
+    trainer._save_rng_state(str(folder))
+    if trainer.remote is not None and not trainer.runtime.shares_mesh:
+        own = {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
+        for states in trainer.agreement.all_gather_object(own):
+            for name, state in states.items() if args.should_save else ():
+                (folder / name).write_bytes(state)
+
+
+def _save_progress(trainer: "DeviceTrainer", folder: Path, sums: list[Any]) -> None:
+    """Write `progress.json`, with the open ``sums`` of all processes, and the schedule's place."""
     if trainer.args.should_save:
         progress = {
             "processes": sums,

@@ -110,6 +110,11 @@ class DeviceTrainer(Trainer):
         self.label_names = []
         args = self.args
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
+        if self.remote is not None and not keeps_state(self):
+            raise UserError(
+                f"FSDP and DeepSpeed of accelerate write a part of a checkpoint in every process, and a URL, "
+                f"{args.output_url}, is written to from one. Give a folder that all processes share as output_dir."
+            )
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, self.accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
@@ -397,9 +402,10 @@ class DeviceTrainer(Trainer):
             log_step(self, tr_loss, grad_norm, start_time, learning_rate)
         self.throughput.pause()
         try:
-            super()._maybe_log_save_evaluate(
-                tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-            )
+            with preemption.cutting_evaluations_short():
+                super()._maybe_log_save_evaluate(
+                    tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
+                )
         except EvaluationCutShort:
             preemption.stop(SIGTERM, self.args, self.state, self.control)
             must_save = True
@@ -410,7 +416,7 @@ class DeviceTrainer(Trainer):
         self.recompiles.resume()
         self.throughput.resume()
         if acts:  # whereupon callbacks may have asked to stop
-            self.agreement.decide(self.args, self.state, self.control, {})
+            self.agreement.decide(self.args, self.state, self.control, {}, now=True)
 
     # ---- evaluation
 

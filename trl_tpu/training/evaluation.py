@@ -79,9 +79,10 @@ def run_evaluation(
         prefix: Of the metrics' names, such as ``eval``.
 
     Raises:
-        EvaluationCutShort: Within training, when a process has been told to end.
+        EvaluationCutShort: At the end of a step, when a process has been told to end.
     """
     args, runtime, compute_metrics = trainer.args, trainer.runtime, trainer.compute_metrics
+    agreement, preemption = trainer.agreement, trainer.preemption
     model = _model_in_evaluation_mode(trainer)
     done: list[Evaluated] = []
     metrics: dict[str, Any] = {}
@@ -91,8 +92,7 @@ def run_evaluation(
         for inputs in batches:
             done.append(_of_all_processes(trainer, _evaluated(trainer, model, inputs, ignore_keys)))
             trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
-            told_to_stop = trainer.preemption.told_to_stop
-            if trainer.is_in_train and trainer.agreement.any_in_evaluation(len(done), told_to_stop):
+            if preemption.cuts_evaluations_short and agreement.any_in_evaluation(len(done), preemption.told_to_stop):
                 raise EvaluationCutShort
             if args.batch_eval_metrics and compute_metrics is not None:
                 runtime.step_boundary()

@@ -1,5 +1,6 @@
 """What makes a run the same run: on every host that takes part in it, and when it is resumed."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +9,6 @@ from zlib import crc32
 
 from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..errors import UserError
 
@@ -61,13 +61,18 @@ def settings_of(args: Any) -> dict[str, Any]:
 
 def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
     """Return what else has to be the same on every host of a mesh: how long, over what mesh, from which checkpoint."""
-    folder = get_last_checkpoint(str(args.output_dir)) if resume is True else resume
-    state = Path(folder or "", TRAINER_STATE_NAME)
     run: dict[str, Any] = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
     run |= {"mesh": args.mesh, "eval data": digest(eval_dataset)}
-    run["the step to resume from"] = json.loads(state.read_text())["global_step"] if state.is_file() else None
+    run["the step to resume from"] = _step_of(resume) if isinstance(resume, str) else None
     run["the checkpoints"] = sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*"))
     return run
+
+
+def _step_of(checkpoint: str) -> int | None:
+    """Return the step of a checkpoint; None where it does not say: whether it is whole is asked later."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())["global_step"]
+    return None
 
 
 def digest(dataset: Any) -> Any:

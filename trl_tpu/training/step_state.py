@@ -40,6 +40,9 @@ class StepState:
                 self._stack = LayerStack(model, axes, self._scanned, self._runtime)
             self._stack.stack(optimizer)
         if optimizer is self._optimizer:
+            if self.gradient_buffers:  # of micro-batches of a training that was interrupted between them
+                self._zero()
+                self._runtime.step_boundary()
             return False
         self._optimizer = optimizer
         prepare_optimizer(optimizer, self._runtime, self.specs(model, placements))
