@@ -69,7 +69,10 @@ def main(model: str, out: str, way: str) -> None:
     runtime = Measured()
     runtime.set_mesh(mesh.sizes, mesh.slices)
     device = torch_xla.device()
-    runtime.place(torch.zeros(8), (None,), device)  # what the first transfer starts is not the weights'
+    # what the first transfer and the first mark on a device's tensor start or import (jax, if it is installed) is not
+    # the weights'
+    placed = runtime.place(torch.zeros(8), (None,), device)
+    runtime.place(placed, (None,), device)
     runtime.begin()
     if way == "streamed":
         placer = WeightPlacer(mesh, None, runtime, device)
