@@ -35,14 +35,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_trainer(
-    model: Any, folder: Path | str, callbacks: Any = None, peft: Any = None, **settings: Any
+    model: Any, folder: Path | str, callbacks: Any = None, peft: Any = None, optimizer: Any = None, **settings: Any
 ) -> RewardTrainer:
     defaults = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3, "report_to": "none"}
     defaults |= {"per_device_train_batch_size": 2, "disable_tqdm": True}
     args = RewardConfig(str(folder), **(defaults | settings))
     pairs = tiny.made_up_pairs(64)
     return RewardTrainer(
-        model, args, train_dataset=pairs, eval_dataset=pairs.select(range(8)), callbacks=callbacks, peft_config=peft
+        model,
+        args,
+        train_dataset=pairs,
+        eval_dataset=pairs.select(range(8)),
+        callbacks=callbacks,
+        peft_config=peft,
+        optimizer_cls_and_kwargs=optimizer,
     )
 
 
@@ -98,6 +104,41 @@ def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_fold
     assert all("lora" in name or "score" in name for name in load_file(file))
     for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
+
+
+class ProjectedSGD(torch.optim.SGD):
+    """Keeps an object in its state, as GaLore does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["projector"] = torch.nn.Identity()
+        return super().step(closure)
+
+
+def test_an_optimizer_with_sums_of_rows_and_columns_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
+    """torch's Adafactor makes its state in step 1, some of it of other shapes than its parameter's."""
+    optimizer = (torch.optim.Adafactor, {"lr": 1e-2})
+    whole = make_trainer(model_folder, tmp_path / "whole", optimizer=optimizer)
+    whole.train()
+    resumed = make_trainer(model_folder, tmp_path / "resumed", optimizer=optimizer)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(model_folder, tmp_path, optimizer=(ProjectedSGD, {}), max_steps=2)
+    trainer.train()
+    assert trainer.checkpointer.failed == [str(tmp_path / "checkpoint-2")] and not (tmp_path / "checkpoint-2").exists()
+    assert "ProjectedSGD keeps an object of Identity as" in caplog.text and "Set save_only_model=True" in caplog.text
+    alone = make_trainer(
+        model_folder, tmp_path / "alone", optimizer=(ProjectedSGD, {}), max_steps=2, save_only_model=True
+    )
+    alone.train()
+    assert alone.checkpointer.failed == [] and find_faults(tmp_path / "alone" / "checkpoint-2") == []
 
 
 @pytest.mark.parametrize("saves", ["steps", "epoch"])

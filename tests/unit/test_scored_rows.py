@@ -123,3 +123,27 @@ def test_null_rewards_are_not_numbers_of_a_verdict(tmp_path: Path) -> None:
     assert math.isnan(found.rewards[0][0][0])
     with pytest.raises(UserError, match="None of 1 pairs has two finite rewards"):
         assert found.verdict
+
+
+BROKEN = {"reward_chosen": None, "reward_rejected": None, "not_scored": "line 3: no JSON"}
+
+
+@pytest.mark.parametrize(("row", "lengths"), [(PAIR, ([3], [1])), (MANY | {"reward_chosen": [2, 1]}, ([2, 1], [3]))])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_row_without_any_reward_is_left_out_and_takes_nothing_from_the_others(
+    tmp_path: Path, row: dict[str, Any], lengths: Any, place: int
+) -> None:
+    """A broken line has no columns but those of the scores, and null instead of a list."""
+    rows = [row | {"subset": "Math"}, row | {"subset": "Focus"}]
+    rows.insert(place, BROKEN)
+    found = read_scored(write(tmp_path, rows))
+    judged = found.verdict or found.best_of_n
+    assert judged is not None and judged.left_out == 1 and judged.groups.keys() == {"Math", "Focus"}
+    assert found.lengths is not None and found.finite[1] is not None
+    assert [own for own in found.lengths if any(map(any, own))] == [lengths] * 2
+    assert found.finite[1].tolist() == [*lengths[0], *lengths[1]] * 2
+
+
+def test_a_file_of_which_nothing_was_scored_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="None of 2 pairs has two finite rewards"):
+        assert read_scored(write(tmp_path, [BROKEN, BROKEN])).verdict

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, TrainerState
 from transformers.core_model_loading import revert_weight_conversion
@@ -32,6 +32,8 @@ PROGRESS_FILE = "progress.json"
 _IN_PROGRESS = {"processes": list, "logged_step": int, "optimizer": dict, "batches": str, "order": dict}
 _WEIGHT = "model."
 _OPTIMIZER = "optimizer."
+_ELEMENTWISE = (Adagrad, Adam, RMSprop, SGD)
+"""Optimizers whose state has the parameter's shape; others may keep sums of its rows, or blocks of it."""
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -110,9 +112,20 @@ def state_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return which optimizer it is, its settings, and what else of its state is no tensor."""
+    """Return which optimizer it is, its settings, and what else of its state is no tensor.
+
+    Raises:
+        UserError: There is something in its state that is neither tensor nor number.
+    """
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
+    for name, value in numbers.items():
+        if not isinstance(value, bool | int | float | str | list | tuple | None):
+            raise UserError(
+                f"{type(optimizer).__name__} keeps an object of {type(value).__name__} as "
+                f"{name.removeprefix(_OPTIMIZER)}, which is no tensor and no number and cannot be resumed from a "
+                "checkpoint. Set save_only_model=True, or choose another optimizer."
+            )
     state = by_layer(model, numbers, lambda number, _: number)
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
@@ -334,18 +347,19 @@ def _make_state(
     """Make something to read a tensor into, where the optimizer would only make it in its first step."""
     if kind in optimizer.state[parameter]:
         return
-    shape = tuple(parameter.shape)
-    if tuple(like.shape) not in (shape, shape[:-1], (*shape[:-2], *shape[-1:]), ()):
-        raise UserError(
-            f"The optimizer state {kind} of a parameter of shape {list(shape)} is of shape {list(like.shape)}: the "
-            "checkpoint is of another model. Resume with the model, and the adapters, that it was trained with."
-        )
     if like.shape == parameter.shape:
-        made = zeros_laid_out_like(parameter).to(like.dtype)
-    else:
-        made = torch.zeros_like(like, device="cpu")
-        if runtime.compiles or any(optimizer.defaults.get(option) for option in ("fused", "capturable")):
-            made = runtime.to_device(made, parameter.device)  # elsewhere torch keeps Adam's step on the host
+        optimizer.state[parameter][kind] = zeros_laid_out_like(parameter).to(like.dtype)
+        return
+    if like.dim() > 0 and isinstance(optimizer, _ELEMENTWISE):
+        raise UserError(
+            f"The optimizer state {kind} of a parameter of shape {list(parameter.shape)} is of shape "
+            f"{list(like.shape)}: the checkpoint is of another model. Resume with the model, and the adapters, that "
+            "it was trained with."
+        )
+    made = torch.zeros_like(like, device="cpu")
+    counts_there = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
+    if runtime.compiles or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
+        made = runtime.to_device(made, parameter.device)
     optimizer.state[parameter][kind] = made
 
 

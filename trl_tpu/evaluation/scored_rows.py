@@ -57,7 +57,7 @@ class ScoredRows:
     @cached_property
     def groups(self) -> list[str] | None:
         """The label of each row."""
-        return None if self.eval_by is None else [label_of(row[self.eval_by]) for row in self.rows]
+        return None if self.eval_by is None else [label_of(row.get(self.eval_by)) for row in self.rows]
 
     @cached_property
     def verdict(self) -> Verdict | None:
@@ -123,13 +123,14 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
             f"{path} has no rewards: its columns are {', '.join(rows[0])}. Score it first: `trl-tpu score "
             "--output FILE` writes `reward_chosen` and `reward_rejected`, `reward` or `rewards`."
         )
-    holds_lists = isinstance(rows[0][reward_columns[0]], list)
+    scored = [(number, row) for number, row in enumerate(rows) if _is_scored(row, reward_columns)]
+    holds_lists = any(isinstance(row[reward_columns[0]], list) for _, row in scored[:1])
     rewards = [
         _rewards_of(row, reward_columns, holds_lists, f"{path}, row {number}") for number, row in enumerate(rows)
     ]
-    if eval_by is None and all(DEFAULT_GROUPS in row for row in rows):
+    if eval_by is None and scored and all(DEFAULT_GROUPS in row for _, row in scored):
         eval_by = DEFAULT_GROUPS
-    for number, row in enumerate(rows):
+    for number, row in scored:
         if eval_by is not None and eval_by not in row:
             raise UserError(f"`eval_by`: row {number} of {path} has no {eval_by!r}; it has {', '.join(row)}.")
     lengths, unit = _lengths(rows, reward_columns, rewards)
@@ -166,12 +167,19 @@ def _rows(path: Path) -> Iterator[Row]:
             yield row
 
 
+def _is_scored(row: Row, columns: Sequence[str]) -> bool:
+    """Return whether a row has any reward; one that has not may lack other columns too, and have null for lists."""
+    return any(row.get(column) is not None for column in columns)
+
+
 def _rewards_of(row: Row, columns: Sequence[str], holds_lists: bool, where: str) -> tuple[list[float], list[float]]:
     """Return the rewards of the chosen and of the rejected answers; null is nan."""
 
     found = [_numbers(row.get(column), f"{where}: `{column}`") for column in columns]
     if len(found) == 1:
         return found[0], []
+    if not _is_scored(row, columns):
+        return found[0], found[1]
     if isinstance(row[columns[0]], list) != holds_lists or isinstance(row[columns[1]], list) != holds_lists:
         raise UserError(
             f"{where}: its rewards are to be {'lists' if holds_lists else 'numbers'}, as in the first row."
@@ -189,15 +197,18 @@ def _numbers(given: Any, what: str) -> list[float]:
 def _lengths(
     rows: list[Row], columns: Sequence[str], rewards: list[tuple[list[float], list[float]]]
 ) -> tuple[list[tuple[list[int], list[int]]] | None, str]:
-    """Return the lengths of all answers, and what they count: tokens, if every row has them."""
+    """Return the lengths of all answers, and what they count: tokens, if every row with rewards has them."""
+    unscored = [0], [0] * (len(columns) - 1)
     for unit, measure in (("tokens", _tokens), ("characters", _characters)):
-        lengths = [[measure(row, column) for column in columns] for row in rows]
-        both = [(each[0], each[1] if len(each) == 2 else []) for each in lengths]
-        if all(
-            [len(some) for some in own] == [len(some) for some in scored]
-            for own, scored in zip(both, rewards, strict=True)
-        ):
-            return both, unit
+        lengths = []
+        for row, scored in zip(rows, rewards, strict=True):
+            own = [measure(row, column) for column in columns]
+            both = (own[0], own[1] if len(own) == 2 else []) if _is_scored(row, columns) else unscored
+            if [len(some) for some in both] != [len(some) for some in scored]:
+                break
+            lengths.append(both)
+        else:
+            return lengths, unit
     return None, "tokens"
 
 
