@@ -19,6 +19,8 @@ from torch import nn
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint.manifest import find_faults
+from trl_tpu.training import agreement
 from trl_tpu.training.preemption import Unfinished
 
 SETTINGS: dict[str, Any] = {
@@ -36,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def make_trainer(model: str, folder: Path, *callbacks: TrainerCallback, **settings: Any) -> RewardTrainer:
+def make_trainer(model: str, folder: Path | str, *callbacks: TrainerCallback, **settings: Any) -> RewardTrainer:
     pairs = tiny.made_up_pairs(64)
     args = RewardConfig(str(folder), **{"per_device_train_batch_size": 2} | SETTINGS | settings)
     return RewardTrainer(
@@ -53,6 +55,45 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def check_a_stop_where_nothing_is_due(model: str, folder: Path, told: bool) -> None:
+    """Both stop at one step, and save it alone; they meet at every step."""
+    agreement._SECONDS_BETWEEN = 0.0
+    callbacks = [At("on_step_begin", 1, sigterm)] if told else []
+    settings = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
+    try:
+        make_trainer(model, folder, *callbacks, **settings).train()
+        raise AssertionError("SIGTERM was not heard")
+    except Unfinished as unfinished:
+        assert unfinished.checkpoint == str(folder / "checkpoint-2"), unfinished
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def check_a_disk_that_is_full_for_one(model: str, folder: Path, fails: bool) -> None:
+    """The first save fails in both, and the next one is whole."""
+    trainer = make_trainer(model, folder, max_steps=4)
+    tokenizer: Any = trainer.processing_class
+    original = tokenizer.save_pretrained
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        if fails and trainer.state.global_step == 2:
+            raise OSError("no space left on device")
+        return original(*args, **kwargs)
+
+    tokenizer.save_pretrained = full
+    trainer.train()
+    assert trainer.checkpointer.failed == [str(folder / "checkpoint-2")], trainer.checkpointer.failed
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def check_a_run_at_a_url(model: str, url: str) -> None:
+    """Each process goes on with random numbers of its own, so that all of them are there."""
+    trainer = make_trainer(model, url, max_steps=2, eval_strategy="no")
+    trainer.train()
+    there = Path(url.removeprefix("file://"), "checkpoint-2")
+    assert {path.name for path in there.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    assert find_faults(there) == []
+
+
 def main(model: str, folder: Path) -> None:
     whole = make_trainer(model, folder / "whole")
     whole.train()
@@ -67,6 +108,9 @@ def main(model: str, folder: Path) -> None:
         assert (folder / "stopped" / "checkpoint-3" / "manifest.json").is_file()  # also where it is not written
     resumed = make_trainer(model, folder / "stopped")
     resumed.train(resume_from_checkpoint=True)
+    check_a_stop_where_nothing_is_due(model, folder / "quiet", told=not first)
+    check_a_disk_that_is_full_for_one(model, folder / "full", fails=first)
+    check_a_run_at_a_url(model, f"file://{folder}/url")
     equal = all(map(torch.equal, weights(whole.model), weights(resumed.model)))
     after = [log for log in logged(whole) if log["step"] > 3]
     found = {"equal": equal, "whole": after, "resumed": logged(resumed)}

@@ -88,6 +88,16 @@ def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
         assert weight.equal(resumed.model.state_dict()[name]), name
 
 
+def test_a_sigterm_in_the_evaluation_before_training_stops_after_the_first_step(model: str, tmp_path: Path) -> None:
+    """That evaluation belongs to no step that could be saved."""
+    told = At("on_prediction_step", 0, sigterm)
+    trainer = make_trainer(model, tmp_path, told, eval_strategy="steps", eval_steps=4, eval_on_start=True)
+    with pytest.raises(Unfinished) as stop:
+        trainer.train()
+    assert (stop.value.checkpoint, stop.value.saved) == (str(tmp_path / "checkpoint-1"), True)
+    assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == [0]
+
+
 @pytest.mark.parametrize("save_strategy", ["no", "steps", "epoch", "best"])
 def test_a_time_limit_stops_train_and_what_was_due_is_done(
     save_strategy: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,7 +1,7 @@
 """Together several hosts see every pair once, in order, on the right devices; and all of them do the same."""
 
 import itertools
-import threading
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meeting import Meeting
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
@@ -23,11 +24,10 @@ from trl_tpu.data.loader import host_batches, read_own
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.runtime import Topology
 from trl_tpu.training import agreement
 from trl_tpu.training.agreement import HostAgreement
 from trl_tpu.training.mesh_loader import rows_of_host
-from trl_tpu.training.same_run import check_alike
+from trl_tpu.training.same_run import check_alike, describe_run
 
 HOSTS = (1, 2, 4, 16)
 
@@ -216,27 +216,6 @@ def test_packed_batches_put_together_by_devices_are_the_whole_batch(count: int) 
 # ---- decisions: hosts are threads, which meet as processes do
 
 
-class Meeting:
-    """Stands for the runtimes of hosts in threads: each gets what all gave."""
-
-    def __init__(self, hosts: int) -> None:
-        self.hosts, self._given = hosts, [None] * hosts
-        self._barrier = threading.Barrier(hosts, timeout=30)
-        self.times = 0
-
-    def of(self, index: int) -> Any:
-        def all_gather_object(value: Any) -> list[Any]:
-            self._given[index] = value
-            if self._barrier.wait() == 0:
-                self.times += 1
-            given = list(self._given)
-            self._barrier.wait()
-            return given
-
-        topology = Topology(4, 1, index, self.hosts, (index,), "made up")
-        return SimpleNamespace(topology=lambda: topology, all_gather_object=all_gather_object)
-
-
 Asks = Callable[[int, int, TrainerControl], bool]
 """Of a host and a step: sets what a callback asks for there, and returns whether a SIGTERM has come."""
 
@@ -318,6 +297,25 @@ def test_a_wish_to_stop_between_micro_batches_waits_for_the_hosts_to_meet(argume
     assert stops and 12 <= last <= 20
 
 
+def test_a_stop_agreed_on_is_not_put_off_by_what_callbacks_ask_for_after_the_save(
+    arguments: TrainingArguments,
+) -> None:
+    """All know that they have saved, so they meet then, also at a step at which nothing is due."""
+    meeting = Meeting(2)
+
+    def run(index: int) -> tuple[bool, bool]:
+        agreed = HostAgreement(meeting.of(index), SimpleNamespace(num_processes=1))  # type: ignore[arg-type]
+        agreed.start(0)
+        state, control = TrainerState(global_step=1, epoch=0.1, max_steps=40), TrainerControl()
+        stops = agreed.decide(arguments, state, control, {"SIGTERM": index == 1})["SIGTERM"]
+        control.should_training_stop = stops and index == 0  # as a callback may ask for it after a save
+        agreed.decide(arguments, state, control, {}, now=True)
+        return stops, control.should_training_stop
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [(True, True)] * 2
+
+
 def test_one_process_decides_at_once(arguments: TrainingArguments) -> None:
     decided, meeting = decide_together(1, 7, lambda host, step, control: step == 3, arguments)
     assert [step for step, *_ in decided[0]] == [1, 2, 3] and meeting.times == 0
@@ -333,3 +331,15 @@ def test_hosts_of_different_runs_are_refused_by_what_differs() -> None:
     assert "the step to resume from is 3 on hosts 0, 1, 2 and null on host 3" in str(error.value)
     assert "train data" not in str(error.value)
     assert "share" in str(error.value)
+
+
+def test_a_damaged_checkpoint_is_described_on_every_host_alike(tmp_path: Path) -> None:
+    """It may be the newest, or the one named; which is whole is asked later."""
+    newest = tmp_path / "checkpoint-4"
+    newest.mkdir()
+    args = SimpleNamespace(output_dir=str(tmp_path), max_steps=6, num_train_epochs=3, mesh=None)
+    for torn in ('{"global_st', "[]", "{}", json.dumps({"global_step": 4})):
+        (newest / "trainer_state.json").write_text(torn)
+        by_name, newest_good = (describe_run(args, None, resume) for resume in (str(newest), True))
+        assert by_name["the step to resume from"] == (4 if "4" in torn else None)
+        assert newest_good["the step to resume from"] is None and newest_good["the checkpoints"] == ["checkpoint-4"]

@@ -1,6 +1,7 @@
 """A folder is one run's: no other process trains there, and what another run left is moved aside."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -105,6 +106,18 @@ def test_what_is_of_another_run_is_told(tmp_path: Path) -> None:
     found.claim()
     assert not found.is_foreign(old), "the run went on from it"
     assert not found.is_foreign(mine) and found.is_foreign(checkpoint(tmp_path, 60, OLD))
+
+
+def test_a_run_whose_end_cannot_be_written_down_is_trained_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with training(tmp_path, MINE) as found:
+        file, found._file = found._file, os.open(tmp_path / RUN_FILE, os.O_RDONLY)  # as on a disk that fails
+        found.end()
+        os.close(found._file)
+        found._file = file
+    assert f"{tmp_path} could not be marked as ended" in caplog.text
+    assert "ended" not in json.loads((tmp_path / RUN_FILE).read_text())
 
 
 def test_what_was_killed_while_it_was_replaced_is_put_back(tmp_path: Path) -> None:
