@@ -1,7 +1,8 @@
 """A save is complete or invisible, and a failed one leaves nothing: without a Trainer, in plain torch."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import tiny
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from meeting import Meeting
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
+from trl_tpu.checkpoint import saver
 from trl_tpu.checkpoint.loader import CheckpointLoader
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, find_faults
 from trl_tpu.checkpoint.remote import RemoteRun
@@ -23,6 +26,7 @@ from trl_tpu.checkpoint.saver import Checkpointer, Contents
 from trl_tpu.checkpoint.state_dict import optimizer_numbers, write_progress
 from trl_tpu.checkpoint.storage import replace_model_files
 from trl_tpu.errors import UserError
+from trl_tpu.runtime import Topology
 from trl_tpu.runtime.native import Runtime
 
 
@@ -67,7 +71,8 @@ def contents(model: Any, tmp_path: Path) -> Callable[..., Contents]:
     def make(step: int, describe: Callable[[Path], None] = describe, **settings: Any) -> Contents:
         defaults: dict[str, Any] = {"model": model, "optimizer": optimizer, "best": None}
         defaults["save_weights"] = lambda folder, weights: model.save_pretrained(folder, state_dict=weights)
-        return Contents(f"checkpoint-{step}", RunFolder(tmp_path, None, True), describe, **(defaults | settings))
+        defaults["run"] = RunFolder(tmp_path, None, True)
+        return Contents(f"checkpoint-{step}", describe=describe, **(defaults | settings))
 
     return make
 
@@ -142,6 +147,92 @@ def test_a_save_that_fails_is_counted_and_leaves_nothing(
     checkpointer.wait()
     assert checkpointer.failed == [str(tmp_path / "checkpoint-2")]
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_an_older_checkpoint_that_cannot_be_deleted_is_no_failed_save(
+    checkpointer: Checkpointer,
+    contents: Callable[..., Contents],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(saver, "retire", fail)
+    for step in (1, 2, 3):
+        checkpointer.save(contents(step))
+    checkpointer.wait()
+    assert checkpointer.failed == [] and find_faults(tmp_path / "checkpoint-3") == []
+    alone = Checkpointer(Runtime(), Alone(), writes=True, shares_disk=True, limit=1, remote=None)
+    alone.keep_best_alone(RunFolder(tmp_path, None, True), "checkpoint-1")
+    assert caplog.text.count(f"Older checkpoints in {tmp_path} could not be deleted (PermissionError: read-only)") == 2
+
+
+class Host(Runtime):
+    """A host of a mesh, in a thread; its threads that save meet apart from those that train."""
+
+    shares_mesh = True
+
+    def __init__(self, index: int, training: Meeting, saving: Meeting) -> None:
+        self.index, self.count = index, training.hosts
+        self._training, self._saving = training, saving
+
+    def topology(self) -> Topology:
+        return self._training.topology(self.index)
+
+    def all_gather_object(self, value: Any, while_saving: bool = False) -> list[Any]:
+        return (self._saving if while_saving else self._training).gather(self.index, value)
+
+
+class Broken(RemoteRun):
+    """A store that fails whatever is done first."""
+
+    def __init__(self, url: str, fails: str | None) -> None:
+        super().__init__(url)
+        self.fails = fails
+
+    def delete(self, name: str) -> None:
+        self._fail_once("delete")
+        super().delete(name)
+
+    def put(self, folder: Path, names: Iterable[str], below: str = "") -> None:
+        self._fail_once("put")
+        super().put(folder, names, below)
+
+    def _fail_once(self, what: str) -> None:
+        if self.fails == what:
+            self.fails = None
+            raise OSError("the store is away")
+
+
+@pytest.mark.parametrize(("host", "what"), [(0, "delete"), (0, "put"), (1, "put")])
+def test_an_upload_that_fails_on_one_host_fails_on_all_and_the_next_is_whole(
+    host: int, what: str, contents: Callable[..., Contents], tmp_path: Path
+) -> None:
+    """No host waits for one that has failed."""
+    url = f"memory://hosts/{what}-{host}"
+    training, saving = Meeting(2), Meeting(2)
+
+    def save_twice(index: int) -> list[str]:
+        own = Host(index, training, saving)
+        remote = Broken(url, what if index == host else None)
+        checkpointer = Checkpointer(own, own, writes=index == 0, shares_disk=False, limit=None, remote=remote)
+        run = RunFolder(tmp_path / str(index), None, writes=index == 0)
+
+        def describe(folder: Path) -> None:
+            (folder / f"of-host-{index}").write_text("a file")
+
+        for step in (1, 2):
+            checkpointer.save(contents(step, describe, model=None, optimizer=None, run=run))
+        checkpointer.wait()
+        return checkpointer.failed
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(save_twice, range(2))) == [[f"{url}/checkpoint-1"]] * 2
+    assert RemoteRun(url).checkpoints() == ["checkpoint-2"]
+    copy = RemoteRun(url).get("checkpoint-2", tmp_path / "copy")
+    assert find_faults(copy) == [] and {"of-host-0", "of-host-1"} <= {path.name for path in copy.iterdir()}
 
 
 def test_weights_and_moments_come_back_to_the_bit(
