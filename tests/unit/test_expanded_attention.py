@@ -21,7 +21,7 @@ from drawn_pairs import pair
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, GptOssConfig, PreTrainedModel
 from transformers.masking_utils import (
     bidirectional_mask_function,
     blockwise_overlay,
@@ -182,6 +182,9 @@ def test_models_that_attend_otherwise_are_refused_with_the_reason() -> None:
     refused("its attention dropout is not 0", attention_dropout=0.1)
     refused("layers of linear_attention", "Qwen2", layer_types=["linear_attention", "full_attention"])
     refused("looks both ways", is_causal=False)
+    sinks = GptOssConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_local_experts=2)
+    with pytest.raises(ExpansionImpossible, match="it has attention sinks"):
+        use_expanded_attention(AutoModelForSequenceClassification.from_config(sinks))
     model = random_decoder("GPT-2, learned positions", attn_pdrop=0.5).train()
     use_expanded_attention(model)
     with pytest.raises(ExpansionImpossible, match="attention dropout is not 0"):

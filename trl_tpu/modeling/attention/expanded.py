@@ -174,6 +174,7 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
             not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", False))
         ),
         "its attention dropout is not 0": bool(getattr(config, "attention_dropout", 0)),
+        "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     _refuse(model, obstacles)
     AttentionMaskInterface.register(EXPANDED, ExpandedTreeMask(static_sdpa_mask))
