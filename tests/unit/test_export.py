@@ -1,5 +1,6 @@
 """An exported model is the one in the checkpoint, in files as transformers writes them; refusals write nothing."""
 
+import copy
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ import torch
 import transformers
 from export_memory import make_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from trl_tpu import cli, runtime
 from trl_tpu.checkpoint.consolidate import export_checkpoint
@@ -27,6 +28,7 @@ from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
 from trl_tpu.checkpoint.model_folder import companions
 from trl_tpu.checkpoint.state_dict import whole_weights
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.readers import write_old_rope_names
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
 
@@ -173,6 +175,61 @@ def test_a_whole_model_that_cannot_be_moved_is_kept(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="The model is whole, but cannot be moved to .*out: .*Move it from"):
         export_checkpoint(tmp_path / "c", tmp_path / "out")
     assert exports.same_weights(loaded(tmp_path / ".out.unfinished"), model.state_dict())
+
+
+# ---- configs for transformers 4
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LONG = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+OF_PHI3 = {"hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64}
+OLD_ROPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *(
+        (family, {"partial_rotary_factor": 0.75}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.75})
+        for family in ("phi", "stablelm", "glm", "nemotron")
+    ),
+    (
+        "phi",
+        {"rope_parameters": {**LINEAR, "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
+        {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "rope_scaling": LINEAR},
+    ),
+    (
+        "gpt_neox",
+        {"rotary_pct": 0.75, "rotary_emb_base": 500.0},
+        {"rope_theta": 500.0, "rotary_pct": 0.75, "rotary_emb_base": 500.0},
+    ),
+    (
+        "phi3",
+        {**OF_PHI3, "original_max_position_embeddings": 32, "rope_theta": 500.0, "rope_scaling": LONG},
+        {"rope_theta": 500.0, "partial_rotary_factor": 1.0, "rope_scaling": LONG},
+    ),
+    *(
+        (
+            "phi3",
+            {**OF_PHI3, "original_max_position_embeddings": 32, "rope_theta": 500.0, "rope_scaling": LONG | own},
+            {
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 1.0,
+                "rope_scaling": LONG | own | {"rope_type": "longrope", "original_max_position_embeddings": 32},
+            },
+        )
+        for own in ({"factor": 8.0}, {"attention_factor": 1.5})
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "settings", "old"), OLD_ROPE)
+def test_a_config_has_the_names_by_which_transformers_4_reads_rotary_positions(
+    family: str, settings: dict[str, Any], old: dict[str, Any], tmp_path: Path
+) -> None:
+    """Beside those of transformers 5, which reads the same as before."""
+    config: Any = AutoConfig.for_model(family, **copy.deepcopy(settings))
+    config.save_pretrained(tmp_path)
+    write_old_rope_names(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    names = {"rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_scaling"}
+    assert {name: written[name] for name in names & written.keys()} == old
+    again: Any = AutoConfig.from_pretrained(tmp_path)
+    assert written["rope_parameters"] == config.rope_parameters == again.rope_parameters
 
 
 # ---- URLs
@@ -475,3 +532,22 @@ def test_what_cannot_be_exported_is_refused(
     assert (sorted(out.iterdir()) if out.exists() else None) == before
     assert not (tmp_path / "hostile").exists()
     assert not (tmp_path / ".out.unfinished").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["out", "--private"], "--private is of the repository that --push_to_hub REPO names"),
+        *(
+            (["--push_to_hub", "user/repo", *flag.split()], f"{flag.split()[0]} is for an export: give OUT")
+            for flag in ("--merge", "--base x", "--dtype float16", "--max_shard_size 1MB", "--trust_remote_code")
+        ),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["export", str(tmp_path), *words])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"trl-tpu export: error: {message}")

@@ -35,6 +35,15 @@ def test_learned_positions_are_as_many_as_a_model_reads(family: str, count: int)
             model(input_ids=torch.full((1, count + 1), 5))
 
 
+def test_xlnet_whose_limit_is_minus_one_has_none() -> None:
+    sizes = {"d_model": 8, "n_layer": 1, "n_head": 2, "d_head": 4, "d_inner": 8, "vocab_size": 300}
+    config = AutoConfig.for_model("xlnet", pad_token_id=1, num_labels=1, **sizes)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    assert config.max_position_embeddings == -1 and learned_positions(model) is None
+    with torch.no_grad():
+        assert model(input_ids=torch.full((1, 80), 5)).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_dialogue_beyond_the_learned_positions_is_refused(is_stream: bool, tmp_path: Any) -> None:
     model = tiny_model("roberta")

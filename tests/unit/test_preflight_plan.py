@@ -174,6 +174,12 @@ def test_rows_that_are_asked_for_hold_all_pairs_of_a_batch(model: str, tmp_path:
         job_of(asked(model, f"{words} 3", MeshShape(fsdp=2)), str(tmp_path))
 
 
+@pytest.mark.parametrize("more", ["--dataset_name synthetic:numbers", "--packing false"])
+def test_rows_where_none_are_made_up_are_refused(model: str, more: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`rows` is how many packed rows a batch of made-up pairs has. Leave it out"):
+        job_of(asked(model, f"--rows 2 {more}"), str(tmp_path))
+
+
 def test_long_rows_have_no_masks(model: str, tmp_path: Path) -> None:
     assert not job_of(asked(model, ""), str(tmp_path)).keeps_scores(4096)
     assert job_of(asked(model, "--packed_attention masks"), str(tmp_path)).keeps_scores(4096)
@@ -186,6 +192,13 @@ def test_several_slices_and_no_model_are_refused(model: str) -> None:
     parsed.model.model_name_or_path = None
     with pytest.raises(UserError, match="Name a model"):
         plan_command.main(parsed, compiled)
+
+
+def test_a_model_or_tokenizer_that_is_not_there_is_named(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gone cannot be loaded as a reward model: there is no folder .*gone. Correct"):
+        plan_command.main(asked(str(tmp_path / "gone")), compiled)
+    with pytest.raises(UserError, match=f"{model} cannot be loaded as a tokenizer: "):
+        plan_command.main(asked(model, "--dataset_name synthetic:numbers"), compiled)
 
 
 # ---- for more chips than there are devices

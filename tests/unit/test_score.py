@@ -119,6 +119,29 @@ def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFix
             score.score_texts(str(good_model), [dialogue])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("text", ["\ud800", "é\udfff", "\ude00\ud83d"])
+def test_half_a_character_is_written_as_json_escapes_it_and_other_text_as_itself(text: str) -> None:
+    line = rows_file.json_line({"text": text, "é": None})
+    assert json.loads(line.encode()) == {"text": text, "é": None}
+    assert rows_file.json_line({"é": "ß 語 😀"}) == '{"é": "ß 語 😀"}'
+
+
+def test_a_row_with_half_a_character_beside_its_text_is_scored_and_written(
+    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [{"text": "a", "note": "ß"}, {"text": "b", "note": "\ud800"}]
+    rows, output = write(tmp_path / "rows.jsonl", given), tmp_path / "out.jsonl"
+    assert cli.main(words(good_model, rows, output)) == 0
+    written = read(output)
+    assert [{key: row[key] for key in given[0]} for row in written] == given
+    assert all(isinstance(row["reward"], float) for row in written)
+    told = refusal(words(good_model, rows, tmp_path / "out.parquet"), capsys)
+    partial = tmp_path / "out.parquet.partial"
+    assert "cannot be written as Parquet" in told and f"All of them are in {partial}, as JSON Lines" in told
+    assert read(partial) == written
+    assert not {path.name for path in tmp_path.iterdir() if path.suffix == ".parquet"}
+
+
 def test_a_dialogue_beyond_the_learned_positions_gets_no_reward(
     own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,6 +99,10 @@ def test_any_column_can_group_the_rows(tmp_path: Path) -> None:
             "row 1: its rewards are to be numbers, as in the first row",
         ),
         ('{"reward_chosen": 1, "reward_rejected": [2]}\n', "row 0: its rewards are to be numbers"),
+        (
+            '{"reward_chosen": [1], "reward_rejected": [2]}\n{"reward_chosen": [1]}\n',
+            "row 1: its rewards are to be lists, as in the first row",
+        ),
         ('{"reward": 1, "by": 1}\n{"reward": 2}\n', "row 1 of .* has no 'by'; it has reward"),
     ],
 )
@@ -119,9 +123,10 @@ def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
 
 
 def test_null_rewards_are_not_numbers_of_a_verdict(tmp_path: Path) -> None:
-    found = read_scored(write(tmp_path, [PAIR | {"reward_chosen": None}]))
-    assert math.isnan(found.rewards[0][0][0])
-    with pytest.raises(UserError, match="None of 1 pairs has two finite rewards"):
+    without = {name: value for name, value in PAIR.items() if name != "reward_chosen"}
+    found = read_scored(write(tmp_path, [PAIR | {"reward_chosen": None}, without]))
+    assert all(math.isnan(chosen[0]) for chosen, _ in found.rewards)
+    with pytest.raises(UserError, match="None of 2 pairs has two finite rewards"):
         assert found.verdict
 
 

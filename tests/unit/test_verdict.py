@@ -166,6 +166,11 @@ def test_the_numbers_to_log_leave_out_what_is_not_known() -> None:
             ["88.0%, and the model is not clearly above", "favors longer"],
         ),
         ([0.1, -0.1] * 20, [1, -1, -1, 1] * 10, ["cannot be told from chance", "Its margins say how sure it may be"]),
+        (
+            [0.1] * 8 + [-0.1] * 32,
+            [1, -1] * 20,
+            ["at 95 %). That is worse than chance: see whether chosen and rejected are exchanged. Preferring the"],
+        ),
         ([0.1] * 40, [-1, 1] * 20, ["too narrow: on average they claim 52.5% and 100.0% is right"]),
     ],
 )

@@ -180,7 +180,7 @@ def _rewards_of(row: Row, columns: Sequence[str], holds_lists: bool, where: str)
         return found[0], []
     if not _is_scored(row, columns):
         return found[0], found[1]
-    if isinstance(row[columns[0]], list) != holds_lists or isinstance(row[columns[1]], list) != holds_lists:
+    if any(isinstance(row.get(column), list) != holds_lists for column in columns):
         raise UserError(
             f"{where}: its rewards are to be {'lists' if holds_lists else 'numbers'}, as in the first row."
         )
@@ -222,7 +222,7 @@ def _characters(row: Row, column: str) -> list[int]:
     text = next((row[name] for name in _COLUMNS[column][0] if row.get(name) is not None), None)
     if text is None:
         return []
-    return [len(text_of(each)) for each in text] if isinstance(row[column], list) else [len(text_of(text))]
+    return [len(text_of(each)) for each in text] if isinstance(row.get(column), list) else [len(text_of(text))]
 
 
 def text_of(dialogue: Any) -> str:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 IDENTITY = "torch.nn.modules.linear.Identity"
 #: Beside adapters. transformers takes a folder with a `config.json` for a whole model, and looks for its weights.
 BASE_CONFIG = "base_model_config.json"
-_OF_PHI3 = ("short_factor", "long_factor")
+_OF_PHI3 = {"rope_type", "type", "short_factor", "long_factor", "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ def write_old_rope_names(folder: str | Path) -> None:
         config["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if rope.get("rope_type", "default") != "default":
         own = ("rope_theta", "partial_rotary_factor")
-        config["rope_scaling"] = {name: value for name, value in rope.items() if name not in own}
-    if config.get("model_type") == "phi3" and "rope_scaling" in config:  # it took these three and no others
-        config["rope_scaling"] = {"type": rope["rope_type"]} | {name: rope[name] for name in _OF_PHI3}
+        scaling = {name: value for name, value in rope.items() if name not in own}
+        if config.get("model_type") == "phi3" and scaling.keys() <= _OF_PHI3:
+            # It took these three and no others: one with a factor of its own is refused there, rather than misread.
+            scaling = {"type": rope["rope_type"]} | {name: rope[name] for name in ("short_factor", "long_factor")}
+        config["rope_scaling"] = scaling
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
