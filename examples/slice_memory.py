@@ -14,8 +14,8 @@ from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.needs import least_memory
+from trl_tpu.plan.case import Case, Job
+from trl_tpu.plan.needs import least_memory
 
 # the sizes that the models' own configs have
 MODELS: dict[str, dict[str, Any]] = {

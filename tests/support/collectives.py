@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from trl_tpu.preflight.hlo import axes_of, groups_of
+from trl_tpu.plan.hlo import axes_of, groups_of
 
 _OPERATION = re.compile(
     r"= (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any
 
 from trl_tpu.parallel.chips import GiB
-from trl_tpu.preflight.case import Case
-from trl_tpu.preflight.compile import CompiledProgram
-from trl_tpu.preflight.needs import least_memory
+from trl_tpu.plan.case import Case
+from trl_tpu.plan.compile import CompiledProgram
+from trl_tpu.plan.needs import least_memory
 
 # what libtpu 0.0.21 said of programs for v6e, and of one for v5e with an array that is larger than the memory
 REFUSAL = """jaxlib._jax.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in \

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.preflight.trace import StepRequest, TracedProgram, trace_step
+from trl_tpu.plan.trace import StepRequest, TracedProgram, trace_step
 
 LENGTH = 256
 EXPANDED = {"packed_attention": "expanded"}

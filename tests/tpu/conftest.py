@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_tpu.preflight.compile import missing
+from trl_tpu.plan.compile import missing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from trl_tpu.plan.placeholder import write_kernels_for_libtpu
 from trl_tpu.runtime.kernels import splash
-from trl_tpu.runtime.placeholder import write_kernels_for_libtpu
 
 HEADS, SIZE = 4, 64
 

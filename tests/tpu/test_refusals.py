@@ -3,9 +3,9 @@
 import pytest
 
 from trl_tpu.parallel.chips import GiB, parse_topology
-from trl_tpu.preflight.compile import compile_for
-from trl_tpu.preflight.search import memory_refused
-from trl_tpu.preflight.trace import TracedProgram
+from trl_tpu.plan.compile import compile_for
+from trl_tpu.plan.search import memory_refused
+from trl_tpu.plan.trace import TracedProgram
 
 SQUARES = """HloModule step
 ENTRY %main (x: bf16[{n},1024], y: bf16[1024,{n}]) -> bf16[{n},1024] {{

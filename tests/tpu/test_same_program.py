@@ -15,7 +15,7 @@ from ahead import AT_ONCE, asked_for
 from places import ROOT
 from transformers import LlamaConfig
 
-from trl_tpu.preflight.trace import StepRequest, TracedProgram, trace_step
+from trl_tpu.plan.trace import StepRequest, TracedProgram, trace_step
 
 CHIPS = 4
 CONFIG = {

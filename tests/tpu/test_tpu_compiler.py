@@ -18,11 +18,11 @@ from trl_tpu.modeling.work import work_of
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.compile import CompiledProgram, compile_for
-from trl_tpu.preflight.needs import least_traffic, needed_flops
-from trl_tpu.preflight.search import memory_refused
-from trl_tpu.preflight.trace import TracedProgram
+from trl_tpu.plan.case import Case, Job
+from trl_tpu.plan.compile import CompiledProgram, compile_for
+from trl_tpu.plan.needs import least_traffic, needed_flops
+from trl_tpu.plan.search import memory_refused
+from trl_tpu.plan.trace import TracedProgram
 from trl_tpu.runtime import Remat, libtpu
 
 CASES = [

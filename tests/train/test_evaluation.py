@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.training.evaluation import METRICS
+from trl_tpu.config.metric_names import METRICS
 
 
 @pytest.fixture(scope="module")

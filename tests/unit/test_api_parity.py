@@ -20,8 +20,8 @@ from transformers import HfArgumentParser
 
 import trl_tpu
 import trl_tpu.trainer.reward_trainer
+from trl_tpu.config.removed_arguments import RemovedArguments
 from trl_tpu.errors import UserError
-from trl_tpu.trainer.removed_arguments import RemovedArguments
 
 _OLD = "scripts for older versions of TRL give it, or import it"
 _REMOVED = dataclasses.fields(RemovedArguments)

@@ -312,7 +312,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
 def test_a_hub_that_does_not_answer_is_told_before_a_model_is_loaded(
     start: Any, online: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trl_tpu.trainer.before_training._HUB_TIMEOUT", 0.2)
+    monkeypatch.setattr("trl_tpu.config.before_training._HUB_TIMEOUT", 0.2)
     with pytest.raises(UserError, match=r"the Hub does not answer as it should \(ReadTimeout: .*or leave push_to_hub"):
         start(PUSHED, model="no/such-model")
     online.close()

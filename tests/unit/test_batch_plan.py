@@ -11,6 +11,8 @@ import transformers
 from datasets import Dataset
 
 from trl_tpu import RewardConfig
+from trl_tpu.batching.batch_plan import BatchPlan
+from trl_tpu.config.packing_option import Packing
 from trl_tpu.data.collators import (
     DataCollatorForPreference,
     PadToLengths,
@@ -22,8 +24,6 @@ from trl_tpu.data.collators import (
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.trainer.batch_plan import BatchPlan
-from trl_tpu.trainer.packing_option import Packing
 
 COMPILING: Any = SimpleNamespace(compiles=True, has_attention_kernel=lambda: False)
 TOKENIZER = tiny.tiny_tokenizer(["text"], vocab_size=300)

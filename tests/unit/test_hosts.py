@@ -19,6 +19,7 @@ from meeting import Meeting
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
+from trl_tpu.batching.mesh_loader import rows_of_host
 from trl_tpu.data.collators import DataCollatorForPreference, PadToLengths, PairRows, PlannedRows
 from trl_tpu.data.loader import host_batches, read_own
 from trl_tpu.packing.schedule import RowPlan
@@ -26,7 +27,6 @@ from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.training import agreement
 from trl_tpu.training.agreement import HostAgreement
-from trl_tpu.training.mesh_loader import rows_of_host
 from trl_tpu.training.same_run import check_alike, describe_run
 
 HOSTS = (1, 2, 4, 16)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.training_args import OptimizerNames
 
-from trl_tpu.trainer.limits import HOSTS_LIMITS, OPTIMIZER_LIMITS, XLA_LIMITS, check_xla_limits
+from trl_tpu.config.limits import HOSTS_LIMITS, OPTIMIZER_LIMITS, XLA_LIMITS, check_xla_limits
 from trl_tpu.trainer.reward_config import RewardConfig
 
 LIMITED: list[tuple[str, Any, str]] = [

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu import RewardConfig
+from trl_tpu.batching.planned_shapes import plan_rows_of
 from trl_tpu.data.measure import pair_lengths, pair_sizes, shared_prefix_length
 from trl_tpu.packing.schedule import plan_rows
-from trl_tpu.trainer.planned_shapes import plan_rows_of
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))

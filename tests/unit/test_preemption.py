@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu import forks
+from trl_tpu.config.duration import parse_duration
 from trl_tpu.trainer.reward_config import RewardConfig
 from trl_tpu.training import preemption
-from trl_tpu.training.preemption import SAVE_INTERVAL, SIGTERM, TIME_LIMIT, Preemption, parse_duration
+from trl_tpu.training.preemption import SAVE_INTERVAL, SIGTERM, TIME_LIMIT, Preemption
 
 PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from trl_tpu.preflight.compile import CompiledProgram
-from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
+from trl_tpu.plan.compile import CompiledProgram
+from trl_tpu.plan.depth import compile_deep, depth_note, two_depths, with_layers
 
 
 def program(layers: int) -> CompiledProgram:

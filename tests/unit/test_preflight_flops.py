@@ -16,8 +16,8 @@ from trl_tpu.modeling.work import work_of
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.needs import Flops, needed_flops
+from trl_tpu.plan.case import Case, Job
+from trl_tpu.plan.needs import Flops, needed_flops
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from trl_tpu.preflight.hlo import axes_of, bytes_moved, groups_of, largest_buffers, read_visits, received
+from trl_tpu.plan.hlo import axes_of, bytes_moved, groups_of, largest_buffers, read_visits, received
 
 MESH = {"data": 1, "fsdp": 4, "tensor": 2}
 FSDP = "replica_groups={{0,2,4,6},{1,3,5,7}}"

@@ -13,8 +13,8 @@ from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.parallel.sharding_plan import Placement
-from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.needs import least_memory, least_traffic, optimizer_copies
+from trl_tpu.plan.case import Case, Job
+from trl_tpu.plan.needs import least_memory, least_traffic, optimizer_copies
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

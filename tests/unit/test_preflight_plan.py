@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from trl_tpu.errors import UserError
 from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.preflight.case import Case
-from trl_tpu.preflight.compile import CompiledProgram
+from trl_tpu.plan.case import Case
+from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.scripts import plan_command, plan_request
 from trl_tpu.scripts.plan_command import pairs_to_train
 from trl_tpu.scripts.plan_job import job_of

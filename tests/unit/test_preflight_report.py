@@ -12,13 +12,13 @@ from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.preflight.apart import Crashed, call_apart
-from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.compile import CompiledProgram
-from trl_tpu.preflight.needs import least_memory, needed_flops
-from trl_tpu.preflight.report import Report
-from trl_tpu.preflight.search import attempt, memory_refused, remedies, search
-from trl_tpu.preflight.text import duration, found_text, refusal_text, sized, text_of
+from trl_tpu.plan.apart import Crashed, call_apart
+from trl_tpu.plan.case import Case, Job
+from trl_tpu.plan.compile import CompiledProgram
+from trl_tpu.plan.needs import least_memory, needed_flops
+from trl_tpu.plan.report import Report
+from trl_tpu.plan.search import attempt, memory_refused, remedies, search
+from trl_tpu.plan.text import duration, found_text, refusal_text, sized, text_of
 
 V6E, FSDP16 = parse_topology("v6e:4x4"), MeshShape(fsdp=16)
 

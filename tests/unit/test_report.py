@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from places import ROOT
 
 from trl_tpu import cli
-from trl_tpu.evaluation.curves import CURVES, curve, curves_of
-from trl_tpu.evaluation.pictures import accuracy_by_group, margins
 from trl_tpu.evaluation.proportion import proportion
-from trl_tpu.evaluation.run_history import read_run
-from trl_tpu.evaluation.scored_rows import read_scored
+from trl_tpu.report.curves import CURVES, curve, curves_of
+from trl_tpu.report.pictures import accuracy_by_group, margins
+from trl_tpu.report.run_history import read_run
+from trl_tpu.report.scored_rows import read_scored
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 

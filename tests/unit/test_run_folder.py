@@ -14,8 +14,9 @@ import fsspec
 import pytest
 
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish, run_in
-from trl_tpu.checkpoint.remote import RemoteRun, private_folder
+from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, STAGING_FOLDER, RunFolder
+from trl_tpu.config.urls import private_folder
 from trl_tpu.errors import UserError
 
 OLD, MINE, NEW = "0" * 12, "1" * 12, "2" * 12

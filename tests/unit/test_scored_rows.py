@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.scored_rows import ANSWERS, PAIRS, REWARDS, read_scored
+from trl_tpu.report.scored_rows import ANSWERS, PAIRS, REWARDS, read_scored
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}]
 PAIR = {"chosen": "abc", "rejected": "a", "reward_chosen": 1.0, "reward_rejected": 0.5}

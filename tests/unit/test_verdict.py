@@ -11,10 +11,10 @@ from scipy.stats import binomtest
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.calibration import calibration_of
 from trl_tpu.evaluation.distribution import distribution_of
-from trl_tpu.evaluation.findings import findings
 from trl_tpu.evaluation.length_bias import length_bias_of
 from trl_tpu.evaluation.proportion import by_group, proportion
 from trl_tpu.evaluation.verdict import judge_pairs
+from trl_tpu.report.findings import findings
 
 rewards = st.lists(
     st.tuples(*[st.floats(-30, 30) | st.sampled_from([0.0, 1.0, math.nan, math.inf])] * 2), min_size=1, max_size=40

@@ -10,9 +10,9 @@ import pytest
 
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.best_of_n import Answers, judge_best_of_n
-from trl_tpu.evaluation.tables import as_markdown, print_tables, tables_of
 from trl_tpu.evaluation.verdict import Verdict, judge_pairs
-from trl_tpu.evaluation.verdict_file import read_verdict, write_verdict
+from trl_tpu.report.tables import as_markdown, print_tables, tables_of
+from trl_tpu.report.verdict_file import read_verdict, write_verdict
 
 HOSTILE = "\x1b[31m[bold]<script>|`x`*\n![a](b)"
 

@@ -8,7 +8,7 @@ import pytest
 import torch_xla
 from torch_xla._internal import tpu
 
-from trl_tpu.preflight.compile import flags_for
+from trl_tpu.plan.compile import flags_for
 from trl_tpu.runtime import libtpu
 
 TorchXla = Callable[[int, str], list[str]]

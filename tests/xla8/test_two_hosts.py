@@ -14,9 +14,9 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from trl_tpu import runtime
+from trl_tpu.batching.mesh_loader import rows_of_host
 from trl_tpu.checkpoint.storage import to_host
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.training.mesh_loader import rows_of_host
 
 
 def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:

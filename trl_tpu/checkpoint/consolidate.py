@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
+from ..config.urls import is_url
 from ..errors import UserError
 from ..modeling import broken
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
@@ -31,7 +32,7 @@ from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers
 from ..runtime.native import Runtime
 from .manifest import MANIFEST_FILE, find_faults
 from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
-from .remote import is_url, local_copy
+from .remote import local_copy
 from .state_dict import STATE_FOLDER, read_weights
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")

@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME
 
+from ..config.urls import is_url
 from ..errors import UserError
 from ..runtime import Runtime
 from .manifest import MANIFEST_FILE, check_given, checkpoints_in, find_faults, newest_good, run_in
-from .remote import RemoteRun, is_url
+from .remote import RemoteRun
 from .run_folder import RunFolder
 from .saver import Processes
 from .state_dict import has_weights, read_optimizer, read_progress, read_scheduler, read_torch_optimizer, read_weights

@@ -12,24 +12,9 @@ from pathlib import Path
 
 import fsspec
 
+from ..config.urls import is_url
 from ..errors import UserError
 from .manifest import MANIFEST_FILE, newest_first, path_below, surplus
-
-_PRIVATE: list[tempfile.TemporaryDirectory[str]] = []
-
-
-def is_url(folder: str) -> bool:
-    """Return whether ``folder`` is a URL rather than a folder of this machine."""
-    return "://" in folder
-
-
-def private_folder(url: str) -> str:
-    """Make a folder below TMPDIR through which files of ``url`` pass: nobody else's, and removed with this process."""
-    _PRIVATE.append(tempfile.TemporaryDirectory(prefix="trl-tpu-", ignore_cleanup_errors=True))
-    place = _PRIVATE[-1].name
-    folder = path_below(place, url.rstrip("/").rpartition("/")[2]) or Path(place)
-    folder.mkdir(exist_ok=True)
-    return str(folder)
 
 
 @contextmanager

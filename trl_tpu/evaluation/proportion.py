@@ -1,7 +1,9 @@
 """A share of right answers, and how far chance may have moved it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.special import ndtri
@@ -64,3 +66,8 @@ def check_groups(names: Sequence[str]) -> None:
 def mean_of(groups: Mapping[str, Proportion]) -> float | None:
     """Return the mean over groups, each counting the same, whatever its size; None without groups."""
     return float(np.mean([each.value for each in groups.values()])) if groups else None
+
+
+def label_of(value: Any) -> str:
+    """Return the name of the group that a value puts its row into."""
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import has_length
 
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.data.checks import TOKEN_COLUMNS
-from trl_tpu.trainer.reward_config import RewardConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
 
 _PAIRS = 3

@@ -121,7 +121,7 @@ def write_card(folder: Path, repo: str) -> None:
     from trl_tpu.checkpoint.model_folder import ADAPTER_CONFIG, read_config
     from trl_tpu.modeling.load import load_tokenizer
     from trl_tpu.modeling.readers import saved_scale
-    from trl_tpu.trainer.model_card import Reading, make_model_card
+    from trl_tpu.report.model_card import Reading, make_model_card
 
     if (folder / "README.md").exists():
         return

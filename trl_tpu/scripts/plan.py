@@ -1,7 +1,7 @@
 """Plan a training on TPUs without one: ``trl-tpu plan``.
 
 The arguments of the training itself, from flags or its YAML file, and the slice to plan for. The training step is
-traced and given to the TPU's own compiler; see `trl_tpu.preflight`.
+traced and given to the TPU's own compiler; see `trl_tpu.plan`.
 """
 
 import argparse

@@ -7,10 +7,10 @@ import tempfile
 
 from trl_tpu.errors import UserError
 from trl_tpu.parallel.chips import parse_topology
-from trl_tpu.preflight.case import Case
-from trl_tpu.preflight.compile import CompiledProgram
-from trl_tpu.preflight.search import CompileStep, attempt, remedies, search
-from trl_tpu.preflight.text import found_text, refusal_text, search_text, text_of
+from trl_tpu.plan.case import Case
+from trl_tpu.plan.compile import CompiledProgram
+from trl_tpu.plan.search import CompileStep, attempt, remedies, search
+from trl_tpu.plan.text import found_text, refusal_text, search_text, text_of
 from trl_tpu.scripts.plan_job import compiler, has_data, job_of
 from trl_tpu.scripts.plan_request import PlanRequest
 

@@ -6,30 +6,30 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoConfig
 
+from trl_tpu.batching.batch_plan import LONG_ROW
+from trl_tpu.batching.planned_shapes import attention_crossover_length
+from trl_tpu.config.packing_option import Packing
 from trl_tpu.data.measure import pair_lengths, shared_prefix_length, tables_of
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import broken
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
+from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.load import load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.packing.shapes import round_up
-from trl_tpu.preflight.case import Case, Job
-from trl_tpu.preflight.compile import CompiledProgram, compile_for, missing
-from trl_tpu.preflight.depth import compile_deep, depth_note, two_depths, with_layers
-from trl_tpu.preflight.needs import least_memory
-from trl_tpu.preflight.search import CompileStep
-from trl_tpu.preflight.trace import StepRequest, trace_step
+from trl_tpu.plan.case import Case, Job
+from trl_tpu.plan.compile import CompiledProgram, compile_for, missing
+from trl_tpu.plan.depth import compile_deep, depth_note, two_depths, with_layers
+from trl_tpu.plan.needs import least_memory
+from trl_tpu.plan.search import CompileStep
+from trl_tpu.plan.trace import StepRequest, trace_step
 from trl_tpu.runtime import Remat
 from trl_tpu.scripts.datafiles import pick_split
 from trl_tpu.scripts.plan_request import PlanRequest
 from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
-from trl_tpu.trainer.batch_plan import LONG_ROW
-from trl_tpu.trainer.builders import build_dataset
-from trl_tpu.trainer.packing_option import Packing
-from trl_tpu.trainer.planned_shapes import attention_crossover_length
 
 
 def job_of(request: PlanRequest, folder: str) -> Job:

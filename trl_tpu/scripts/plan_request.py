@@ -4,11 +4,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
 from trl_tpu.trainer.model_config import ModelConfig
-from trl_tpu.trainer.reward_config import RewardConfig
 
 # what `remat` says already, see `RewardConfig`
 _DECIDED_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}

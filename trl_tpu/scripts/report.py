@@ -14,15 +14,15 @@ from pathlib import Path
 
 from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.best_of_n import BestOfN
-from trl_tpu.evaluation.curves import curves_of
-from trl_tpu.evaluation.findings import findings
-from trl_tpu.evaluation.page import GENERATOR, Judged, Report, page_of
-from trl_tpu.evaluation.pictures import pictures_of
-from trl_tpu.evaluation.run_history import RunHistory, read_run
-from trl_tpu.evaluation.scored_rows import REWARDS, ScoredRows, read_scored
-from trl_tpu.evaluation.tables import Table, print_tables, tables_of
 from trl_tpu.evaluation.verdict import Verdict
-from trl_tpu.evaluation.verdict_file import VERDICT_FILE, write_verdict
+from trl_tpu.report.curves import curves_of
+from trl_tpu.report.findings import findings
+from trl_tpu.report.page import GENERATOR, Judged, Report, page_of
+from trl_tpu.report.pictures import pictures_of
+from trl_tpu.report.run_history import RunHistory, read_run
+from trl_tpu.report.scored_rows import REWARDS, ScoredRows, read_scored
+from trl_tpu.report.tables import Table, print_tables, tables_of
+from trl_tpu.report.verdict_file import VERDICT_FILE, write_verdict
 
 PAGE = "index.html"
 

@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from trl_tpu.checkpoint.background import BestModelLost, SavesFailed
 from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
+from trl_tpu.config.field_help import help_from_docstring
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts import score, sigterm, synthetic
@@ -27,9 +29,7 @@ from trl_tpu.scripts.dry_run import describe_run
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.short_help import add_help
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
-from trl_tpu.trainer.field_help import help_from_docstring
 from trl_tpu.trainer.model_config import ModelConfig
-from trl_tpu.trainer.reward_config import RewardConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trl_tpu.errors import UserError, UserFileError
-from trl_tpu.evaluation.verdict_file import null_for_nonfinite
+from trl_tpu.report.verdict_file import null_for_nonfinite
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
@@ -27,7 +28,6 @@ from trl_tpu.scoring.stream import look_at, scored_rows
 from trl_tpu.scoring.summary import Summary
 from trl_tpu.scripts import rows_file, rows_stream
 from trl_tpu.scripts.parser import TrlParser
-from trl_tpu.trainer.field_help import help_from_docstring
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, RewardDataCollatorWithPadding
 from ..errors import UserError
-from .reward_config import RewardConfig
 
 
 def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:

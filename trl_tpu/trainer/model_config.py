@@ -3,8 +3,8 @@
 import warnings
 from dataclasses import dataclass, field
 
+from ..config.field_help import help_from_docstring
 from ..errors import UserError
-from .field_help import help_from_docstring
 
 
 @help_from_docstring

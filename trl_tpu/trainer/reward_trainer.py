@@ -26,24 +26,25 @@ from transformers.trainer_utils import PredictionOutput
 from transformers.utils import CONFIG_NAME
 
 from .. import runtime
+from ..batching.batch_plan import BatchPlan
+from ..config.before_training import check_best_metric, check_hub, check_lengths, check_trackers
+from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
 from ..errors import UserError
+from ..evaluation.judge import check_eval_by
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
+from ..modeling.build import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
 from ..modeling.losses import pairwise_losses
 from ..modeling.readers import BASE_CONFIG
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..packing.schedule import RowPlan
+from ..report.model_card import Reading, is_generated, make_model_card
+from ..report.verdict_section import write_verdicts
 from ..training.device_trainer import DeviceTrainer
-from .batch_plan import BatchPlan
-from .before_training import check_best_metric, check_eval_by, check_hub, check_lengths, check_trackers
-from .builders import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
-from .model_card import Reading, is_generated, make_model_card
-from .reward_config import RewardConfig
-from .verdict_section import write_verdicts
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import EvalPrediction
 
 from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
 from ..data.formats import remove_none_values
 from ..modeling.adapters import get_kbit_device_map, get_peft_config, get_quantization_config
+from ..modeling.dropout import disable_dropout_in_model
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,6 @@ def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
         )
     correct_P = predictions_P2[decided_P, 0] > predictions_P2[decided_P, 1]
     return {"accuracy": float(correct_P.mean()) if len(correct_P) else 0.0}
-
-
-def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every `nn.Dropout` to 0, in place."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0
 
 
 def pad(

@@ -44,13 +44,15 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
+from ..batching.mesh_loader import mesh_loader
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
-from ..checkpoint.remote import RemoteRun, is_url, private_folder
+from ..checkpoint.remote import RemoteRun
 from ..checkpoint.run_folder import SAVING, RunFolder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
 from ..checkpoint.state_dict import give_weights_on_host, read_trainer_state, whole_weights
 from ..checkpoint.storage import older_weights, replace_model_files
+from ..config.urls import is_url, private_folder
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
@@ -66,7 +68,6 @@ from .contents import contents_of, keeps_state
 from .evaluation import evaluate_batch, run_evaluation
 from .hub import making_repository, report_pushes
 from .logs import leave_nonfinite_out, log_step
-from .mesh_loader import mesh_loader
 from .metrics import RewardMetrics
 from .nonfinite import NonfiniteGuard, limit_of
 from .optimizer import bare
@@ -79,9 +80,9 @@ from .throughput import Throughput
 from .trackers import EvaluationTables
 
 if TYPE_CHECKING:
+    from ..batching.batch_plan import BatchPlan
+    from ..config.reward_config import RewardConfig
     from ..evaluation.verdict import Verdict
-    from ..trainer.batch_plan import BatchPlan
-    from ..trainer.reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,22 +17,15 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 
 from ..data.packed_batch import PackedBatch, micro_batches_of, tensors_of
+from ..evaluation import judge
 from ..modeling.readers import set_scale
-from . import judge
-from .metrics import RewardSums, on_host, over_processes, sums_of
+from .metrics import on_host, over_processes, sums_of
 from .preemption import EvaluationCutShort
 
 if TYPE_CHECKING:
     from .device_trainer import DeviceTrainer
 
 logger = logging.getLogger(__name__)
-
-#: What an evaluation measures by itself; the last three are transformers'.
-METRICS = (
-    *("loss", "num_tokens", *RewardSums(pairs=1).metrics()),
-    *judge.METRICS,
-    *("runtime", "samples_per_second", "steps_per_second"),
-)
 
 # losses [N], rewards [N, 2], the predictions' and the labels' tensors [N, ...], by name: what there is of them
 Evaluated = dict[str, torch.Tensor]

@@ -7,7 +7,6 @@ its handler could neither be taken back nor let a second signal through.
 
 import contextlib
 import logging
-import re
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 
 from .. import forks
 from ..checkpoint.background import NOT_SAVED
-from ..errors import UNFINISHED, UserError
+from ..errors import UNFINISHED
 from .agreement import HostAgreement
 
 logger = logging.getLogger(__name__)
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 SIGTERM = "SIGTERM"
 TIME_LIMIT = "training_time_limit"
 SAVE_INTERVAL = "save_interval_minutes"
-
-_DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
 
 
 class Unfinished(SystemExit):
@@ -165,19 +162,3 @@ class Preemption:
 
 def _is_over(patience: timedelta | None, seconds: float) -> bool:
     return patience is not None and seconds >= patience.total_seconds()
-
-
-def parse_duration(text: object) -> timedelta:
-    """Return a duration such as "2h30m", "1d" or "90m".
-
-    Raises:
-        UserError: Any other spelling.
-    """
-    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
-    if not match or not match[0]:
-        raise UserError(
-            f"{text!r} is no duration: write whole numbers of days, hours and minutes with d, h and m, in this order "
-            "and without spaces, and leave out what is 0: '2h30m', '1d', '90m'."
-        )
-    days, hours, minutes = (int(part or 0) for part in match.groups())
-    return timedelta(days=days, hours=hours, minutes=minutes)

@@ -8,8 +8,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from .evaluation import METRICS
-from .judge import LENGTH_METRICS
+from ..config.metric_names import LENGTH_METRICS, METRICS
 
 _SHOWN = ("loss", "accuracy")
 _LEFT_TO_TRACKERS = {

@@ -13,16 +13,16 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from .. import runtime
+from ..config.reward_config import RewardConfig
 from ..errors import UserError
 from ..modeling.model_shape import model_without_weights
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
 from ..parallel.mesh import names_of
 from ..runtime import PartitionSpec
-from ..runtime.placeholder import Input, PlaceholderRuntime, Program
-from ..trainer.reward_config import RewardConfig
 from ..trainer.reward_trainer import RewardTrainer
 from ..training.optimizer import bare
+from .placeholder import Input, PlaceholderRuntime, Program
 from .trace import StepRequest, TracedProgram
 
 _STATE = ("weight", "optimizer", "gradient")

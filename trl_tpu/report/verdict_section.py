@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..evaluation.findings import findings
-from ..evaluation.tables import as_markdown, markdown_text, tables_of
-from ..evaluation.verdict_file import verdict_name, write_verdict
+from .findings import findings
+from .tables import as_markdown, markdown_text, tables_of
+from .verdict_file import verdict_name, write_verdict
 
 if TYPE_CHECKING:
     from ..evaluation.verdict import Verdict
@@ -41,7 +41,7 @@ def write_verdicts(verdicts: "Mapping[str, Verdict]", folder: Path, draws: bool)
             as_markdown(tables_of(verdict)),
         ]
     if draws:
-        from ..evaluation.pictures import pictures_of  # matplotlib takes a second to import
+        from .pictures import pictures_of  # matplotlib takes a second to import
 
         for picture in pictures_of({name or "evaluation": verdict for name, verdict in named.items()}):
             if picture.name in _PICTURES:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .best_of_n import BestOfN
-from .verdict import Verdict
+from ..evaluation.best_of_n import BestOfN
+from ..evaluation.verdict import Verdict
 from .verdict_file import read_verdict
 
 _STATE = "trainer_state.json"

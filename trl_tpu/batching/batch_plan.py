@@ -7,6 +7,8 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config.packing_option import Packing
+from ..config.reward_config import RewardConfig
 from ..data.collators import (
     DataCollatorForPreference,
     PadToLengths,
@@ -24,9 +26,7 @@ from ..modeling.attention.stock import PackingImpossible, check_stock
 from ..modeling.padding import reads_padding
 from ..packing.schedule import RowPlan
 from ..runtime import Runtime
-from .packing_option import Packing
 from .planned_shapes import attention_crossover_length, plan_rows_of, planned_lengths
-from .reward_config import RewardConfig
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The step that the trainer runs, as a program for a mesh of any size, without weights, data or devices.
 
-The trainer itself is run, with placeholders in the place of weights and batches: see `trl_tpu.runtime.placeholder`.
+The trainer itself is run, with placeholders in the place of weights and batches: see `trl_tpu.plan.placeholder`.
 """
 
 from collections.abc import Mapping

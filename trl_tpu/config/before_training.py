@@ -14,8 +14,7 @@ from transformers import Trainer, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from ..errors import UserError
-from ..training.evaluation import METRICS
-from ..training.judge import LENGTH_METRICS, groups_of, labels_of
+from .metric_names import LENGTH_METRICS, METRICS
 
 _READ_THE_MODEL = ("galore", "apollo", "lomo")  # optimizers
 _TRIED_STEPS = 4
@@ -143,23 +142,6 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
             f"metric_for_best_model={asked!r} is not measured in evaluation, which measures {', '.join(known)}. "
             "Choose one of them, or give a compute_metrics that returns it."
         )
-
-
-def check_eval_by(args: Any, eval_dataset: Any) -> None:
-    """Raise UserError where evaluation is to tell groups apart that the data does not have, or has too many of."""
-    if args.eval_by is None or eval_dataset is None:
-        return
-    if args.train_sampling_strategy == "group_by_length":
-        raise UserError(
-            "eval_by needs pairs in the order of the evaluation data, which train_sampling_strategy='group_by_length' "
-            "changes. Leave one of them out: packed rows have no padding."
-        )
-    for dataset in _sets_of(eval_dataset).values():
-        if not isinstance(dataset, Dataset):
-            raise UserError(
-                f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave it out."
-            )
-        groups_of(labels_of(dataset, args.eval_by))
 
 
 def _sets_of(eval_dataset: Any) -> Mapping[str, Any]:

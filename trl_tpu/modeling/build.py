@@ -9,12 +9,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
+from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
 from ..data.measure import longer_dialogues
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
-from ..modeling.adapters import (
+from ..parallel.shard import WeightPlacer
+from .adapters import (
     add_adapters,
     is_peft_model,
     prepare_adapters,
@@ -22,18 +24,16 @@ from ..modeling.adapters import (
     warn_if_head_is_frozen,
     without_adapters,
 )
-from ..modeling.attention.static import use_static_attention
-from ..modeling.chat_template import set_chat_template
-from ..modeling.experts import use_static_experts
-from ..modeling.layers import find_layers
-from ..modeling.load import check_num_labels, load_model, load_processing_class
-from ..modeling.positions import learned_positions
-from ..modeling.readers import tell_readers
-from ..modeling.score_head import keep_score_head_in_float32
-from ..modeling.special_tokens import set_eos_token, set_pad_token
-from ..parallel.shard import WeightPlacer
-from .reward_config import RewardConfig
-from .utils import disable_dropout_in_model
+from .attention.static import use_static_attention
+from .chat_template import set_chat_template
+from .dropout import disable_dropout_in_model
+from .experts import use_static_experts
+from .layers import find_layers
+from .load import check_num_labels, load_model, load_processing_class
+from .positions import learned_positions
+from .readers import tell_readers
+from .score_head import keep_score_head_in_float32
+from .special_tokens import set_eos_token, set_pad_token
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .best_of_n import BestOfN
-from .calibration import Calibration, ConfidenceBin
-from .distribution import Distribution
-from .length_bias import LengthBias, LengthBin
-from .proportion import Proportion
-from .verdict import Verdict
+from ..evaluation.best_of_n import BestOfN
+from ..evaluation.calibration import Calibration, ConfidenceBin
+from ..evaluation.distribution import Distribution
+from ..evaluation.length_bias import LengthBias, LengthBin
+from ..evaluation.proportion import Proportion
+from ..evaluation.verdict import Verdict
 
 VERDICT_FILE = "verdict.json"
 _KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n": BestOfN}

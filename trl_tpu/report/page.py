@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from .best_of_n import BestOfN
+from ..evaluation.best_of_n import BestOfN
+from ..evaluation.verdict import Verdict
 from .canvas import Picture
 from .findings import findings
 from .scored_rows import ScoredRows, text_of
 from .tables import Table, tables_of
-from .verdict import Verdict
 
 _MOST_LETTERS = 700  # of a text of the data
 #: By which a page of ours is known.

@@ -18,9 +18,9 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec, Topology
-from .layout import shard_count
-from .xla import XlaRuntime
+from ..runtime import PartitionSpec, Topology
+from ..runtime.layout import shard_count
+from ..runtime.xla import XlaRuntime
 
 _C = torch_xla._XLAC
 _KERNELS_VERSION = 6
@@ -80,7 +80,7 @@ class PlaceholderRuntime(XlaRuntime):
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
-        from .kernels.splash import splash_attention
+        from ..runtime.kernels.splash import splash_attention
 
         write_kernels_for_libtpu()
         return splash_attention

@@ -1,7 +1,7 @@
 """The verdict on an evaluation: its rewards, with what the data says of each pair, on the host."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +13,7 @@ from ..errors import UserError
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from ..evaluation.verdict import Verdict
-
-#: What every verdict adds to an evaluation's metrics, and what one adds whose pairs have lengths of both kinds.
-METRICS = ("accuracy_low", "accuracy_high", "ece", "brier")
-LENGTH_METRICS = ("length_only_accuracy", "length_controlled_accuracy")
-#: Of which less is better.
-ERRORS = ("ece", "brier")
+    from .verdict import Verdict
 
 
 def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> "Verdict | None":
@@ -32,7 +26,7 @@ def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> "Verdict
     Raises:
         UserError: It has no such column.
     """
-    from ..evaluation.verdict import judge_pairs  # imported when there is something to judge
+    from .verdict import judge_pairs  # imported when there is something to judge
 
     if not np.isfinite(rewards_N2).all(axis=-1).any():
         return None
@@ -55,7 +49,7 @@ def labels_of(dataset: Dataset, column: str) -> list[str]:
     Raises:
         UserError: There is no such column.
     """
-    from ..evaluation.scored_rows import label_of
+    from .proportion import label_of
 
     if column not in dataset.column_names:
         raise UserError(
@@ -71,8 +65,25 @@ def groups_of(labels: Sequence[str]) -> list[str]:
     Raises:
         UserError: There are so many that the column must name rows.
     """
-    from ..evaluation.proportion import check_groups
+    from .proportion import check_groups
 
     names = sorted(set(labels))
     check_groups(names)
     return names
+
+
+def check_eval_by(args: Any, eval_dataset: Any) -> None:
+    """Raise UserError where evaluation is to tell groups apart that the data does not have, or has too many of."""
+    if args.eval_by is None or eval_dataset is None:
+        return
+    if args.train_sampling_strategy == "group_by_length":
+        raise UserError(
+            "eval_by needs pairs in the order of the evaluation data, which train_sampling_strategy='group_by_length' "
+            "changes. Leave one of them out: packed rows have no padding."
+        )
+    for dataset in eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]:
+        if not isinstance(dataset, Dataset):
+            raise UserError(
+                f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave it out."
+            )
+        groups_of(labels_of(dataset, args.eval_by))

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from .best_of_n import BestOfN
+from ..evaluation.best_of_n import BestOfN
+from ..evaluation.proportion import Proportion
+from ..evaluation.verdict import Verdict
 from .canvas import DASHES, GRAY, MARKERS, Picture, color, shortened
-from .proportion import Proportion
 from .scored_rows import ScoredRows
-from .verdict import Verdict
 
 _MOST_POINTS = 1500
 _MOST_GROUPS = 40

@@ -1,4 +1,4 @@
-"""Functions of this package in processes of their own: ``python -m trl_tpu.preflight.apart FUNCTION FILE``.
+"""Functions of this package in processes of their own: ``python -m trl_tpu.plan.apart FUNCTION FILE``.
 
 torch_xla fixes once what a process computes on, and libtpu may end the process that it compiles in.
 """

@@ -5,6 +5,7 @@ from functools import cache, cached_property
 from math import ceil
 from typing import Any
 
+from ..batching.batch_plan import LONG_ROW
 from ..modeling.model_shape import ModelShape, read_model
 from ..packing.lengths import PairLengths
 from ..packing.schedule import plan_rows
@@ -15,7 +16,6 @@ from ..parallel.rules import Rules
 from ..parallel.shard import plan_model
 from ..parallel.sharding_plan import Placement
 from ..runtime import Remat
-from ..trainer.batch_plan import LONG_ROW
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from ..config.reward_config import RewardConfig
 from ..data.collators import bucket_lengths
 from ..data.measure import longer_dialogues, pair_sizes, shared_prefix_length, tables_of
 from ..packing.schedule import RowPlan, plan_rows
-from .reward_config import RewardConfig
 
 
 def plan_rows_of(

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from .best_of_n import BestOfN
-from .verdict import Verdict
+from ..evaluation.best_of_n import BestOfN
+from ..evaluation.verdict import Verdict
 
 _BIAS = 0.05  # of accuracy: less is not worth a line
 

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import UserError, UserFileError
-from .best_of_n import Answers, BestOfN, judge_best_of_n
-from .verdict import Verdict, judge_pairs
+from ..evaluation.best_of_n import Answers, BestOfN, judge_best_of_n
+from ..evaluation.proportion import label_of
+from ..evaluation.verdict import Verdict, judge_pairs
 
 Row = dict[str, Any]
 
@@ -136,11 +137,6 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     lengths, unit = _lengths(rows, reward_columns, rewards)
     kind = REWARDS if len(reward_columns) == 1 else ANSWERS if holds_lists else PAIRS
     return ScoredRows(path.name, kind, rows, rewards, lengths, unit, eval_by)
-
-
-def label_of(value: Any) -> str:
-    """Return the name of the group that a value puts its row into."""
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _rows(path: Path) -> Iterator[Row]:

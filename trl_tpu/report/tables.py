@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .best_of_n import BestOfN
-from .proportion import Proportion
-from .verdict import Verdict
+from ..evaluation.best_of_n import BestOfN
+from ..evaluation.proportion import Proportion
+from ..evaluation.verdict import Verdict
 
 _WORDS = "what it is"
 

@@ -1,0 +1,1 @@
+"""Settings: `RewardConfig`, and what checks it before anything is loaded."""

@@ -1,0 +1,326 @@
+"""RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honor is refused here."""
+
+import copy
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.utils import is_torch_bf16_gpu_available
+
+from .. import runtime
+from ..errors import UserError
+from ..parallel.mesh import MeshShape, parse_mesh
+from ..parallel.rules import Rules
+from ..runtime import Remat
+from .before_training import check_tracker_names, check_update
+from .duration import parse_duration
+from .field_help import help_from_docstring
+from .limits import check_choices, check_ranges, check_remat, check_xla_limits
+from .metric_names import ERRORS
+from .packing_option import Packing
+from .removed_arguments import RemovedArguments
+from .urls import is_url, private_folder
+
+
+@help_from_docstring
+@dataclass
+class RewardConfig(RemovedArguments, TrainingArguments):
+    r"""Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, and those of the devices, the rows and the saves.
+
+    Only what is special to reward models is described here; everything else is
+    [`~transformers.TrainingArguments`]'. `per_device_train_batch_size` counts pairs on each device of the mesh.
+
+    Parameters:
+        learning_rate (`float`, *optional*, defaults to `1e-4`):
+            The initial learning rate for AdamW.
+        logging_steps (`float`, *optional*, defaults to `10`):
+            Log every this many steps; below 1, as a fraction of all training steps.
+        gradient_checkpointing (`bool`, *optional*, defaults to `True`):
+            Recompute activations in the backward pass to save memory.
+        bf16 (`bool`, *optional*):
+            Compute matrix products in bfloat16 over float32 weights. Unset, it is on unless `fp16` is; on a CPU with
+            plain torch, where it only costs, it is off.
+        lr_scheduler_kwargs (`dict` or `str`, *optional*):
+            Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}.
+        optim (`str`, *optional*, defaults to `"adamw_torch"`):
+            The optimizer: a name of transformers' OptimizerNames.
+
+        model_init_kwargs (`dict[str, Any]`, *optional*):
+            For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
+            defaults to float32. On a command line: JSON.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether models and tokenizers may bring their own Python code from the Hub.
+        chat_template_path (`str`, *optional*):
+            A `.jinja` file, or a tokenizer's folder or Hub id, whose chat template to use.
+        disable_dropout (`bool`, *optional*, defaults to `True`):
+            Whether to set every dropout probability to 0.
+
+        dataset_num_proc (`int`, *optional*):
+            Worker processes that tokenize.
+        eos_token (`str`, *optional*):
+            The end-of-sequence token; the tokenizer's own by default.
+        max_length (`int`, *optional*, defaults to `1024`):
+            Pairs with a longer dialogue, in tokens, are left out, and counted in the log. `None` keeps all. Nothing is
+            truncated.
+        own_pad_token (`bool`, *optional*, defaults to `False`):
+            Where padding would be the end-of-sequence token, pad with a token of its own, one that the vocabulary
+            reserves where it has such. A reward is read at the last token that is not padding, so that it is then read
+            at the end-of-sequence token, as by servers that read the very last one. By default as in TRL.
+        pad_to_multiple_of (`int` or `str`, *optional*, defaults to `"auto"`):
+            The lengths of padded batches are rounded up to a multiple of this. `"auto"` does not round on plain torch;
+            on XLA it pads to one of a few lengths chosen from the data, since each length is compiled once.
+
+        center_rewards_coefficient (`float`, *optional*):
+            Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
+        eval_by (`str`, *optional*):
+            A column of the evaluation data, such as "source": evaluation logs the accuracy of each of its labels, as
+            `eval_accuracy/LABEL`, and their mean, `eval_mean_accuracy_over_groups`.
+        training_time_limit (`str`, *optional*):
+            How long `train()` may take, such as "2h30m", "1d" or "90m". At the end of the step in which that is over
+            training saves a checkpoint, whatever `save_strategy` says, and stops; `trainer.stopped_by` is then
+            "training_time_limit", and the command ends with status 75, which asks to be started again with
+            `resume_from_checkpoint`. The checkpoint's `trainer_state.json` says so too. A SIGTERM does the same, and
+            `train()` raises `Unfinished`, which ends a script with status 75: that takes what is left of one step, and
+            one save. An evaluation that is due then is left out, and the log says so. A second SIGTERM kills.
+        save_interval_minutes (`float`, *optional*):
+            Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
+        nonfinite_limit (`int`, *optional*, defaults to `3`):
+            How many steps in a row may have a NaN or infinite loss or gradient before the run stops, at the next log,
+            with the first of them and its pairs named. Such a step takes no update, is counted as `nonfinite` in the
+            logs, and is no part of the logged loss. 0 trains on as TRL does. It is 0 with `fp16`, whose loss scale
+            skips steps by itself, and with float16 weights, where infinite gradients come and go.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Not supported: activations are recomputed instead (`gradient_checkpointing`).
+
+        packing (`str` or `bool`, *optional*, defaults to `"auto"`):
+            Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
+            once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
+            says why not: causal decoders with a `score` head, TRL's own columns, collator and loss. `True` insists.
+        row_length (`int`, *optional*):
+            The length of packed rows on XLA, at least the tokens of the largest pair. By default lengths are chosen
+            from the data. Plain torch needs none.
+        packed_attention (`str`, *optional*, defaults to `"auto"`):
+            How packed rows attend on XLA. `"masks"` builds a mask for each query and key; `"expanded"` moves queries,
+            keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need. `"auto"`
+            expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
+        max_shapes (`int`, *optional*, defaults to `4`):
+            On XLA, how many shapes batches may have, packed or padded: each is compiled once.
+
+        mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
+            How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
+            weights and batch, `data` only the batch, `tensor` weights and the work on each row. TPU slices that a
+            slower network joins are the outer part of `data`: `slices=2`, on its own found out by itself. With plain
+            torch there is one device.
+        sharding_plan (`str`, *optional*):
+            A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
+            the model's own plan; `"*": auto` keeps the rest of it. See `trl_tpu.parallel.rules`.
+        remat (`str`, *optional*):
+            What each layer's backward computes again, to save memory: `"full"` all of the layer, which is what
+            `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among
+            them, whose results are kept; `"none"` nothing, which turns `gradient_checkpointing` off.
+        scan_layers (`bool`, *optional*, defaults to `False`):
+            Whether to run the decoder's layers as a loop on XLA: the program holds one layer, and while training the
+            layers' weights are held as one of each kind, so compiling takes as long for deep models as for shallow
+            ones. The layers have to be all alike, `remat` "full" or "dots", and the optimizer one that updates each
+            number on its own, such as Adam.
+        output_url (`str`, *optional*):
+            Where checkpoints and the model are kept, on any file system of fsspec (`gs://bucket/run`); `output_dir` is
+            then the folder through which they pass. A URL as `output_dir` means the same, with a folder below TMPDIR.
+
+        pad_token (`str`, *optional*):
+            Deprecated. Set the tokenizer's own `pad_token`.
+
+    Raises:
+        UserError: For a mesh that the devices do not fill, and for settings that cannot be meant or that XLA cannot
+            honor.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+
+    # TRL's defaults, which differ from TrainingArguments'
+    learning_rate: float = 1e-4
+    logging_steps: float = 10
+    gradient_checkpointing: bool = True
+    bf16: bool | None = None  # type: ignore[assignment]  # TRL's type: None is "not set" until __post_init__
+    lr_scheduler_kwargs: dict | str | None = None
+    optim: str = "adamw_torch"  # differs from TRL: transformers' default is a fused kernel, which XLA does not have
+
+    # the model
+    model_init_kwargs: dict[str, Any] | str | None = None
+    trust_remote_code: bool = False
+    chat_template_path: str | None = None
+    disable_dropout: bool = True
+
+    # the data
+    dataset_num_proc: int | None = None
+    eos_token: str | None = None
+    own_pad_token: bool = False
+    max_length: int | None = 1024
+    pad_to_multiple_of: int | str | None = "auto"
+
+    # the training
+    center_rewards_coefficient: float | None = None
+    eval_by: str | None = None
+    training_time_limit: str | None = None
+    save_interval_minutes: float | None = None
+    nonfinite_limit: int = 3
+    activation_offloading: bool = False
+
+    # the rows
+    packing: str = "auto"  # or a bool
+    row_length: int | None = None
+    packed_attention: str = "auto"
+    max_shapes: int = 4
+
+    # the devices
+    mesh: str = "fsdp=-1"
+    sharding_plan: str | None = None
+    remat: str | None = None
+    scan_layers: bool = False
+    output_url: str | None = None
+
+    # deprecated
+    pad_token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.output_dir is not None and is_url(self.output_dir):
+            self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
+        if self.fsdp in ("no", "off"):  # as YAML writes False
+            self.fsdp = None
+        self.take_removed()
+        if self.pad_token is not None:
+            warnings.warn(
+                "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
+                "tokenizer as `processing_class`.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        self._fit_to_runtime()
+        self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+        self.packing = Packing.parse(self.packing)
+        check_ranges(self)
+        check_choices(self)
+        if self.remat == Remat.NONE and not self.activation_checkpointing:
+            self.gradient_checkpointing = False  # its True is only TRL's default
+        if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
+            self.greater_is_better = False  # transformers knows this of losses only
+        with warnings.catch_warnings():
+            # our own default is spelled the way TRL spells it
+            warnings.filterwarnings(
+                "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
+            )
+            super().__post_init__()
+        check_remat(self)
+        check_update(self)
+        check_tracker_names(self)
+        topology = runtime.current().topology()
+        self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
+        self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
+
+    def _fit_to_runtime(self) -> None:
+        """Start the runtime, before transformers looks for the device, and settle what depends on it."""
+        chosen = runtime.current()  # on XLA, SPMD is on by now
+        if chosen.shares_mesh:
+            check_xla_limits(self, chosen.topology().process_count)
+        if self.bf16 is None:
+            can_compute_bf16 = chosen.compiles or self.use_cpu or is_torch_bf16_gpu_available()
+            self.bf16 = can_compute_bf16 and not self.fp16
+
+    @property
+    def remat_policy(self) -> Remat:
+        """What each layer computes again: what `remat` says, or where it says nothing `gradient_checkpointing`."""
+        if self.remat is not None:
+            return Remat.parse(self.remat)
+        return Remat.FULL if self.activation_checkpointing else Remat.NONE
+
+    @property
+    def time_limit(self) -> timedelta | None:
+        """How long `train()` runs before it saves and stops."""
+        return None if self.training_time_limit is None else parse_duration(self.training_time_limit)
+
+    @property
+    def save_interval(self) -> timedelta | None:
+        """How long training runs before it saves again."""
+        return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
+
+    def __copy__(self) -> "RewardConfig":
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))  # with the Hub's token, which `__getstate__` leaves out
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RewardConfig":
+        made = object.__new__(type(self))
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the Hub's token: `training_args.bin`, a pickle of this, is pushed beside the model."""
+        return vars(self) | {"hub_token": None, "model_init_kwargs": _without_token(self.model_init_kwargs)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, as trackers log them, without tokens."""
+        return super().to_dict() | {"model_init_kwargs": _without_token(self.model_init_kwargs)}
+
+    @property
+    def process_index(self) -> int:
+        """Which host of the mesh this is. accelerate takes each for the only one, and all would write and push."""
+        chosen = runtime.current()
+        return chosen.topology().process_index if chosen.shares_mesh else super().process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """As `process_index` on XLA, so that one host logs for all."""
+        return self.process_index if runtime.current().shares_mesh else super().local_process_index
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes: the first, or with `save_on_each_node` that of every host."""
+        return (runtime.current().shares_mesh and self.save_on_each_node) or super().should_save
+
+    @property
+    def train_batch_size(self) -> int:
+        """Pairs in a training batch, over all devices of the mesh."""
+        return self._over_mesh(self.per_device_train_batch_size, super().train_batch_size)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Pairs in an evaluation batch, over all devices of the mesh."""
+        return self._over_mesh(self.per_device_eval_batch_size, super().eval_batch_size)
+
+    def _over_mesh(self, per_device: int, native: int) -> int:
+        if not runtime.current().shares_mesh:
+            return native
+        shards = self.mesh_shape.batch_shards
+        config = cast(AcceleratorConfig, self.accelerator_config)  # __post_init__ has read its other forms
+        if not config.split_batches:
+            return per_device * shards
+        if per_device % shards:
+            raise UserError(
+                f"With split_batches the batch of {per_device} pairs is divided over the mesh {self.mesh_shape}, but "
+                f"{per_device} / {shards} is no whole number. Choose a batch of "
+                f"{per_device + -per_device % shards} pairs."
+            )
+        return per_device
+
+
+def _without_token(model_init_kwargs: Any) -> Any:
+    """Return the arguments without the token that `from_pretrained` may be given."""
+    if not isinstance(model_init_kwargs, dict):
+        return model_init_kwargs
+    return {name: value for name, value in model_init_kwargs.items() if name not in ("token", "use_auth_token")}
+
+
+def _multiple(value: int | str | None) -> int | None:
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("auto", "none", "null"):
+        return None
+    if not value.isdecimal():
+        raise UserError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
+    return int(value)
+
+
+__all__ = ["MeshShape", "RewardConfig"]

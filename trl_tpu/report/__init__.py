@@ -1,0 +1,1 @@
+"""What a person reads of a model's rewards: tables, pictures, the page, the model card."""
