@@ -160,8 +160,8 @@ BELOW = {
         "training",
     },
     "scripts": {
-        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "old_paths", "packing", "parallel", "plan",
-        "report", "runtime", "scoring", "trainer",
+        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "old_paths", "packing",
+        "parallel", "plan", "report", "runtime", "scoring", "trainer",
     },
     "old_paths": set(),
     "cli": {"scripts", "runtime"},

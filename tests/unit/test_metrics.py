@@ -11,8 +11,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from trl_tpu.evaluation.reward_sums import RewardSums, sums_of
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.training.metrics import RewardMetrics, RewardSums, on_host, sums_of
+from trl_tpu.training.metrics import RewardMetrics, on_host, scale_of
 from trl_tpu.training.recompile_guard import RecompileGuard
 
 CPU = torch.device("cpu")
@@ -74,15 +75,15 @@ def test_the_scale_is_of_the_last_pairs_and_of_an_evaluation_where_there_was_one
         close(metrics)
     assert metrics.scale is not None
     assert metrics.scale.rewards == 1200 and metrics.scale.mean == 1.0  # the last two have 512 pairs together
-    metrics.evaluated = RewardSums(pairs=1, reward=2.0, squares=4.0).scale("the evaluation set")
+    metrics.evaluated = scale_of(RewardSums(pairs=1, reward=2.0, squares=4.0), "the evaluation set")
     assert (metrics.scale.mean, metrics.scale.std) == (1.0, 1.0)
     metrics.forget_scale()
     assert metrics.scale is None
 
 
-@pytest.mark.parametrize("sums", [RewardSums(), sums_of(torch.ones(3, 2)), sums_of(torch.tensor([[1.0, np.inf]]))])
+@pytest.mark.parametrize("sums", [RewardSums(), sums_of(np.ones((3, 2))), sums_of(np.array([[1.0, np.inf]]))])
 def test_what_cannot_be_divided_by_is_no_scale(sums: RewardSums) -> None:
-    assert sums.scale("nothing") is None
+    assert scale_of(sums, "nothing") is None
 
 
 @given(batches)
@@ -159,7 +160,7 @@ def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(
     metrics, added = new_metrics(), RewardSums()
     for rows in given:
         update(metrics, rows, tokens=3)
-        added = added + sums_of(torch.tensor([row[:2] for row in rows if row[2]]).view(-1, 2))
+        added = added + sums_of(np.array([row[:2] for row in rows if row[2]], np.float32).reshape(-1, 2))
     on_device = on_host(metrics.device_sums)
     added.tokens = on_device.tokens
     assert added == on_device

@@ -18,8 +18,9 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, ha
 
 from ..data.packed_batch import PackedBatch, micro_batches_of, tensors_of
 from ..evaluation import judge
+from ..evaluation.reward_sums import sums_of
 from ..modeling.readers import set_scale
-from .metrics import on_host, over_processes, sums_of
+from .metrics import on_host, over_processes, scale_of
 from .preemption import EvaluationCutShort
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ def run_evaluation(
     own |= {"num_tokens": _tokens_of_training(trainer)}
     trainer.evaluated_rewards = (prefix, found["rewards"]) if "rewards" in found else None
     if "rewards" in found or not found:
-        sums = sums_of(found.get("rewards", torch.zeros(0, 2)))
+        sums = sums_of(found["rewards"].numpy() if found else np.zeros((0, 2)))
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
-            trainer.reward_metrics.evaluated = sums.scale("the evaluation set")
+            trainer.reward_metrics.evaluated = scale_of(sums, "the evaluation set")
             set_scale(trainer.model.config, trainer.reward_metrics.scale)
     if "rewards" in found:
         rewards_N2 = found["rewards"].double().numpy()

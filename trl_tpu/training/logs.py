@@ -7,9 +7,10 @@ import torch
 from accelerate.utils import gather_object
 
 from ..data.loader import rows_of_step
+from ..evaluation.reward_sums import RewardSums
 from ..modeling.readers import set_scale
 from ..parallel.chips import GiB, peak_flops_of
-from .metrics import RewardSums, on_host, over_processes
+from .metrics import on_host, over_processes
 from .nonfinite import Counted
 
 if TYPE_CHECKING:

@@ -2,83 +2,32 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
 from ..modeling.readers import RewardScale
 from ..runtime import Runtime
 
-_COUNTS = ("pairs", "correct", "ties")
-_SUMS = ("reward", "margin", "squares")
 _SAMPLE = 512  # pairs, of which the last ones are the sample that rewards are measured on
 _CARRY = 2**30  # tokens, of which a run may have more between two logs than int32 holds, and TPUs have no int64
 
 
-@dataclass
-class RewardSums:
-    """Everything the metrics need, over some pairs, on the host."""
+def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
+    """Return the mean and the standard deviation of rewards; None where there are none, or all are alike.
 
-    pairs: int = 0
-    correct: int = 0
-    ties: int = 0
-    tokens: int = 0
-    reward: float = 0.0
-    margin: float = 0.0
-    squares: float = 0.0  # of rewards
-    lowest: float = float("inf")
-    highest: float = float("-inf")
-
-    def __add__(self, other: "RewardSums") -> "RewardSums":
-        """Return the sums over both sets of pairs."""
-        added = {name: getattr(self, name) + getattr(other, name) for name in (*_COUNTS, "tokens", *_SUMS)}
-        return RewardSums(**added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest))
-
-    def metrics(self) -> dict[str, float]:
-        """Return means over pairs: strict accuracy (chosen > rejected), margin, ties, rewards; extremes of rewards."""
-        if not self.pairs:
-            return {}
-        return {
-            "min_reward": self.lowest,
-            "mean_reward": self.reward / (2 * self.pairs),
-            "max_reward": self.highest,
-            "accuracy": self.correct / self.pairs,
-            "margin": self.margin / self.pairs,
-            "tie_rate": self.ties / self.pairs,
-        }
-
-    def scale(self, of: str) -> RewardScale | None:
-        """Return the mean and the standard deviation of the rewards; None where there are none, or all are alike.
-
-        Args:
-            of: What they are rewards of, in words.
-        """
-        if not self.pairs:
-            return None
-        mean = self.reward / (2 * self.pairs)
-        variance = self.squares / (2 * self.pairs) - mean**2
-        return RewardScale(mean, variance**0.5, 2 * self.pairs, of) if variance > 0 else None
-
-
-def sums_of(rewards_N2: torch.Tensor, tokens: int = 0) -> RewardSums:
-    """Return the sums of host rewards [N, 2], in float64."""
-    if not len(rewards_N2):
-        return RewardSums()
-    chosen_N, rejected_N = rewards_N2.double().unbind(-1)
-    return RewardSums(
-        pairs=len(chosen_N),
-        correct=int((chosen_N > rejected_N).sum()),
-        ties=int((chosen_N == rejected_N).sum()),
-        tokens=tokens,
-        reward=float((chosen_N + rejected_N).sum()),
-        margin=float((chosen_N - rejected_N).sum()),
-        squares=float(rewards_N2.double().square().sum()),
-        lowest=float(rewards_N2.min()),
-        highest=float(rewards_N2.max()),
-    )
+    Args:
+        sums: Over them.
+        of: What they are rewards of, in words.
+    """
+    if not sums.pairs:
+        return None
+    mean = sums.reward / (2 * sums.pairs)
+    variance = sums.squares / (2 * sums.pairs) - mean**2
+    return RewardScale(mean, variance**0.5, 2 * sums.pairs, of) if variance > 0 else None
 
 
 class RewardMetrics:
@@ -105,9 +54,9 @@ class RewardMetrics:
         def to_device(values: list[float], dtype: torch.dtype) -> torch.Tensor:
             return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
 
-        self._counts = to_device([getattr(sums, name) for name in _COUNTS], torch.int32)
+        self._counts = to_device([getattr(sums, name) for name in COUNTS], torch.int32)
         self._tokens = to_device(list(divmod(sums.tokens, _CARRY)), torch.int32)
-        self._sums = to_device([getattr(sums, name) for name in _SUMS], torch.float32)
+        self._sums = to_device([getattr(sums, name) for name in SUMS], torch.float32)
         self._lowest = to_device([sums.lowest], torch.float32)
         self._highest = to_device([sums.highest], torch.float32)
 
@@ -159,7 +108,7 @@ class RewardMetrics:
     @property
     def scale(self) -> RewardScale | None:
         """How large rewards were: of the last evaluation, else of the last logs that have `_SAMPLE` pairs together."""
-        return self.evaluated or sum(self._windows, RewardSums()).scale("the last pairs of training")
+        return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last pairs of training")
 
     def forget_scale(self) -> None:
         """Begin to measure rewards anew: the weights will be others."""
@@ -186,5 +135,5 @@ def over_processes(accelerator: Accelerator, sums: RewardSums, loss: float) -> t
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:
     """Read fetched `RewardMetrics.device_sums`."""
     counts, (high, low), sums, lowest, highest = (tensor.tolist() for tensor in fetched)
-    named = dict(zip(_COUNTS, counts, strict=True)) | dict(zip(_SUMS, sums, strict=True))
+    named = dict(zip(COUNTS, counts, strict=True)) | dict(zip(SUMS, sums, strict=True))
     return RewardSums(**named, tokens=high * _CARRY + low, lowest=lowest[0], highest=highest[0])

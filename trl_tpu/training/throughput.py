@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from .metrics import RewardSums
+from ..evaluation.reward_sums import RewardSums
 
 
 class Throughput:
