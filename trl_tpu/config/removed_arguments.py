@@ -31,24 +31,15 @@ _IS_NOW: dict[str, tuple[str, Any]] = {
     "include_tokens_per_second": ("include_num_input_tokens_seen", "non_padding"),
     "tpu_metrics_debug": ("debug", "tpu_metrics_debug"),
 }
-#: Arguments that changed nothing about the result, or were for what is found out today: why nothing is lost.
-_NEEDLESS: dict[str, str] = {
-    "overwrite_output_dir": "nothing in `output_dir` is refused for being there",
-    "use_mps_device": "a device is found without it",
-    "jit_mode_eval": "it only traced evaluation",
-    "use_legacy_prediction_loop": "there is one evaluation loop",
-    "tpu_num_cores": "all devices train",
-    "ray_scope": "set it in the arguments of `hyperparameter_search`",
+#: Arguments that changed nothing about the result, or were for what is found out today.
+_NEEDLESS = {
+    *("overwrite_output_dir", "use_mps_device", "jit_mode_eval", "use_legacy_prediction_loop", "tpu_num_cores"),
+    "ray_scope",
 }
-#: Arguments that asked for what is gone: what to do instead.
-_GONE: dict[str, str] = {
-    "past_index": "reward models keep no past between batches: leave it out",
-    "fsdp_min_num_params": "weights are split by `mesh` and `sharding_plan`: leave it out",
-    "fsdp_transformer_layer_cls_to_wrap": "weights are split by `mesh` and `sharding_plan`: leave it out",
-    "fp16_opt_level": "apex is gone: leave it out, `fp16` is torch's own",
-    "fp16_backend": "apex is gone: leave it out, `fp16` is torch's own",
-    "half_precision_backend": "apex is gone: leave it out, `fp16` is torch's own",
-    "mp_parameters": "SageMaker's model parallelism is gone: use `mesh`",
+#: Arguments that asked for what is gone; weights are split by `mesh` and `sharding_plan` today.
+_GONE = {
+    *("past_index", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "mp_parameters"),
+    *("fp16_opt_level", "fp16_backend", "half_precision_backend"),
 }
 
 
@@ -102,13 +93,15 @@ class RemovedArguments:
         }
         for name, value in given.items():
             if name in _GONE:
-                raise UserError(f"`{name}={value}`, an argument of transformers up to 4.57: {_GONE[name]}.")
+                raise UserError(
+                    f"`{name}={value}`: what this argument of transformers 4 asked for is gone. Leave it out."
+                )
             _warn(name, self._take(name, value))
 
     def _take(self, name: str, value: Any) -> str:
         """Do what an argument asked for, and return how it is said today."""
         if name in _NEEDLESS:
-            return f"leave it out: {_NEEDLESS[name]}"
+            return "leave it out, it changes nothing"
         if name == "save_safetensors":
             raise UserError("`save_safetensors=False`: weights are saved as safetensors, always. Leave it out.")
         if name == "logging_dir":

@@ -15,10 +15,9 @@ from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from .before_training import check_tracker_names, check_update
+from .checks import check_remat, check_values, check_xla_limits
 from .duration import parse_duration
 from .field_help import help_from_docstring
-from .limits import check_choices, check_ranges, check_remat, check_xla_limits
 from .metric_names import ERRORS
 from .packing_option import Packing
 from .removed_arguments import RemovedArguments
@@ -201,8 +200,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         self._fit_to_runtime()
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         self.packing = Packing.parse(self.packing)
-        check_ranges(self)
-        check_choices(self)
+        check_values(self)
         if self.remat == Remat.NONE and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
@@ -214,8 +212,6 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
-        check_update(self)
-        check_tracker_names(self)
         topology = runtime.current().topology()
         self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -22,28 +22,37 @@ from transformers import (
     PreTrainedTokenizerBase,
     TrainerCallback,
 )
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, has_length
 from transformers.utils import CONFIG_NAME
 
 from .. import runtime
 from ..batching.batch_plan import BatchPlan
-from ..config.before_training import check_best_metric, check_hub, check_lengths, check_trackers
+from ..config.checks import check_best_metric
 from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
-from ..errors import UserError
-from ..evaluation.judge import check_eval_by
+from ..data.packed_batch import tensors_of
+from ..evaluation.judge import check_eval_by, judge
+from ..evaluation.reward_sums import sums_of
+from ..evaluation.verdict import Verdict
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
 from ..modeling.losses import pairwise_losses
-from ..modeling.readers import BASE_CONFIG
+from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..modeling.special_tokens import warn_of_unscored_eos
+from ..modeling.work import work_of_a_pair
 from ..packing.schedule import RowPlan
 from ..report.model_card import Reading, is_generated, make_model_card
 from ..report.verdict_section import write_verdicts
+from ..training.agreement import over_processes
 from ..training.device_trainer import DeviceTrainer
+from ..training.evaluation import EvaluatedPairs, evaluate_batch, named, prediction_of
+from ..training.metrics import RewardMetrics, scale_of
+from ..training.preemption import EvaluationCutShort
+from ..training.trackers import Evaluated, EvaluationTables
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 
 logger = logging.getLogger(__name__)
@@ -90,6 +99,7 @@ class RewardTrainer(DeviceTrainer):
     _old_columns = False
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     _evaluated: Any = None  # what the last evaluation was on, or is on
+    _last_rewards: Evaluated | None = None
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
 
@@ -120,7 +130,7 @@ class RewardTrainer(DeviceTrainer):
         max_steps = getattr(args, "max_steps", -1)
         check_arguments(model, model_init, train_dataset, optimizers, max_steps, compiles=device.compiles)
         args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
-        self._check_surroundings(args, train_dataset, eval_dataset, compute_metrics, callbacks)
+        self._check_evaluation(args, eval_dataset, compute_metrics, callbacks)
         self._old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
@@ -140,7 +150,7 @@ class RewardTrainer(DeviceTrainer):
         built, own_tokenizer = build(model if model_init is None else _call(model_init, None))
         # what planning and preparing data read
         self.runtime, self.args, self.model, self.processing_class = device, args, built, own_tokenizer
-        plan = self.plan_batches(
+        plan, metrics = self.parts_for(
             args=args,
             model=built,
             processing_class=own_tokenizer,
@@ -154,6 +164,7 @@ class RewardTrainer(DeviceTrainer):
         super().__init__(
             runtime=device,
             batch_plan=plan,
+            metrics=metrics,
             model=built,
             args=args,
             data_collator=data_collator or plan.default_collator(),
@@ -168,17 +179,13 @@ class RewardTrainer(DeviceTrainer):
         )
         if model_init is not None:
             self.model_init = init
+        self.reward_metrics.work_of_a_pair = work_of_a_pair(built, train_pairs)
+        self.add_callback(EvaluationTables(self.callback_handler, self._last_evaluated))  # behind the trackers' own
         # names of TRL up to 0.23
         self.tokenizer, self.use_reward_data_collator = own_tokenizer, self._old_columns
 
-    def _check_surroundings(
-        self, args: RewardConfig, train_dataset: Any, eval_dataset: Any, compute_metrics: Any, callbacks: Any
-    ) -> None:
-        """Refuse what cannot work with these settings before anything is loaded; a subclass's own ways are its own."""
-        check_trackers(args)
-        check_hub(args)
-        if self._is_own("_get_train_sampler"):
-            check_lengths(args, train_dataset, eval_dataset)
+    def _check_evaluation(self, args: RewardConfig, eval_dataset: Any, compute_metrics: Any, callbacks: Any) -> None:
+        """Refuse what only the first evaluation would find out; a subclass's own ways are its own."""
         check_eval_by(args, eval_dataset)
         if compute_metrics is None and type(self) is RewardTrainer and all(map(_is_transformers, callbacks or ())):
             check_best_metric(args, eval_dataset)
@@ -186,13 +193,18 @@ class RewardTrainer(DeviceTrainer):
             logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
 
     @cached_property
+    def verdicts(self) -> dict[str, Verdict]:
+        """The verdict of the last evaluation, by the prefix of its metrics."""
+        return {}
+
+    @cached_property
     def _metrics(self) -> dict[str, dict[str, list[float]]]:
         return {"train": defaultdict(list), "eval": defaultdict(list)}
 
-    def plan_batches(  # also for a subclass that has deleted our __init__, as there are some
+    def parts_for(  # also for a subclass that has deleted our __init__, as there are some
         self, *, args: RewardConfig, model: Any, processing_class: Any, train_dataset: Any, **kwargs: Any
-    ) -> BatchPlan:
-        return BatchPlan(
+    ) -> tuple[BatchPlan, RewardMetrics]:
+        plan = BatchPlan(
             args,
             model,
             processing_class,
@@ -203,6 +215,8 @@ class RewardTrainer(DeviceTrainer):
             reads_padded_rows=self.reads_padded_rows,
             fixed_rows=self.fixed_rows,
         )
+        self.reward_metrics = RewardMetrics(self.runtime, args.device, skips_nonfinite=args.nonfinite_limit > 0)
+        return plan, self.reward_metrics
 
     def reads_padded_rows(self) -> str | None:
         """Name a method that reads batches and is not ours: of a subclass, or replaced on the class or on self.
@@ -277,11 +291,140 @@ class RewardTrainer(DeviceTrainer):
             return None
         return torch.stack(halves, dim=-1)
 
-    def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
-        """Return the rewards; in the old API their softmax."""
-        return rewards_P2.softmax(-1) if self._old_columns and self._is_own("prediction_step") else rewards_P2
+    # ---- evaluation
 
-    # ---- evaluation on raw datasets
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Return the loss, the rewards [P, 2] and labels [P] of one batch, on the device; zeros, as TRL's old ones.
+
+        No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
+        """
+
+        def evaluate(rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+            self.recompiles.see_evaluated(tensors_of(rows))
+            with torch.no_grad(), self.compute_loss_context_manager():
+                loss, outputs = self.compute_loss(model, rows, return_outputs=True)
+                return loss.detach(), self.rewards_of(outputs, rows)
+
+        loss, rewards_P2 = evaluate_batch(self._prepare_inputs(inputs), evaluate, self.runtime, self.args.device)
+        if prediction_loss_only or rewards_P2 is None:
+            return loss, None, None
+        return loss, rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate all batches.
+
+        Raises:
+            EvaluationCutShort: At the end of a step, when a process has been told to end.
+        """
+        args, compute_metrics = self.args, self.compute_metrics
+        self.callback_handler.eval_dataloader = dataloader
+        model = self._model_to_evaluate()
+        pairs = EvaluatedPairs(self.runtime, self.accelerator)
+        with_losses = "loss" in args.include_for_metrics
+        metrics: dict[str, Any] = {}
+        count = len(dataloader) if has_length(dataloader) else None
+        # a loader takes one of training's random numbers, which it must not where an evaluation is left out
+        with torch.random.fork_rng(devices=[]):
+            for inputs in dataloader:
+                pairs.add(*self._evaluated_batch(model, inputs, ignore_keys))
+                self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+                may_stop, told = self.preemption.cuts_evaluations_short, self.preemption.told_to_stop
+                if may_stop and self.agreement.any_in_evaluation(len(pairs), told):
+                    raise EvaluationCutShort
+                if args.batch_eval_metrics and compute_metrics is not None:
+                    self.runtime.step_boundary()
+                    if (prediction := prediction_of(pairs.fetch(first=-1), with_losses)) is not None:
+                        is_last = len(pairs) == count
+                        metrics = compute_metrics(prediction, compute_result=is_last)  # type: ignore[call-arg]
+        self.runtime.step_boundary()
+        self.recompiles.settle()
+        found = pairs.fetch()
+        prediction = prediction_of(found, with_losses)
+        if compute_metrics is not None and prediction is None and found:
+            logger.warning("compute_metrics is not called: evaluation gave no predictions, or no labels.")
+        elif compute_metrics is not None and prediction is not None and not args.batch_eval_metrics:
+            metrics = compute_metrics(prediction)
+        # what is stopped, saved or kept because of a metric has to be the same in every process
+        own = self._measure(found, metric_key_prefix)
+        metrics = self.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
+        prefix = f"{metric_key_prefix}_"
+        empty = np.zeros((0, 2), dtype=np.float32)
+        predictions, labels = (prediction.predictions, prediction.label_ids) if prediction else (empty, empty[:, 0])
+        return EvalLoopOutput(
+            predictions=predictions,
+            label_ids=labels,
+            metrics={key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()},
+            num_samples=len(next(iter(found.values()), ())),
+        )
+
+    def _model_to_evaluate(self) -> nn.Module:
+        """Return the model, cast if that was asked for outside training; the optimizer may have a mode too."""
+        args, optimizer = self.args, cast(Any, self.optimizer)
+        model: nn.Module = self.model
+        if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+            model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16, device=args.device)
+        model.eval()
+        if hasattr(optimizer, "eval"):
+            optimizer.eval()
+        return model
+
+    def _evaluated_batch(
+        self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Evaluate a batch: return what is known of each pair, and which pairs are no filling, [P]."""
+        loss, logits, labels = self.prediction_step(model, inputs, False, ignore_keys)
+        rewards_P2 = logits if isinstance(logits, torch.Tensor) and logits.shape[1:] == (2,) else None
+        predictions: Any = logits
+        if rewards_P2 is not None and self._old_columns and self._is_own("prediction_step"):
+            predictions = rewards_P2.softmax(-1)  # as in the old API
+        if predictions is not None and self.preprocess_logits_for_metrics is not None:
+            predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
+        found = named("predictions", predictions) | named("labels", labels)
+        if rewards_P2 is not None:
+            found["rewards"] = rewards_P2
+        rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
+        if loss is not None:
+            found["losses"] = loss.mean().expand(rows)
+        mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
+        if mask_P is None or len(mask_P) != rows:
+            mask_P = torch.ones(rows, dtype=torch.bool)
+        return found, mask_P.to(self.args.device)
+
+    def _measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+        """Return the metrics of an evaluation's pairs, and keep their rewards and the verdict on them."""
+        own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
+        fetched = over_processes(self.accelerator, self.runtime.fetch(self.reward_metrics.device_sums))
+        own["num_tokens"] = self.reward_metrics.tokens_so_far(fetched)
+        self._last_rewards = None
+        if "rewards" not in found and found:
+            return own
+        rewards_N2 = found["rewards"].double().numpy() if found else np.zeros((0, 2))
+        sums = sums_of(rewards_N2)
+        own |= sums.metrics()
+        if prefix.startswith("eval"):  # and not a prediction
+            self.reward_metrics.evaluated = scale_of(sums, "the evaluation set")
+        pairs = self._evaluated_pairs(len(rewards_N2))
+        self._last_rewards = Evaluated(prefix, rewards_N2, pairs, self.processing_class)
+        if (verdict := judge(rewards_N2, pairs, self.args.eval_by)) is not None:
+            self.verdicts[prefix] = verdict
+            own |= verdict.metrics()
+        return own
+
+    def _last_evaluated(self) -> Evaluated | None:
+        return self._last_rewards
 
     def evaluate(
         self,
@@ -297,7 +440,8 @@ class RewardTrainer(DeviceTrainer):
         self._evaluated = own if dataset is None else own[dataset] if isinstance(dataset, str) else dataset
         return super().evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
-    def evaluated_pairs(self, count: int) -> Any:
+    def _evaluated_pairs(self, count: int) -> Any:
+        """Return the dataset whose first ``count`` pairs an evaluation was on, in order; None if it is not known."""
         in_order = all(map(self._is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
         dataset = self._evaluated
         if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
@@ -325,26 +469,6 @@ class RewardTrainer(DeviceTrainer):
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name, old_columns=False)
         return prepared
 
-    def visualize_samples(self, num_print_samples: int) -> None:
-        """Print the first evaluation pairs, both texts and the softmax of their rewards: TRL's up to 0.23.
-
-        Raises:
-            UserError: There is no evaluation data.
-        """
-        evaluated: Any = self.eval_dataset
-        if evaluated is None:
-            raise UserError("`visualize_samples` shows pairs of the evaluation data: give `eval_dataset`.")
-        if isinstance(evaluated, Mapping):
-            evaluated = next(iter(evaluated.values()))
-        pairs = Dataset.from_list(list(islice(evaluated, num_print_samples)))
-        predictions_P2 = torch.from_numpy(self.predict(pairs).predictions)
-        shares_P2 = predictions_P2 if self._old_columns else predictions_P2.softmax(-1)
-        columns = ("input_ids_chosen", "input_ids_rejected") if self._old_columns else TOKEN_COLUMNS
-        for row, shares in zip(pairs, shares_P2.tolist(), strict=True):
-            for column, share in zip(columns, shares, strict=True):
-                text = self.processing_class.decode(row[column], skip_special_tokens=True)
-                self.accelerator.print(f"{share:.4f}  {text!r}")
-
     # ---- logging and the card
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -353,7 +477,12 @@ class RewardTrainer(DeviceTrainer):
         prefix = "" if mode == "train" else "eval_"
         logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
         self._metrics[mode].clear()
+        set_scale(self.model.config, self.reward_metrics.scale)
         super().log(logs, start_time)
+
+    def note_best(self, folder: str) -> None:
+        self.reward_metrics.evaluated = saved_scale(folder)
+        set_scale(self.model.config, self.reward_metrics.scale)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None

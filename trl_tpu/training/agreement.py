@@ -1,7 +1,7 @@
 """The same decisions in every process of a run.
 
 Steps, logs, evaluations and saves come from arguments and counters, which all processes share (see `same_run`).
-Whatever a callback, a signal or a clock asks of one process is made the same. A process that saved, evaluated or
+Whatever a callback, a signal or a clock requests in one process is made the same. A process that saved, evaluated or
 stopped alone would leave the others waiting for it in their next collective.
 """
 
@@ -18,95 +18,102 @@ from ..runtime import Runtime, Value
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
 _SECONDS_BETWEEN = 5.0
-"""Between agreements where nothing is due: so long may a host that is told to stop wait for the others."""
+"""Between exchanges where nothing is due: so long may a host that is told to stop wait for the others."""
+
+
+def over_processes(accelerator: Accelerator, value: Value) -> list[Value]:
+    """Return what each of accelerate's processes gives, in their order. (On XLA there is one, for all devices.)"""
+    return [value] if accelerator.num_processes == 1 else gather_object([value])
 
 
 class HostAgreement:
     """Lets all processes of a run act alike: one a host on a mesh, or accelerate's.
 
-    They meet where arguments and counters call for a log, an evaluation or a save, at the end of an epoch, and
-    otherwise every few seconds: in as many steps as those took on the slowest host.
+    They exchange requests where arguments and counters call for a log, an evaluation or a save, at the end of an
+    epoch, and otherwise every few seconds: in as many steps as those took on the slowest host.
     """
 
     def __init__(self, runtime: Runtime, accelerator: Accelerator) -> None:
-        self._runtime = runtime
+        self._runtime, self._accelerator = runtime, accelerator
         self._by_accelerate = accelerator.num_processes > 1
         topology = runtime.topology()
         self.index = accelerator.process_index if self._by_accelerate else topology.process_index
         self.count = accelerator.num_processes if self._by_accelerate else topology.process_count
-        self._asked: set[str] = set()  # by callbacks of this process, between agreements
-        self._steps, self._batches = _Meetings(), _Meetings()
+        self._postponed: set[str] = set()  # requests of this process's callbacks, between exchanges
+        self._steps, self._batches = _Cadence(), _Cadence()
 
     def start(self, step: int) -> None:
         """Begin to train at ``step``; the first step is agreed about."""
         self._steps.start(step)
-        self._asked.clear()
+        self._postponed.clear()
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Return what every process gave, in their order. For small values; all processes take part."""
-        return gather_object([value]) if self._by_accelerate else self._runtime.all_gather_object(value)
+        if self._by_accelerate:
+            return over_processes(self._accelerator, value)
+        return self._runtime.all_gather_object(value)
 
     def decide(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        wishes: Mapping[str, bool],
+        requests: Mapping[str, bool],
         now: bool = False,
     ) -> dict[str, bool]:
-        """Set what ``control`` asks for to what any process asks for, and return ``wishes`` so agreed upon.
+        """Set in ``control`` what any process has set in its own, and return ``requests`` that any process has.
 
-        Between agreements nothing but stopping is asked for, by any process alone, and that waits for the next.
+        Between exchanges one process by itself can only request to stop, and that waits for the next.
 
         Args:
-            now: Whether all processes know that they meet, which they otherwise do where it is due.
+            now: Whether all processes know that they exchange requests, which they otherwise do where it is due.
         """
         if self.count == 1:
-            return dict(wishes)
-        asked = {name: getattr(control, name) or name in self._asked for name in _DECISIONS}
+            return dict(requests)
+        set_here = {name: getattr(control, name) or name in self._postponed for name in _DECISIONS}
         if not now and not self._is_due(args, state):
             self.postpone(control, _DECISIONS)
-            return dict.fromkeys(wishes, False)
-        own = asked | dict(wishes)
-        votes = self._meet(self._steps, state.global_step, tuple(own.values()))
+            return dict.fromkeys(requests, False)
+        own = set_here | dict(requests)
+        votes = self._exchange(self._steps, state.global_step, tuple(own.values()))
         decided = {name: any(vote[index] for vote in votes) for index, name in enumerate(own)}
         for name in _DECISIONS:
             setattr(control, name, decided[name])
-        self._asked.clear()
-        return {name: decided[name] for name in wishes}
+        self._postponed.clear()
+        return {name: decided[name] for name in requests}
 
-    def any_in_evaluation(self, batch: int, wish: bool) -> bool:
-        """Return whether any process wishes so after the evaluation's ``batch``, the first being 1."""
+    def any_in_evaluation(self, batch: int, request: bool) -> bool:
+        """Return whether any process has the request after the evaluation's ``batch``, the first being 1."""
         if self.count == 1:
-            return wish
+            return request
         if batch == 1:
             self._batches.start(0)
-        return self._batches.is_due(batch) and any(self._meet(self._batches, batch, wish))
+        return self._batches.is_due(batch) and any(self._exchange(self._batches, batch, request))
 
-    def _meet(self, meetings: "_Meetings", turn: int, vote: Value) -> list[Value]:
-        votes, paces = zip(*self.all_gather_object((vote, meetings.seconds_a_turn(turn))), strict=True)
-        meetings.met(turn, max(paces))
+    def _exchange(self, cadence: "_Cadence", turn: int, vote: Value) -> list[Value]:
+        votes, paces = zip(*self.all_gather_object((vote, cadence.seconds_a_turn(turn))), strict=True)
+        cadence.exchanged(turn, max(paces))
         return list(votes)
 
     def postpone(self, control: TrainerControl, names: Sequence[str] = _STOPS) -> None:
-        """Keep what a callback of this process asks for until all are asked."""
+        """Keep what this process's callbacks request until the next exchange."""
         if self.count == 1:
             return
         for name in names:
             if getattr(control, name):
-                self._asked.add(name)
+                self._postponed.add(name)
             setattr(control, name, False)
 
     def _is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Return whether all processes are asked now: by arguments and counters alone, which they share."""
+        """Return whether requests are exchanged now: by arguments and counters alone, which all processes share."""
         if self._steps.is_due(state.global_step) or float(state.epoch or 0).is_integer():
             return True
         scheduled = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
         return any(getattr(scheduled, name) for name in _DECISIONS)
 
 
-class _Meetings:
-    """When to meet next: in as many turns as take a few seconds on the slowest host, which all processes know."""
+class _Cadence:
+    """When the next exchange is: in as many turns as take a few seconds on the slowest host, which all know."""
 
     def __init__(self) -> None:
         self.start(0)
@@ -120,6 +127,6 @@ class _Meetings:
     def seconds_a_turn(self, turn: int) -> float:
         return (time.monotonic() - self._moment) / max(turn - self._last, 1)
 
-    def met(self, turn: int, slowest: float) -> None:
+    def exchanged(self, turn: int, slowest: float) -> None:
         self.start(turn)
         self._next = turn + max(1, int(_SECONDS_BETWEEN / max(slowest, 1e-3)))

@@ -1,19 +1,15 @@
-"""What is done by callbacks of ours, and around those of others, at a step, a save and an end."""
+"""What is done at the points of the loop where transformers calls callbacks only."""
 
 import contextlib
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .logs import resume_sums
-from .progress import say
+from .agreement import HostAgreement
+from .preemption import Preemption
 from .recompile_guard import RecompileGuard
-
-if TYPE_CHECKING:
-    from .device_trainer import DeviceTrainer
 
 _OWN = __package__.partition(".")[0]
 
@@ -57,31 +53,31 @@ def best_found_at(folder: str | None, checkpoint: str | None) -> Iterator[None]:
         TrainerState.load_from_json = own  # type: ignore[method-assign]
 
 
-class StepEdges(TrainerCallback):
-    """Calls components at points of the loop where only callbacks are called."""
+class StepCallback(TrainerCallback):
+    """Tells components where a training and its steps begin and end.
 
-    def __init__(self, trainer: "DeviceTrainer") -> None:
-        self._trainer = trainer
+    Args:
+        begin: Called when the model and its state are ready to train.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        agreement: HostAgreement,
+        preemption: Preemption,
+        recompiles: RecompileGuard,
+    ) -> None:
+        self._begin = begin
+        self._agreement, self._preemption, self._recompiles = agreement, preemption, recompiles
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        trainer = self._trainer
-        trainer.runtime.step_boundary()  # what placed and loaded the model is no part of the first step
-        resume_sums(trainer)
-        trainer.agreement.start(state.global_step)
-        trainer.find_best_again()
+        self._begin()
         # a resumed run compares this with its own argument, and would warn of a change on every mesh
         state.train_batch_size = args.per_device_train_batch_size
-        if trainer.runtime.compiles:
-            shared = int(trainer._accumulates)
-            shapes, announce = trainer.batch_plan.shapes, partial(say, trainer)
-            trainer.recompiles = RecompileGuard(trainer.runtime, shapes, shared, announce)
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.nonfinite.begin_step(self._trainer._tr_loss)
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.agreement.postpone(control)
+        self._agreement.postpone(control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.recompiles.check()
-        self._trainer.preemption.note_step(state.global_step, state.max_steps)
+        self._recompiles.check()
+        self._preemption.note_step(state.global_step, state.max_steps)

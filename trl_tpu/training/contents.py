@@ -14,7 +14,6 @@ from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.saver import Contents
 from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
 from ..modeling.adapters import complete_config, save_adapter_config
-from .logs import open_sums
 from .optimizer import bare
 from .preemption import Preemption
 from .same_run import settings_of
@@ -52,7 +51,7 @@ def _describe(trainer: "DeviceTrainer", folder: Path) -> None:
     sums: list[Any] = []
     if not args.save_only_model:  # first what all processes gather: a writer whose disk is full would leave them alone
         if keeps_state(trainer):
-            sums = open_sums(trainer)
+            sums = trainer.log_interval.state(trainer._tr_loss)
         _save_random_states(trainer, folder)
     _describe_model(trainer, path)
     if not args.save_only_model:

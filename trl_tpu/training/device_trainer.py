@@ -11,14 +11,12 @@ _build_accelerator_args             keep precision and batch dispatch out of acc
 _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh
-init_hf_repo                        one line where the Hub refuses
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
 floating_point_ops                  the same, counted
 _clip_grad_norm, _get_grad_norm     end the micro-batch; judge whether the step is finite
 _maybe_log_save_evaluate            all hosts decide alike; one stop of the device per log
-prediction_step, evaluation_loop    rewards stay on the device until the end
 save_model                          weights from their shards
 _save_checkpoint                    hand a checkpoint's contents to the `Checkpointer`
 _load_from_checkpoint               weights back into their shards
@@ -36,14 +34,14 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainerState
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerState
 
+from ..batching.batch_plan import BatchPlan
 from ..batching.mesh_loader import mesh_loader
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
@@ -52,37 +50,27 @@ from ..checkpoint.run_folder import SAVING, RunFolder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
 from ..checkpoint.state_dict import give_weights_on_host, read_trainer_state, whole_weights
 from ..checkpoint.storage import older_weights, replace_model_files
+from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
-from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
+from ..data.loader import outlive_sigterm, rows_of_step, skip_batches, skipping_with
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import complete_config
-from ..modeling.readers import saved_scale, set_scale
-from ..modeling.work import work_of_a_pair
 from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
 from .agreement import HostAgreement
-from .callbacks import StepEdges, best_found_at, keeping_all, watches_saves
+from .callbacks import StepCallback, best_found_at, keeping_all, watches_saves
 from .contents import contents_of, keeps_state
-from .evaluation import evaluate_batch, run_evaluation
-from .hub import making_repository, report_pushes
-from .logs import leave_nonfinite_out, log_step
-from .metrics import RewardMetrics
-from .nonfinite import NonfiniteGuard, limit_of
+from .hub import report_pushes
+from .log_interval import LogInterval, StepMetrics
+from .nonfinite import Counted, NonfiniteGuard, computes_in_float16
 from .optimizer import bare
 from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
-from .progress import use_own_progress
+from .progress import Progress
 from .recompile_guard import RecompileGuard
 from .same_run import check_alike, describe_run, order_of_pairs, settings_of
 from .step_state import StepState
-from .throughput import Throughput
-from .trackers import EvaluationTables
-
-if TYPE_CHECKING:
-    from ..batching.batch_plan import BatchPlan
-    from ..config.reward_config import RewardConfig
-    from ..evaluation.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -90,21 +78,31 @@ logger = logging.getLogger(__name__)
 class DeviceTrainer(Trainer):
     """A Trainer whose every step is one program on the device, and whose checkpoints are complete or invisible.
 
+    It knows batches by their shapes and what its steps measure by its sums: not what they are of.
+
     Args:
-        runtime: Of this process.
+        runtime: Of this process; the current one by default.
         batch_plan: How batches are laid out.
+        metrics: What steps add up beside the loss; it and the plan are `parts_for` the other arguments by default.
         kwargs: Those of `transformers.Trainer`; `args` is a `RewardConfig`.
     """
 
-    args: "RewardConfig"
+    args: RewardConfig
     model: PreTrainedModel  # or one of peft, which hands its attributes on
     shard_report: ShardReport | None = None
 
     def __init__(
-        self, *, runtime: Runtime | None = None, batch_plan: "BatchPlan | None" = None, **kwargs: Any
+        self,
+        *,
+        runtime: Runtime | None = None,
+        batch_plan: BatchPlan | None = None,
+        metrics: StepMetrics | None = None,
+        **kwargs: Any,
     ) -> None:
         self.runtime = runtime = runtime or current()
-        self.batch_plan = batch_plan = batch_plan or self.plan_batches(**kwargs)
+        if batch_plan is None or metrics is None:
+            batch_plan, metrics = self.parts_for(**kwargs)
+        self.batch_plan, self.metrics = batch_plan, metrics
         super().__init__(**kwargs)
         # Trainer computes a loss in evaluation only for models that return one, or when told so
         self.can_return_loss = True
@@ -119,12 +117,12 @@ class DeviceTrainer(Trainer):
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, self.accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
-        self.nonfinite = NonfiniteGuard(limit_of(self), runtime, args.device, self.accelerator)
-        self.reward_metrics = RewardMetrics(runtime, args.device, skips_nonfinite=self.nonfinite.is_on)
-        self.throughput = Throughput()
-        self.work_of_a_pair: float | None = None
-        """Operations that an average pair of the training data needs, where that is known."""
-        self.recompiles = RecompileGuard(runtime, None)  # training begins with one that knows its plan
+        counts_nonfinite = keeps_state(self) and not computes_in_float16(args, self.model)
+        limit = args.nonfinite_limit if counts_nonfinite else 0
+        self.nonfinite = NonfiniteGuard(limit, runtime, args.device, self.accelerator)
+        self.log_interval = LogInterval(runtime, args.device, self.accelerator, metrics, self.nonfinite)
+        progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
+        self.recompiles = RecompileGuard(runtime, logger.info if progress is None else progress.say)
         self.checkpointer = Checkpointer(
             runtime,
             self.agreement,
@@ -148,13 +146,15 @@ class DeviceTrainer(Trainer):
             accumulates=self._accumulates or batch_plan.accumulates,
             scanned=args.remat_policy if args.scan_layers else None,
         )
-        use_own_progress(self)
-        self.evaluated_rewards: tuple[str, torch.Tensor] | None = None
-        """The prefix of the last evaluation's metrics, and its rewards [N, 2] on the host."""
-        self.verdicts: dict[str, Verdict] = {}
-        """The verdict of the last evaluation, by the prefix of its metrics."""
-        self.add_callback(StepEdges(self))
-        self.add_callback(EvaluationTables(self))  # behind the trackers' own
+        for callback in (progress, StepCallback(self._begin, self.agreement, self.preemption, self.recompiles)):
+            if callback is not None:
+                self.add_callback(callback)
+
+    def parts_for(
+        self, *, args: RewardConfig, model: Any, processing_class: Any, train_dataset: Any, **kwargs: Any
+    ) -> tuple[BatchPlan, StepMetrics]:
+        """Return the plan and the metrics of a class that gave none, from what it gave `transformers.Trainer`."""
+        raise NotImplementedError
 
     # ---- a run
 
@@ -172,13 +172,9 @@ class DeviceTrainer(Trainer):
                 arguments, data or checkpoints.
         """
         preemption = self.preemption
-        preemption.start()
-        self.best_model_lost = None
-        self.work_of_a_pair = work_of_a_pair(self.model, self.train_dataset)  # before layers are a loop
-        self.reward_metrics.forget_scale()
-        set_scale(self.model.config, None)
-        self.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), self.remote, self.args.should_save)
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
+            self.best_model_lost = None
+            self.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), self.remote, self.args.should_save)
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 with best_found_at(self._best, checkpoint):
@@ -198,15 +194,6 @@ class DeviceTrainer(Trainer):
             self.at_late_sigterm()
         return output
 
-    def _check_there_is_a_batch(self) -> None:
-        batch = self.args.train_batch_size * self.accelerator.num_processes
-        if self.args.dataloader_drop_last and has_length(self.train_dataset) and len(self.train_dataset) < batch:
-            raise UserError(
-                f"There would be no step: dataloader_drop_last leaves out a batch that is not full, and the "
-                f"{len(self.train_dataset)} pairs of the train dataset do not fill one of {batch}. Leave it out, or "
-                "make batches smaller."
-            )
-
     def _together(self, action: Callable[[], None]) -> None:
         """Do something in every process, and raise in all what any one raised."""
         if (failure := failure_anywhere(action, self.agreement.all_gather_object)) is not None:
@@ -214,7 +201,6 @@ class DeviceTrainer(Trainer):
 
     def _checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
         """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
-        self._check_there_is_a_batch()
         self.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
         if self.runtime.shares_mesh and self.agreement.count > 1:
             own = self.order | describe_run(self.args, self.eval_dataset, resume)
@@ -237,9 +223,18 @@ class DeviceTrainer(Trainer):
                 logger.warning("The best checkpoint so far, %s, is not there any more.", self._best)
         return checkpoint
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        with making_repository(self.args):
-            super().init_hf_repo(token, private)
+    def _begin(self) -> None:
+        """Begin to count, or go on counting: the model and all state are ready for the first step."""
+        self.runtime.step_boundary()  # what placed and loaded them is no part of it
+        progress, self.checkpoints.progress = self.checkpoints.progress, None
+        parts = [] if progress is None else progress["processes"]
+        self._tr_loss, open_loss = self.log_interval.start(self.state.global_step, parts)
+        if progress is not None:
+            self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
+            self._globalstep_last_logged = progress["logged_step"]
+        self.agreement.start(self.state.global_step)
+        self.find_best_again()
+        self.recompiles.start(self.batch_plan.shapes, shared_programs=int(self._accumulates))
 
     @property
     def stopped_by(self) -> str | None:
@@ -297,10 +292,13 @@ class DeviceTrainer(Trainer):
     ) -> DataLoader:
         collate = self.batch_plan.collator(dataset, batch_size, self.data_collator)
         if not self.runtime.compiles:
-            with collating_with(self, collate):
+            own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
+            try:
                 loader = super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
                 )
+            finally:
+                self.data_collator = own
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
             inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
             return loader
@@ -338,6 +336,8 @@ class DeviceTrainer(Trainer):
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
         *accumulated, last = micro_batches_of(inputs)
         self._end_micro_batch()
+        if self.nonfinite.is_on:
+            self.nonfinite.begin(self._tr_loss)
         for rows in accumulated:
             self._tr_loss += self._micro_batch(model, rows, num_items_in_batch, updates=self._accumulates)
             self.runtime.step_boundary()
@@ -400,8 +400,8 @@ class DeviceTrainer(Trainer):
             self.runtime.step_boundary()  # what the step has recorded is its own program
         self.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
-            log_step(self, tr_loss, grad_norm, start_time, learning_rate)
-        self.throughput.pause()
+            self._log_step(tr_loss, grad_norm, start_time, learning_rate)
+        self.metrics.pause()
         try:
             with preemption.cutting_evaluations_short():
                 super()._maybe_log_save_evaluate(
@@ -415,53 +415,48 @@ class DeviceTrainer(Trainer):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.recompiles.resume()
-        self.throughput.resume()
+        self.metrics.resume()
         if acts:  # whereupon callbacks may have asked to stop
             self.agreement.decide(self.args, self.state, self.control, {}, now=True)
 
-    # ---- evaluation
-
-    def prediction_step(
+    def _log_step(
         self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss, the rewards [P, 2] and labels [P] of one batch, on the device; zeros, as TRL's old ones."""
-        loss, rewards_P2 = evaluate_batch(self, model, self._prepare_inputs(inputs))
-        if prediction_loss_only or rewards_P2 is None:
-            return loss, None, None
-        return loss, rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
+        loss_sum_1: torch.Tensor,
+        grad_norm: torch.Tensor | float | None,
+        start_time: float,
+        learning_rate: float | None,
+    ) -> None:
+        """Log what was added up since the last log.
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        self.callback_handler.eval_dataloader = dataloader
-        return run_evaluation(self, dataloader, ignore_keys, metric_key_prefix)
+        Raises:
+            FloatingPointError: Too many steps in a row were not finite.
+        """
+        step = self.state.global_step
+        rate = self._get_learning_rate() if learning_rate is None else learning_rate
+        closed = self.log_interval.close(loss_sum_1, grad_norm, rate, step, step - self._globalstep_last_logged)
+        self.recompiles.settle()
+        self._tr_loss = self.nonfinite.start_loss_sum()
+        self._total_loss_scalar += closed.loss_sum
+        self._globalstep_last_logged = step
+        self.store_flos()
+        self.log(closed.logs, start_time)
+        self._stop_if_nonfinite(closed.counted)
 
-    def plan_batches(
-        self, *, args: "RewardConfig", model: Any, processing_class: Any, train_dataset: Any, **kwargs: Any
-    ) -> "BatchPlan":
-        """Plan the batches of a subclass that gave none, from what it gave `transformers.Trainer`."""
-        raise NotImplementedError
-
-    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the rewards [P, 2] in what `compute_loss` returned beside the loss; None where there are none."""
-        raise NotImplementedError
-
-    def evaluated_pairs(self, count: int) -> Any:
-        """Return the dataset whose first ``count`` pairs an evaluation was on, in order; None if that is not known."""
-        return None
-
-    def predictions_of(self, rewards_P2: torch.Tensor) -> torch.Tensor:
-        """Return what metrics are computed from."""
-        return rewards_P2
+    def _stop_if_nonfinite(self, counted: Counted) -> None:
+        """End the run if too many steps in a row were not finite, with the first of them and its rows named."""
+        if not counted.reached_at:
+            return
+        last = self.state.global_step - counted.taken + counted.reached_at
+        first = last - self.nonfinite.limit + 1
+        loader = self.callback_handler.train_dataloader
+        rows = rows_of_step(loader, first, self.args.gradient_accumulation_steps)
+        weights = "not saved, as save_strategy='no'"
+        if self.args.save_strategy != "no":
+            self._save_checkpoint(self.model, None)
+            self.checkpointer.wait()
+            saved = self.checkpointer.latest not in self.checkpointer.failed
+            weights = f"in checkpoint-{self.state.global_step}" if saved else "not saved, as the log says"
+        raise FloatingPointError(self.nonfinite.explain(first, last, rows, weights))
 
     # ---- checkpoints
 
@@ -542,13 +537,15 @@ class DeviceTrainer(Trainer):
             self.best_model_lost = f"{best}: {'; '.join(faults)}"
             logger.error("The best model is LOST, and the last one is in its place: %s.", self.best_model_lost)
         elif self.checkpoints.load_weights(self.model, folder):
-            self.reward_metrics.evaluated = saved_scale(folder)
-            set_scale(self.model.config, self.reward_metrics.scale)
+            self.note_best(folder)
             logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
         else:  # it has no state of ours, but a model's files
             self.state.best_model_checkpoint = folder
             super()._load_best_model()
             self.state.best_model_checkpoint = best
+
+    def note_best(self, folder: str) -> None:
+        """Note that the best model has been loaded, from ``folder``: for what a subclass keeps beside weights."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -573,7 +570,7 @@ class DeviceTrainer(Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._step_state.unstack()  # before the best model is loaded and callbacks look at the model
         if self.nonfinite.is_on:
-            leave_nonfinite_out(self)
+            self._leave_nonfinite_out()
         self.checkpointer.wait()  # one that is written may delete older ones by the limit
         if self.accelerator.num_processes > 1:
             self.accelerator.wait_for_everyone()  # launchers end all processes when one has ended
@@ -588,3 +585,14 @@ class DeviceTrainer(Trainer):
         if self.checkpointer.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(self.checkpointer.failed))
         return result
+
+    def _leave_nonfinite_out(self) -> None:
+        """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""
+        counts, open_loss = self.runtime.fetch([self.nonfinite.device_counts, self._tr_loss])
+        self._stop_if_nonfinite(self.nonfinite.close(counts))
+        if self.nonfinite.total:
+            steps = self.state.global_step - self._initial_global_step
+            finite = steps - self.nonfinite.total
+            total = self._total_loss_scalar + open_loss.item()
+            self._tr_loss = self.nonfinite.start_loss_sum()
+            self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")

@@ -1,16 +1,16 @@
 """What is logged about rewards: sums and counts on the device, read once per log and divided on the host."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
 from ..modeling.readers import RewardScale
+from ..parallel.chips import peak_flops_of
 from ..runtime import Runtime
+from .throughput import Throughput
 
 _SAMPLE = 512  # pairs, of which the last ones are the sample that rewards are measured on
 _CARRY = 2**30  # tokens, of which a run may have more between two logs than int32 holds, and TPUs have no int64
@@ -41,9 +41,10 @@ class RewardMetrics:
     """
 
     def __init__(self, runtime: Runtime, device: torch.device, skips_nonfinite: bool = False) -> None:
-        self._runtime = runtime
-        self._device = device
-        self._skips_nonfinite = skips_nonfinite
+        self._runtime, self._device, self._skips_nonfinite = runtime, device, skips_nonfinite
+        self.work_of_a_pair: float | None = None
+        """Operations that an average pair of the training data needs, where that is known."""
+        self._throughput = Throughput()
         self.num_tokens = 0  # in all batches up to the last read, over resumes
         self.evaluated: RewardScale | None = None
         """How large rewards were in the last evaluation."""
@@ -96,40 +97,51 @@ class RewardMetrics:
         """The open sums; fetched, they are what `on_host` reads."""
         return [self._counts, self._tokens, self._sums, self._lowest, self._highest]
 
-    def close(self, sums: RewardSums) -> dict[str, float]:
-        """Log ``sums``, the open ones (of all processes together), and start anew."""
+    def start(self, step: int, parts: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
+        """Begin a run, or go on after ``step`` from the ``parts`` that each process had saved.
+
+        Where there is another ``count`` of processes now, the first takes all sums.
+        """
+        everyone = [RewardSums(**part["open"]) for part in parts]
+        before, peak = sum(everyone, RewardSums()), peak_flops_of(self._runtime.chip())
+        peak = None if peak is None else peak * self._runtime.topology().devices
+        self._throughput.start(self.work_of_a_pair, peak, before, step)
+        self.evaluated = None
+        self._windows.clear()
+        if parts:
+            self.num_tokens = parts[0]["num_tokens"]
+            self._load(everyone[index] if len(parts) == count else before if index == 0 else RewardSums())
+
+    def pause(self) -> None:
+        """Leave the time until `resume` out of rates."""
+        self._throughput.pause()
+
+    def resume(self) -> None:
+        """Measure time again."""
+        self._throughput.resume()
+
+    def tokens_so_far(self, fetched: Sequence[list[torch.Tensor]]) -> int:
+        """Return how many tokens training has seen, those since the last log in ``fetched``, of each process."""
+        return self.num_tokens + sum(on_host(sums).tokens for sums in fetched)
+
+    def close(self, fetched: Sequence[list[torch.Tensor]], step: int) -> dict[str, float]:
+        """Return what is logged of the open sums of each process, and start anew."""
+        sums = sum(map(on_host, fetched), RewardSums())
         self.num_tokens += sums.tokens
         self._windows.append(sums)
         while sum(each.pairs for each in self._windows) - self._windows[0].pairs >= _SAMPLE:
             self._windows.popleft()
         self._load(RewardSums())
-        return {"num_tokens": self.num_tokens, **sums.metrics()}
+        return {"num_tokens": self.num_tokens, **sums.metrics(), **self._throughput.close(sums, step)}
 
     @property
     def scale(self) -> RewardScale | None:
         """How large rewards were: of the last evaluation, else of the last logs that have `_SAMPLE` pairs together."""
         return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last pairs of training")
 
-    def forget_scale(self) -> None:
-        """Begin to measure rewards anew: the weights will be others."""
-        self.evaluated = None
-        self._windows.clear()
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to log the same numbers: the open sums and the tokens so far."""
         return {"num_tokens": self.num_tokens, "open": vars(on_host(self._runtime.fetch(self.device_sums)))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_tokens = state["num_tokens"]
-        self._load(RewardSums(**state["open"]))
-
-
-def over_processes(accelerator: Accelerator, sums: RewardSums, loss: float) -> tuple[RewardSums, float]:
-    """Sum the metrics and average the loss over accelerate's processes (on XLA there is one, for all devices)."""
-    if accelerator.num_processes == 1:
-        return sums, loss
-    everyone = gather_object([(sums, loss)])
-    return sum((each for each, _ in everyone), RewardSums()), sum(each for _, each in everyone) / len(everyone)
 
 
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:

@@ -1,23 +1,21 @@
 """Steps whose loss or gradient is NaN or infinite: counted on the device, and their updates not taken.
 
 Nothing here reads the device within a step on XLA: a step that is finite and one that is not are the same program, in
-which every new value of weights and optimizer state is chosen over the old one, or is not. Plain torch, for which
-a read costs nothing, asks before the update instead, and so needs no second copy of the state.
+which every new value of weights and optimizer state is chosen over the old one, or is not. Plain torch reads before
+the update instead, and so needs no second copy of the state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.optim import Optimizer
 
 from ..runtime import Runtime
 from .optimizer import bare, state_on_device
-
-if TYPE_CHECKING:
-    from .device_trainer import DeviceTrainer
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,9 @@ class Counted:
     reached_at: int  # the step, the first being 1, at which `in_a_row` reached the limit; 0 if it did not
 
 
-def limit_of(trainer: "DeviceTrainer") -> int:
-    """Return `nonfinite_limit`, or 0 where such steps are ordinary: in float16, and under accelerate's wrappers."""
-    args, parameters = trainer.args, trainer.model.parameters()
-    is_half = args.mixed_precision == "fp16" or any(parameter.dtype == torch.float16 for parameter in parameters)
-    is_wrapped = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    return 0 if is_half or is_wrapped else args.nonfinite_limit
+def computes_in_float16(args: Any, model: nn.Module) -> bool:
+    """Return whether steps that are not finite are ordinary: a loss scale skips them, and finds its size by them."""
+    return args.mixed_precision == "fp16" or any(each.dtype == torch.float16 for each in model.parameters())
 
 
 class NonfiniteGuard:
@@ -65,6 +60,7 @@ class NonfiniteGuard:
         """Begin a run."""
         self.total = 0  # nonfinite steps of this run up to the last log
         self._seen_1 = self.finite_1 = self._to_device(torch.ones(1, dtype=torch.bool))
+        self._has_begun = False
         self._load(0, 0, 0, 0)
 
     def start_loss_sum(self) -> torch.Tensor:
@@ -72,13 +68,14 @@ class NonfiniteGuard:
         self._sum_before_1, self._known_sum = (self._to_device(torch.zeros(1)) for _ in range(2))
         return self._known_sum
 
-    def begin_step(self, loss_sum_1: torch.Tensor) -> None:
-        """Have the sum of the losses up to here, which is that after the step too if it is not finite.
+    def begin(self, loss_sum_1: torch.Tensor) -> None:
+        """Begin a step, if none has begun. Its sum of losses is that after it, too, if it is not finite.
 
         `start_loss_sum` and the step before provide it; whatever else sets it, as resuming may, costs an execution.
         """
-        if loss_sum_1 is not self._known_sum:
+        if not self._has_begun and loss_sum_1 is not self._known_sum:
             self._sum_before_1, self._known_sum = loss_sum_1.clone(), loss_sum_1
+        self._has_begun = True
 
     @torch.no_grad()
     def see(self, loss: torch.Tensor) -> None:
@@ -93,7 +90,7 @@ class NonfiniteGuard:
             The sum of the losses, without this step's if it is not finite.
         """
         finite_1 = self._seen_1 & torch.isfinite(torch.as_tensor(gradient_norm, device=self._device))
-        self._seen_1 = torch.ones_like(finite_1)
+        self._seen_1, self._has_begun = torch.ones_like(finite_1), False
         if self._accelerator.num_processes > 1:  # each has a loss of its own
             finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
         self._count(finite_1)
@@ -112,7 +109,7 @@ class NonfiniteGuard:
         self.device_counts = torch.stack([taken, nonfinite, in_a_row, reached_at])
 
     def skip_on_device(self, optimizer: Optimizer) -> None:
-        """Let steps of ``optimizer``, whose state exists already, come to nothing where they are not finite."""
+        """Skip updates of ``optimizer``, whose state exists already, where the step is not finite."""
         if self.is_on:
             DeviceSkip(optimizer, self, self._runtime)
 
@@ -123,13 +120,12 @@ class NonfiniteGuard:
             rows: Of the training dataset, whose pairs were in step ``first``; None if unknown.
             weights: Where they are, in a few words.
         """
-        pairs = f"are the rows {_some(rows)} of the trainer's train_dataset" if rows else "are not known by their rows"
+        named = "not known by their rows" if rows is None else f"rows {rows[:16]} of the trainer's train_dataset"
         return (
-            f"The loss or the gradient of {self.limit} steps in a row, {first} to {last}, was NaN or "
-            f"infinite (nonfinite_limit={self.limit}). No update was taken from them: the weights are "
-            f"finite still, those after step {first - 1} ({weights}). The pairs of step {first} {pairs}. Look for "
-            "faults in these pairs and in the model's own weights, or lower learning_rate; nonfinite_limit=0 trains "
-            "on without these checks."
+            f"The loss or the gradient of {self.limit} steps in a row, {first} to {last}, was NaN or infinite "
+            f"(nonfinite_limit={self.limit}). No update was taken from them: the weights are those after step "
+            f"{first - 1} ({weights}). The pairs of step {first} are {named}. Look for faults in them and in the "
+            "model's own weights, or lower learning_rate; nonfinite_limit=0 trains on without these checks."
         )
 
     def close(self, fetched: torch.Tensor) -> Counted:
@@ -156,7 +152,7 @@ class NonfiniteGuard:
 
 
 class DeviceSkip:
-    """Lets an optimizer's step on an XLA device come to nothing where it is not finite, without reading whether it is.
+    """Skips an optimizer's update on an XLA device where the step is not finite, without reading whether it is.
 
     Old values of weights and state live only within the recorded step, so that the compiled one still updates in
     place. This needs the state beforehand: if an optimizer makes it in its first step, that step is read instead.
@@ -185,10 +181,6 @@ class DeviceSkip:
         for tensor, old in self._old:
             tensor.copy_(torch.where(finite, tensor, old))
         self._old = []
-
-
-def _some(rows: Sequence[int]) -> str:
-    return ", ".join(map(str, rows[:16])) + (", ..." if len(rows) > 16 else "")
 
 
 def drop_gradients(optimizer: Optimizer) -> None:

@@ -10,18 +10,15 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop
-from transformers.optimization import Adafactor
+from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 
-from ..errors import UserError
 from ..parallel.shard import zeros_laid_out_like
 from ..runtime import PartitionSpec, Runtime
 
 logger = logging.getLogger(__name__)
 
 # torch's capturable Adam divides by the learning rate, so that 0 makes NaN of a parameter whose gradient was always 0.
-# This rate moves nothing: its product with any update is far below what float32 resolves beside a weight. (It is no
-# number that anybody writes, as Adafactor's eps of 1e-30: torch_xla uploads equal numbers as one.)
+# This rate moves nothing: its product with any update is far below what float32 resolves beside a weight.
 _SMALLEST_RATE = 1.1e-30
 _ALMOST_1 = 1 - 2**-24  # the float32 before 1
 
@@ -35,19 +32,13 @@ ParameterSpecs = Mapping[Any, PartitionSpec]
 def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSpecs) -> None:
     """Create the optimizer's state before the first step, laid out like its parameters, and its learning rate as data.
 
-    An optimizer that is not known here makes its state itself in step 1, where it is laid out too: one more program.
+    Another optimizer than Adam makes its state itself in step 1, where it is laid out too: one more program.
 
     Args:
         optimizer: Over parameters on the device.
         runtime: Theirs.
         specs: The mesh axes of the parameters' dimensions; a parameter that is not in it is whole on every device.
-
-    Raises:
-        UserError: For an optimizer that would read every parameter from the device in each step.
     """
-    if isinstance(optimizer, Adafactor):
-        _check_adafactor(optimizer)
-        optimizer.register_step_post_hook(_drop_sizes)
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
@@ -57,7 +48,9 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSp
     else:
         _replace_rates(optimizer, _keep_from_0_and_1)
     _let_state_wait(optimizer, runtime)
-    if not _create_state(optimizer, runtime, specs):
+    if isinstance(optimizer, Adam):  # AdamW is one
+        _create_state(optimizer, runtime)
+    else:
         _lay_out_new_state(optimizer, runtime, specs)
     runtime.step_boundary()
 
@@ -65,61 +58,14 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSp
 # ---- state
 
 
-def _create_state(optimizer: Optimizer, runtime: Runtime, specs: ParameterSpecs) -> bool:
-    """Make the state of every parameter; False, and none, where an optimizer's first step is like no other."""
-    states: dict[torch.Tensor, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = _first_state(optimizer, group, parameter, runtime, specs.get(parameter))
-            if state is None:
-                return False
-            if state:
-                states[parameter] = state
-    if states and "capturable" in optimizer.defaults:
-        steps = runtime.to_device(torch.zeros(len(states)), next(iter(states)).device).unbind()
-        for state, step in zip(states.values(), steps, strict=True):
-            state["step"] = step.clone()
-    for parameter, state in states.items():
-        optimizer.state[parameter] = state
-    return True
-
-
-def _first_state(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    parameter: torch.Tensor,
-    runtime: Runtime,
-    spec: PartitionSpec | None,
-) -> dict[str, Any] | None:
-    """Return what the optimizer itself would begin with, but for the count of steps of capturable ones."""
-
-    def zeros() -> torch.Tensor:
-        return zeros_laid_out_like(parameter)
-
-    if isinstance(optimizer, Adam):  # AdamW is one
-        return {name: zeros() for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"])}
-    if isinstance(optimizer, SGD):
-        if group["momentum"] and group["dampening"]:
-            return None  # the first step does not dampen
-        return {"momentum_buffer": zeros()} if group["momentum"] else {}
-    if isinstance(optimizer, Adagrad):
-        return {"step": torch.tensor(0.0), "sum": zeros() + group["initial_accumulator_value"]}
-    if isinstance(optimizer, RMSprop):
-        extra = ["momentum_buffer"] * (group["momentum"] > 0) + ["grad_avg"] * group["centered"]
-        return {name: zeros() for name in ("square_avg", *extra)}
-    if isinstance(optimizer, Adafactor):
-        # its first decay, 1 - step ** -0.8, would be exactly 0 at step 1; here it is 1e-15
-        state: dict[str, Any] = {"step": 1e-15, "RMS": 0}
-        if group["beta1"] is not None:
-            state["exp_avg"] = zeros()
-        if parameter.dim() < 2:
-            return state | {"exp_avg_sq": zeros()}
-        rows, columns = zeros().sum(dim=-1), zeros().sum(dim=-2)
-        if spec is not None:
-            rows = runtime.constrain(rows, spec[:-1])
-            columns = runtime.constrain(columns, (*spec[:-2], spec[-1]))
-        return state | {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
-    return None
+def _create_state(optimizer: Adam, runtime: Runtime) -> None:
+    """Make the state of every parameter, as the optimizer itself would in its first step."""
+    parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    steps = runtime.to_device(torch.zeros(len(parameters)), parameters[0][0].device).unbind()
+    for (parameter, group), step in zip(parameters, steps, strict=True):
+        names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
+        zeros = {name: zeros_laid_out_like(parameter) for name in names}
+        optimizer.state[parameter] = {"step": step.clone(), **zeros}
 
 
 def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
@@ -151,7 +97,7 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: ParameterS
     """Lay the state that the first step makes out before that step is executed."""
     logger.warning(
         f"{type(optimizer).__name__} makes its state in its first step, so steps 1 and 2 are compiled separately. "
-        "Adam, AdamW, SGD (without dampening), RMSprop, Adagrad and transformers' Adafactor compile once."
+        "Adam and AdamW compile once."
     )
 
     is_new = [True]  # a hook cannot remove itself while hooks are called
@@ -166,21 +112,6 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: ParameterS
                     state[name] = runtime.constrain(value, specs[parameter])
 
     optimizer.register_step_post_hook(lay_out)
-
-
-def _check_adafactor(optimizer: Adafactor) -> None:
-    if any(group["scale_parameter"] for group in optimizer.param_groups):
-        raise UserError(
-            "Adafactor with scale_parameter=True chooses its step by comparing each parameter's size on the host, "
-            "which stops an XLA device for every parameter of every step. Use scale_parameter=False and a learning "
-            "rate, as optim='adafactor' does, or train on plain torch with USE_TORCH_XLA=0."
-        )
-
-
-def _drop_sizes(optimizer: Optimizer, *_: object) -> None:
-    """Forget the parameters' sizes, which nothing reads; kept, they make another program of the second step."""
-    for state in optimizer.state.values():
-        state["RMS"] = 0
 
 
 # ---- learning rate

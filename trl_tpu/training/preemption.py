@@ -60,7 +60,7 @@ class EvaluationCutShort(Exception):
 class Preemption:
     """Saves and stops a run before its time: at a SIGTERM, a time limit, an interval between saves.
 
-    What one process wishes at the end of a step is decided on by all of them together.
+    What one process requests at the end of a step is decided on by all of them together.
 
     Args:
         time_limit: How long one `train()` may take; None for as long as it takes.
@@ -77,8 +77,8 @@ class Preemption:
         """What ended training before its end: `SIGTERM` or `TIME_LIMIT`."""
         self.told_to_stop = False
         """Whether a SIGTERM has come to this process."""
-        self.wishes = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
-        """What this process wished at the end of the last step."""
+        self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
+        """What this process requested at the end of the last step."""
         self.cuts_evaluations_short = False
         """Whether an evaluation that runs now ends at a SIGTERM, and the step that it belongs to is saved."""
         self._saved_step = -1
@@ -91,6 +91,7 @@ class Preemption:
         Args:
             listens: False where somebody else handles it. Only the main thread may have a handler.
         """
+        self.start()
         if not listens or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -119,9 +120,9 @@ class Preemption:
             self.cuts_evaluations_short = False
 
     def note_step(self, step: int, max_steps: int) -> None:
-        """Note the end of ``step``, and what is wished by then."""
+        """Note the end of ``step``, and what is requested by then."""
         now = time.monotonic()
-        self.wishes = {
+        self.requests = {
             SIGTERM: self.told_to_stop,
             TIME_LIMIT: _is_over(self._time_limit, now - self._started) and step < max_steps,
             SAVE_INTERVAL: _is_over(self._save_interval, now - self._last_save),
@@ -131,15 +132,15 @@ class Preemption:
         self, agreement: HostAgreement, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> bool:
         """Let all processes log, evaluate, save and stop alike; return whether this step must be saved."""
-        wishes = agreement.decide(args, state, control, self.wishes)
+        requests = agreement.decide(args, state, control, self.requests)
         if self.stopped_by is not None:  # what the end of an epoch, cut short or not, asks for once more
             control.should_log = control.should_evaluate = control.should_save = False
             return True
-        reason = next((name for name in (SIGTERM, TIME_LIMIT) if wishes[name]), None)
+        reason = next((name for name in (SIGTERM, TIME_LIMIT) if requests[name]), None)
         if reason is not None:
             self.stop(reason, args, state, control)
-        control.should_save |= wishes[SAVE_INTERVAL] and not self.has_saved(state.global_step)
-        return reason is not None or wishes[SAVE_INTERVAL]
+        control.should_save |= requests[SAVE_INTERVAL] and not self.has_saved(state.global_step)
+        return reason is not None or requests[SAVE_INTERVAL]
 
     def stop(self, reason: str, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Decide to save, and to stop. After the last step of an epoch, what its end asks for is done here and now."""

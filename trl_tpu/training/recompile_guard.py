@@ -20,27 +20,26 @@ class RecompileGuard:
 
     Args:
         runtime: Counts compiles.
-        planned_shapes: How many batch shapes the loader plans; None when it cannot know.
-        shared_programs: Programs that are compiled once (the optimizer's update, when gradients accumulate).
         announce: Told what is about to be compiled, and "" when it has been.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        planned_shapes: int | None,
-        shared_programs: int = 0,
-        announce: Callable[[str], None] = lambda what: None,
-    ) -> None:
-        self._runtime = runtime
-        self._allowed = shared_programs + (planned_shapes or 1)
-        self._planned_shapes = planned_shapes
-        self._announce, self._announced = announce, False
-        self._shapes: Counter[str] = Counter()
-        self._evaluated: set[str] = set()
-        self._compiled = 0
-        self._mark = runtime.compile_count()
-        self._warned_at = 0
+    def __init__(self, runtime: Runtime, announce: Callable[[str], None] = lambda what: None) -> None:
+        self._runtime, self._announce = runtime, announce
+        self._announced = False
+        self.start(None)
+
+    def start(self, planned_shapes: int | None, shared_programs: int = 0) -> None:
+        """Begin a run.
+
+        Args:
+            planned_shapes: How many batch shapes the loader plans; None when it cannot know.
+            shared_programs: Programs that are compiled once (the optimizer's update, when gradients accumulate).
+        """
+        self._planned_shapes, self._allowed = planned_shapes, shared_programs + (planned_shapes or 1)
+        self._seen: Counter[str] = Counter()
+        self._evaluated: Counter[str] = Counter()
+        self._compiled = self._warned_at = 0
+        self.resume()
 
     def see(self, batch: Mapping[str, Any], updates: bool = True) -> None:
         """Note the shapes of a batch that a step is about to use, when the one before it has run.
@@ -48,20 +47,20 @@ class RecompileGuard:
         Args:
             updates: Whether its program can be one that also updates the weights, which is another program.
         """
-        shape = _shape_of(batch) + ("" if updates else ", without an update")
-        self._shapes[shape] += 1
-        self.settle()
-        if self._shapes[shape] == 1:
-            planned = "" if self._planned_shapes is None else f" of {self._planned_shapes}"
-            self._announce(f"compiling shape {len(self._shapes)}{planned}")
-            self._announced = True
+        planned = "" if self._planned_shapes is None else f" of {self._planned_shapes}"
+        self._note(self._seen, _shapes_of(batch) + ("" if updates else ", without an update"), planned)
 
     def see_evaluated(self, batch: Mapping[str, Any]) -> None:
         """Note the shapes of a batch that an evaluation is about to use, only to tell what it waits for."""
+        self._note(self._evaluated, _shapes_of(batch), " for evaluation")
+
+    def _note(self, seen: Counter[str], shapes: str, which: str) -> None:
+        if not self._runtime.compiles:
+            return
         self.settle()
-        if (shape := _shape_of(batch)) not in self._evaluated:
-            self._evaluated.add(shape)
-            self._announce(f"compiling shape {len(self._evaluated)} for evaluation")
+        seen[shapes] += 1
+        if seen[shapes] == 1:
+            self._announce(f"compiling shape {len(seen)}{which}")
             self._announced = True
 
     def settle(self) -> None:
@@ -75,6 +74,7 @@ class RecompileGuard:
         self._compiled += self._runtime.compile_count() - self._mark
 
     def resume(self) -> None:
+        """Count again."""
         self._mark = self._runtime.compile_count()
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ class RecompileGuard:
         excess = self._compiled - self._allowed
         if excess > 0 and excess >= 2 * self._warned_at:
             self._warned_at = excess
-            shapes = "; ".join(f"{shape} ({count} times)" for shape, count in self._shapes.most_common(8))
+            shapes = "; ".join(f"{shape} ({count} times)" for shape, count in self._seen.most_common(8))
             planned = "not planned" if self._planned_shapes is None else f"planned: {self._planned_shapes}"
             logger.warning(
                 f"The training step was compiled {self._compiled} times, {excess} more than planned; each compile can "
@@ -93,5 +93,5 @@ class RecompileGuard:
             )
 
 
-def _shape_of(batch: Mapping[str, Any]) -> str:
+def _shapes_of(batch: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {list(value.shape)}" for key, value in batch.items() if isinstance(value, torch.Tensor))

@@ -1,0 +1,150 @@
+"""Settings that would do nothing or something else than they say, each with what to do instead.
+
+What transformers, torch or accelerate refuse by themselves, by name and before training, is left to them.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from .. import runtime
+from ..errors import UserError
+from ..runtime import Remat
+from .metric_names import LENGTH_METRICS, METRICS
+
+_PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
+
+#: Settings that XLA cannot honor, and what to do instead.
+XLA_LIMITS = {
+    "fsdp": "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)",
+    "deepspeed": "shard with mesh='fsdp=-1', which is ZeRO-3 without DeepSpeed",
+    "parallelism_config": "arrange the devices with mesh",
+    "use_liger_kernel": "leave it out: its Triton kernels are for GPUs, and XLA fuses by itself",
+    "auto_find_batch_size": "set per_device_train_batch_size: every size tried would be compiled anew",
+    "torch_compile": "leave it out: XLA compiles every step already",
+    "fp16": "use bf16=True: XLA devices have no float16 loss scaling",
+    "fp16_full_eval": "leave it out: evaluation runs in the training precision",
+    "bf16_full_eval": "leave it out: with bf16=True evaluation computes in bfloat16 already",
+    "use_cpu": f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}",
+    "include_num_input_tokens_seen": "read num_tokens in the logs, which counts them without stopping the device",
+    "neftune_noise_alpha": f"leave it out, or {_PLAIN_TORCH}",
+    "torch_empty_cache_steps": "leave it out: XLA plans memory when it compiles",
+}
+#: The same of several hosts.
+HOSTS_LIMITS = {
+    "enable_jit_checkpoint": (
+        "it saves on the host that is told to stop, and the others would wait for it. Leave it out: a SIGTERM to any "
+        "host lets all of them save and stop"
+    ),
+}
+#: The same of optimizers, by what is in their names.
+OPTIMIZER_LIMITS = {
+    ("fused",): "use optim='adamw_torch', which XLA fuses by itself",
+    ("bit", "bnb", "ademamix"): f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
+    ("layerwise", "lomo"): (
+        "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches"
+    ),
+}
+#: Settings whose smaller values would end in an error that names none, or leave everything out.
+AT_LEAST = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
+    **dict.fromkeys(("max_length", "row_length", "max_shapes", "pad_to_multiple_of"), 1),
+    **dict.fromkeys(("nonfinite_limit", "num_train_epochs", "save_interval_minutes"), 0),
+}
+
+
+def check_values(args: Any) -> None:
+    """Refuse values outside their ranges, and mappings that are no JSON objects.
+
+    Raises:
+        UserError: Names the setting, its value and the rule.
+    """
+    for setting, least in AT_LEAST.items():
+        value = getattr(args, setting)
+        if value is not None and not value >= least:
+            raise UserError(f"{setting} must be at least {least}, or be left out, got {value!r}.")
+    for setting in args._VALID_DICT_FIELDS:
+        value = getattr(args, setting)
+        if isinstance(value, str) and (value.startswith("{") or setting.endswith("_kwargs")):
+            try:
+                is_mapping = isinstance(json.loads(value), dict)
+            except json.JSONDecodeError:
+                is_mapping = False
+            if not is_mapping:  # transformers would leave the text as it is, or not say whose it is
+                raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, got {value}.')
+    if args.packed_attention not in ("auto", "masks", "expanded"):
+        raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
+    if args.activation_offloading:
+        raise UserError(
+            "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes activations "
+            "instead of storing them anywhere, or use a larger mesh."
+        )
+    _ = args.remat_policy, args.time_limit  # which say what is wrong with them
+
+
+def check_xla_limits(args: Any, hosts: int = 1) -> None:
+    """Refuse settings that XLA cannot honor, or not on several ``hosts``.
+
+    Raises:
+        UserError: Names the setting, its value and what to do instead.
+    """
+    where = "PyTorch/XLA" if hosts == 1 else f"PyTorch/XLA on {hosts} hosts"
+    optimizer = getattr(args.optim, "value", args.optim)
+    limits = XLA_LIMITS if hosts == 1 else XLA_LIMITS | HOSTS_LIMITS
+    for setting, instead in limits.items():
+        value = getattr(args, setting)
+        value = getattr(value, "value", value)  # an enum's text
+        if value and value != "no":
+            raise UserError(f"{setting}={value!r} is impossible on {where}: {instead}.")
+    for marks, instead in OPTIMIZER_LIMITS.items():
+        if any(mark in optimizer for mark in marks):
+            raise UserError(f"optim={optimizer!r} is impossible on {where}: {instead}.")
+
+
+def check_remat(args: Any) -> None:
+    """Refuse choices of what to compute again that contradict one another. transformers has read the others by now.
+
+    Raises:
+        UserError: Names both, and what to do instead.
+    """
+    policy = args.remat_policy
+    if args.remat is not None and (policy != Remat.NONE) != bool(args.activation_checkpointing):
+        raise UserError(
+            f"remat={args.remat!r} contradicts gradient_checkpointing={args.activation_checkpointing}: leave "
+            "gradient_checkpointing out, or choose remat='none' to keep all activations."
+        )
+    if args.scan_layers and not runtime.current().compiles:
+        raise UserError("scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out.")
+    if args.scan_layers and policy == Remat.NONE:
+        raise UserError(
+            "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
+            "products, remat='dots', and leave gradient_checkpointing out."
+        )
+    options = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
+    if taken := [name for name in ("use_reentrant", "context_fn") if policy == Remat.DOTS and options.get(name)]:
+        raise UserError(
+            f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
+            "or choose remat='full'."
+        )
+
+
+def check_best_metric(args: Any, eval_dataset: Any) -> None:
+    """Refuse to judge the best model by what evaluation does not measure: transformers finds out hours later.
+
+    Raises:
+        UserError: Names the metric, and those that there are.
+    """
+    asked = args.metric_for_best_model
+    if asked is None or args.eval_strategy == "no" or eval_dataset is None:
+        return
+    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+    prefixes = [f"{name}_" if name else "" for name in sets]
+    known = [f"{prefix}{metric}" for prefix in prefixes for metric in (*METRICS, *LENGTH_METRICS)]
+    of_groups = ("accuracy/", "mean_accuracy_over_groups") if args.eval_by is not None else ()
+    by_group = tuple(f"{prefix}{metric}" for prefix in prefixes for metric in of_groups)
+    name = asked.removeprefix("eval_")
+    if name not in known and not name.startswith(by_group):
+        raise UserError(
+            f"metric_for_best_model={asked!r} is not measured in evaluation, which measures {', '.join(known)}. "
+            "Choose one of them, or give a compute_metrics that returns it."
+        )
