@@ -75,9 +75,8 @@ class BatchPlan:
     ) -> None:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset = train_dataset
-        self._old_columns, self._reads_padded_rows = old_columns, reads_padded_rows
+        self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
         self._default_collator: Any = None
-        self._fixed_rows = fixed_rows
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._lengths: dict[str, tuple[int, ...] | None] = {}
         self._is_tight = self._expands = False

@@ -17,23 +17,21 @@ from ..errors import UserError
 def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
     """Make ``args`` a RewardConfig, with the trainer argument ``max_length`` of TRL up to 0.13 in it."""
     if not isinstance(args, RewardConfig):
-        warnings.warn(
-            "A plain `TrainingArguments` as `args` is deprecated: use `trl_tpu.RewardConfig`.",
-            FutureWarning,
-            stacklevel=3,
-        )
+        _warn("a plain `TrainingArguments` as `args`", "`trl_tpu.RewardConfig`")
         args = _as_reward_config(args)
     if args.evaluation_strategy not in (None, args.eval_strategy):  # set after it was made, as scripts of then did
         own = vars(args)
         args = dataclasses.replace(args, eval_strategy=args.evaluation_strategy, evaluation_strategy=None)
         vars(args).update({name: value for name, value in own.items() if name not in vars(args)})
     if max_length is not None:
-        warnings.warn(
-            "`max_length` is deprecated here: use `RewardConfig(max_length=...)`.", FutureWarning, stacklevel=3
-        )
+        _warn("`max_length` here", "`RewardConfig(max_length=...)`")
         args = copy.copy(args)  # the caller's stays as it is
         args.max_length = max_length
     return args
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"TRL's old API, {old}, is deprecated: use {new}.", FutureWarning, stacklevel=4)
 
 
 def _as_reward_config(args: TrainingArguments) -> RewardConfig:
@@ -47,9 +45,7 @@ def _as_reward_config(args: TrainingArguments) -> RewardConfig:
         del values["optim"]  # transformers' default is a fused kernel; nobody chose it
     known = {item.name for item in dataclasses.fields(RewardConfig)}
     config = RewardConfig(**({"max_length": None} | {key: value for key, value in values.items() if key in known}))
-    for name, value in values.items():
-        if name not in known:
-            setattr(config, name, value)
+    vars(config).update({name: value for name, value in values.items() if name not in known})
     return config
 
 
@@ -65,7 +61,7 @@ def upgrade_processing_class(
         return processing_class
     if processing_class is not None:
         raise UserError("`tokenizer` is the old name of `processing_class`: give only `processing_class`.")
-    warnings.warn("`tokenizer` is deprecated: use `processing_class`.", FutureWarning, stacklevel=3)
+    _warn("`tokenizer`", "`processing_class`")
     return tokenizer
 
 
@@ -88,12 +84,8 @@ def uses_old_columns(train_dataset: Any, data_collator: Any, compute_loss: Any) 
     if data_collator is None and not set(TOKEN_COLUMNS) <= set(columns):
         is_old = is_old or bool({"input_ids_chosen", "input_ids_rejected"} & _texts_in(compute_loss))
     if is_old:
-        warnings.warn(
-            f"`RewardDataCollatorWithPadding` and the columns {', '.join(LEGACY_KEYS)} are deprecated: use "
-            "`DataCollatorForPreference` and the columns chosen_ids, rejected_ids (or raw chosen, rejected).",
-            FutureWarning,
-            stacklevel=3,
-        )
+        new = "`DataCollatorForPreference` and the columns chosen_ids, rejected_ids (or raw chosen, rejected)"
+        _warn(f"`RewardDataCollatorWithPadding` and the columns {', '.join(LEGACY_KEYS)}", new)
     return is_old
 
 

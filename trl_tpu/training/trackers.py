@@ -78,7 +78,8 @@ class EvaluationTables(TrainerCallback):
             if isinstance(tracker, TensorBoardCallback):
                 if tracker.tb_writer is not None:
                     tracker.tb_writer.add_histogram(names[0], margins_N, state.global_step)
-                    tracker.tb_writer.add_text(names[1], _markdown(rows), state.global_step)
+                    if rows:
+                        tracker.tb_writer.add_text(names[1], _markdown(rows), state.global_step)
                     tracker.tb_writer.flush()
                 continue
             library = tracker._wandb if isinstance(tracker, WandbCallback) else tracker._trackio
