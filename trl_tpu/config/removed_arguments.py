@@ -6,79 +6,60 @@ Scripts and YAML files for older versions of TRL pass them; transformers 5 would
 import argparse
 import os
 import warnings
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import transformers
 
 from ..errors import UserError
 
-#: Arguments that are called otherwise today, with the value that their own becomes.
-_RENAMED: dict[str, str] = {
-    "evaluation_strategy": "eval_strategy",
-    "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "per_device_eval_batch_size",
-    "no_cuda": "use_cpu",
-    "push_to_hub_token": "hub_token",
-    "torchdynamo": "torch_compile_backend",
-}
-#: Arguments of which one value is another argument's today.
-_IS_NOW: dict[str, tuple[str, Any]] = {
-    "adafactor": ("optim", "adafactor"),
-    "group_by_length": ("train_sampling_strategy", "group_by_length"),
-    "include_inputs_for_metrics": ("include_for_metrics", ["inputs"]),
-    "include_tokens_per_second": ("include_num_input_tokens_seen", "non_padding"),
-    "tpu_metrics_debug": ("debug", "tpu_metrics_debug"),
-}
-#: Arguments that changed nothing about the result, or were for what is found out today.
-_NEEDLESS = {
-    *("overwrite_output_dir", "use_mps_device", "jit_mode_eval", "use_legacy_prediction_loop", "tpu_num_cores"),
-    "ray_scope",
-}
-#: Arguments that asked for what is gone; weights are split by `mesh` and `sharding_plan` today.
-_GONE = {
-    *("past_index", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "mp_parameters"),
-    *("fp16_opt_level", "fp16_backend", "half_precision_backend"),
-}
+_NEEDLESS = "needless"  # it changed nothing about the result, or was for what is found out today
+_GONE = "gone"  # it asked for what there is no more; weights are split by `mesh` and `sharding_plan`
+
+
+def _removed(default: Any, today: str, value: Any = None) -> Any:
+    """Make a field for an argument of then, which ``--help`` does not show.
+
+    Args:
+        today: The argument's name today, or `_NEEDLESS` or `_GONE`.
+        value: What that one is set to; the same value as was given if None.
+    """
+    return field(default=default, metadata={"help": argparse.SUPPRESS, "today": today, "value": value})
 
 
 @dataclass
 class RemovedArguments:
-    """A part of dataclasses that are `transformers.TrainingArguments`, too; `take_removed` comes first in their init.
+    """A part of dataclasses that are `transformers.TrainingArguments`, too; `take_removed` begins their init."""
 
-    On a command line they are flags that `--help` does not show.
-    """
-
-    evaluation_strategy: str | None = None
-    overwrite_output_dir: bool = False
-    per_gpu_train_batch_size: int | None = None
-    per_gpu_eval_batch_size: int | None = None
-    warmup_ratio: float | None = None
-    logging_dir: str | None = None
-    save_safetensors: bool = True
-    no_cuda: bool = False
-    use_mps_device: bool = False
-    jit_mode_eval: bool = False
-    fp16_opt_level: str = "O1"
-    half_precision_backend: str = "auto"
-    tpu_num_cores: int | None = None
-    tpu_metrics_debug: bool = False
-    past_index: int = -1
-    fsdp_min_num_params: int = 0
-    fsdp_transformer_layer_cls_to_wrap: str | None = None
-    adafactor: bool = False
-    group_by_length: bool = False
-    use_legacy_prediction_loop: bool = False
-    include_inputs_for_metrics: bool = False
-    fp16_backend: str = "auto"
-    push_to_hub_model_id: str | None = None
-    push_to_hub_organization: str | None = None
-    push_to_hub_token: str | None = None
-    mp_parameters: str = ""
-    torchdynamo: str | None = None
-    ray_scope: str = "last"
-    include_tokens_per_second: bool = False
+    evaluation_strategy: str | None = _removed(None, "eval_strategy")
+    overwrite_output_dir: bool = _removed(False, _NEEDLESS)
+    per_gpu_train_batch_size: int | None = _removed(None, "per_device_train_batch_size")
+    per_gpu_eval_batch_size: int | None = _removed(None, "per_device_eval_batch_size")
+    warmup_ratio: float | None = _removed(None, "warmup_steps")
+    logging_dir: str | None = _removed(None, "TENSORBOARD_LOGGING_DIR")
+    save_safetensors: bool = _removed(True, _GONE)
+    no_cuda: bool = _removed(False, "use_cpu")
+    use_mps_device: bool = _removed(False, _NEEDLESS)
+    jit_mode_eval: bool = _removed(False, _NEEDLESS)
+    fp16_opt_level: str = _removed("O1", _GONE)
+    half_precision_backend: str = _removed("auto", _GONE)
+    tpu_num_cores: int | None = _removed(None, _NEEDLESS)
+    tpu_metrics_debug: bool = _removed(False, "debug", "tpu_metrics_debug")
+    past_index: int = _removed(-1, _GONE)
+    fsdp_min_num_params: int = _removed(0, _GONE)
+    fsdp_transformer_layer_cls_to_wrap: str | None = _removed(None, _GONE)
+    adafactor: bool = _removed(False, "optim", "adafactor")
+    group_by_length: bool = _removed(False, "train_sampling_strategy", "group_by_length")
+    use_legacy_prediction_loop: bool = _removed(False, _NEEDLESS)
+    include_inputs_for_metrics: bool = _removed(False, "include_for_metrics", ["inputs"])
+    fp16_backend: str = _removed("auto", _GONE)
+    push_to_hub_model_id: str | None = _removed(None, "hub_model_id")
+    push_to_hub_organization: str | None = _removed(None, "hub_model_id")
+    push_to_hub_token: str | None = _removed(None, "hub_token")
+    mp_parameters: str = _removed("", _GONE)
+    torchdynamo: str | None = _removed(None, "torch_compile_backend")
+    ray_scope: str = _removed("last", _NEEDLESS)
+    include_tokens_per_second: bool = _removed(False, "include_num_input_tokens_seen", "non_padding")
 
     def take_removed(self) -> None:
         """Set today's arguments by those that were given and are gone, with a warning for each that names today's.
@@ -86,48 +67,34 @@ class RemovedArguments:
         Raises:
             UserError: One asked for what there is no more.
         """
-        given = {
-            item.name: value
-            for item in fields(RemovedArguments)
-            if (value := getattr(self, item.name)) != item.default and value is not None
-        }
-        for name, value in given.items():
-            if name in _GONE:
+        for item in fields(RemovedArguments):
+            given = getattr(self, item.name)
+            if given is None or given == item.default:
+                continue
+            today, value = item.metadata["today"], item.metadata["value"]
+            if today == _GONE:
                 raise UserError(
-                    f"`{name}={value}`: what this argument of transformers 4 asked for is gone. Leave it out."
+                    f"`{item.name}={given}`: what this argument of transformers 4 asks for is gone. Leave it out."
                 )
-            _warn(name, self._take(name, value))
+            if today == "TENSORBOARD_LOGGING_DIR":
+                os.environ[today] = given
+                said = f"set {today} in the environment"
+            elif today == _NEEDLESS:
+                said = "leave it out, it changes nothing"
+            else:
+                setattr(self, today, self._value_today(item.name, given if value is None else value))
+                said = f"use `{today}`" if today == "hub_token" else f"use `{today}={getattr(self, today)!r}`"
+            warnings.warn(f"`{item.name}` is deprecated: {said}.", FutureWarning, stacklevel=4)
+        self.push_to_hub_token = None  # one place keeps the token, and no file that is saved
 
-    def _take(self, name: str, value: Any) -> str:
-        """Do what an argument asked for, and return how it is said today."""
-        if name in _NEEDLESS:
-            return "leave it out, it changes nothing"
-        if name == "save_safetensors":
-            raise UserError("`save_safetensors=False`: weights are saved as safetensors, always. Leave it out.")
-        if name == "logging_dir":
-            os.environ["TENSORBOARD_LOGGING_DIR"] = value
-            return "set TENSORBOARD_LOGGING_DIR in the environment"
-        if name in ("push_to_hub_model_id", "push_to_hub_organization"):
+    def _value_today(self, name: str, given: Any) -> Any:
+        if name == "warmup_ratio":
+            return self.warmup_steps or given  # type: ignore[attr-defined,has-type]
+        if name.startswith(("push_to_hub_model", "push_to_hub_organ")):
             model = self.push_to_hub_model_id or os.path.basename(str(self.output_dir))  # type: ignore[attr-defined]
             owner = self.push_to_hub_organization
-            today = "hub_model_id", f"{owner}/{model}" if owner else model
-        elif name == "warmup_ratio":
-            today = "warmup_steps", self.warmup_steps or value  # type: ignore[attr-defined,has-type]
-        elif name in _IS_NOW:
-            today = _IS_NOW[name]
-        else:
-            today = _RENAMED[name], value
-        setattr(self, *today)
-        self.push_to_hub_token = None  # one place keeps the token, and no file that is saved
-        return f"use `{today[0]}`" if today[0] == "hub_token" else f"use `{today[0]}={today[1]!r}`"
-
-
-def _warn(name: str, today: str) -> None:
-    warnings.warn(f"`{name}` is deprecated: {today}.", FutureWarning, stacklevel=5)
-
-
-for _item in fields(RemovedArguments):
-    _item.metadata = MappingProxyType({"help": argparse.SUPPRESS})
+            return f"{owner}/{model}" if owner else model
+        return given
 
 
 @dataclass
