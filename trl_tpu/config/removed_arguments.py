@@ -7,6 +7,7 @@ import argparse
 import os
 import warnings
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 import transformers
@@ -24,7 +25,7 @@ def _removed(default: Any, today: str, value: Any = None) -> Any:
         today: The argument's name today, or `_NEEDLESS` or `_GONE`.
         value: What that one is set to; the same value as was given if None.
     """
-    return field(default=default, metadata={"help": argparse.SUPPRESS, "today": today, "value": value})
+    return field(default=default, metadata={"today": (today, value)})
 
 
 @dataclass
@@ -71,11 +72,10 @@ class RemovedArguments:
             given = getattr(self, item.name)
             if given is None or given == item.default:
                 continue
-            today, value = item.metadata["today"], item.metadata["value"]
+            today, value = _TODAY[item.name]
             if today == _GONE:
-                raise UserError(
-                    f"`{item.name}={given}`: what this argument of transformers 4 asks for is gone. Leave it out."
-                )
+                said = f"`{item.name}={given}`"
+                raise UserError(f"{said}: what this argument of transformers 4 asks for is gone. Leave it out.")
             if today == "TENSORBOARD_LOGGING_DIR":
                 os.environ[today] = given
                 said = f"set {today} in the environment"
@@ -95,6 +95,11 @@ class RemovedArguments:
             owner = self.push_to_hub_organization
             return f"{owner}/{model}" if owner else model
         return given
+
+
+_TODAY: dict[str, tuple[str, Any]] = {item.name: item.metadata["today"] for item in fields(RemovedArguments)}
+for _item in fields(RemovedArguments):
+    _item.metadata = MappingProxyType({"help": argparse.SUPPRESS})  # argparse is given all of it
 
 
 @dataclass
