@@ -52,7 +52,6 @@ from ..training.device_trainer import DeviceTrainer
 from ..training.evaluation import EvaluatedPairs, evaluate_batch, named, prediction_of
 from ..training.metrics import RewardMetrics, scale_of
 from ..training.preemption import EvaluationCutShort
-from ..training.trackers import Evaluated, EvaluationTables
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,6 @@ class RewardTrainer(DeviceTrainer):
     _old_columns = False
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     _evaluated: Any = None  # what the last evaluation was on, or is on
-    _last_rewards: Evaluated | None = None
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
 
@@ -180,7 +178,6 @@ class RewardTrainer(DeviceTrainer):
         if model_init is not None:
             self.model_init = init
         self.reward_metrics.work_of_a_pair = work_of_a_pair(built, train_pairs)
-        self.add_callback(EvaluationTables(self.callback_handler, self._last_evaluated))  # behind the trackers' own
         # names of TRL up to 0.23
         self.tokenizer, self.use_reward_data_collator = own_tokenizer, self._old_columns
 
@@ -404,11 +401,10 @@ class RewardTrainer(DeviceTrainer):
         return found, mask_P.to(self.args.device)
 
     def _measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-        """Return the metrics of an evaluation's pairs, and keep their rewards and the verdict on them."""
+        """Return the metrics of an evaluation's pairs, and keep the verdict on them."""
         own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
         fetched = over_processes(self.accelerator, self.runtime.fetch(self.reward_metrics.device_sums))
         own["num_tokens"] = self.reward_metrics.tokens_so_far(fetched)
-        self._last_rewards = None
         if "rewards" not in found and found:
             return own
         rewards_N2 = found["rewards"].double().numpy() if found else np.zeros((0, 2))
@@ -417,14 +413,10 @@ class RewardTrainer(DeviceTrainer):
         if prefix.startswith("eval"):  # and not a prediction
             self.reward_metrics.evaluated = scale_of(sums, "the evaluation set")
         pairs = self._evaluated_pairs(len(rewards_N2))
-        self._last_rewards = Evaluated(prefix, rewards_N2, pairs, self.processing_class)
         if (verdict := judge(rewards_N2, pairs, self.args.eval_by)) is not None:
             self.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own
-
-    def _last_evaluated(self) -> Evaluated | None:
-        return self._last_rewards
 
     def evaluate(
         self,

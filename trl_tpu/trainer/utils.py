@@ -1,10 +1,8 @@
 """Names that scripts import from ``trl.trainer.utils``."""
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
-import torch
 from transformers import EvalPrediction
 
 from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
@@ -33,22 +31,6 @@ def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(correct_P.mean()) if len(correct_P) else 0.0}
 
 
-def pad(
-    tensors: Sequence[torch.Tensor],
-    padding_value: int = 0,
-    padding_side: str = "right",
-    pad_to_multiple_of: int | None = None,
-) -> torch.Tensor:
-    """Stack 1-D tensors of different lengths into one, filled with ``padding_value``: [tensors, longest]."""
-    longest = max(tensor.shape[0] for tensor in tensors)
-    length = longest + -longest % (pad_to_multiple_of or 1)
-    padded = tensors[0].new_full((len(tensors), length), padding_value)
-    for row, tensor in zip(padded, tensors, strict=True):
-        size = tensor.shape[0]
-        row[length - size if padding_side == "left" else 0 :][:size] = tensor
-    return padded
-
-
 __all__ = [
     "DataCollatorForPreference",
     "RewardDataCollatorWithPadding",
@@ -57,6 +39,5 @@ __all__ = [
     "get_kbit_device_map",
     "get_peft_config",
     "get_quantization_config",
-    "pad",
     "remove_none_values",
 ]
