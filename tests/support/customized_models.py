@@ -37,26 +37,9 @@ class Averaging(LlamaForSequenceClassification):
         return SequenceClassifierOutput(logits=means_R[:, None])  # type: ignore[arg-type]
 
 
-class Bounded(LlamaForSequenceClassification):
-    """Takes what transformers does, and bounds the reward."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output: Any = super().forward(*args, **kwargs)
-        output.logits = 3 * torch.tanh(output.logits)
-        return output
-
-
 def averaging() -> PreTrainedModel:
-    return _as(Averaging)
-
-
-def bounded() -> PreTrainedModel:
-    return _as(Bounded)
-
-
-def _as(model_class: Any) -> PreTrainedModel:
     stock = plain()
-    model = model_class(stock.config)
+    model = Averaging(stock.config)
     model.load_state_dict(stock.state_dict())
     return model
 
@@ -71,17 +54,6 @@ def replaced_forward() -> PreTrainedModel:
         return output
 
     model.forward = MethodType(doubled, model)  # type: ignore[method-assign]
-    return model
-
-
-def hooked_output() -> PreTrainedModel:
-    model = plain()
-
-    def halved(_module: Any, _args: Any, output: Any) -> Any:
-        output.logits = output.logits / 2
-        return output
-
-    model.register_forward_hook(halved)
     return model
 
 

@@ -40,14 +40,13 @@ class Lion(Optimizer):
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "amsgrad": {"learning_rate": 1e-3},
     "momentum": {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true", "learning_rate": 0.02},
-    "dampened": {"optim": "sgd", "optim_args": "momentum=0.9,dampening=0.1", "learning_rate": 0.02},
-    "adagrad": {"optim": "adagrad", "learning_rate": 0.01},
-    "rmsprop": {"optim": "rmsprop", "optim_args": "momentum=0.9,centered=true", "learning_rate": 1e-4},
     "adafactor": {"optim": "adafactor", "learning_rate": 1e-3},
     "lion": {"learning_rate": 1e-4},
 }
 CLASSES: dict[str, Any] = {
+    "amsgrad": (torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
     "lion": (Lion, {"lr": 1e-4}),
 }
 

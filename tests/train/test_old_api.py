@@ -15,7 +15,6 @@ from old_pairs import (
     mean_loss,
     rewards_alone,
 )
-from torch.nn.functional import logsigmoid
 from transformers import EvalPrediction
 
 import trl_tpu
@@ -23,14 +22,6 @@ from trl_tpu import RewardDataCollatorWithPadding, RewardTrainer
 from trl_tpu.trainer.utils import compute_accuracy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-# ---- the collator
-
-
-def test_names_are_where_old_scripts_import_them_from() -> None:
-    assert trl_tpu.RewardDataCollatorWithPadding is trl_tpu.trainer.utils.RewardDataCollatorWithPadding
-    assert "RewardDataCollatorWithPadding" in trl_tpu.__all__
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -54,23 +45,8 @@ def test_collator_pads_each_half_by_itself_on_the_tokenizers_side(old: Old, side
         assert torch.equal(batch[f"attention_mask_{half}"].bool(), real)
 
 
-def test_collator_pads_to_a_fixed_length_when_told(old: Old) -> None:
-    batch = RewardDataCollatorWithPadding(old.tokenizer, padding="max_length", max_length=64)(old.pairs.to_list())
-    assert batch["input_ids_chosen"].shape == batch["attention_mask_rejected"].shape == (12, 64)
-
-
-def test_collator_names_the_missing_column(old: Old) -> None:
-    rows = old.pairs.remove_columns("attention_mask_rejected").to_list()
-    with pytest.raises(ValueError, match="attention_mask_rejected is missing"):
-        RewardDataCollatorWithPadding(old.tokenizer)(rows)
-
-
-# ---- the numbers
-
-
-@pytest.mark.parametrize("multiple", [None, 32])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str, multiple: int | None) -> None:
+def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str) -> None:
     old.tokenizer.padding_side = side
     expected = rewards_alone(old.model, old.pairs)
     trainer = RewardTrainer(
@@ -78,7 +54,7 @@ def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str, multiple
         args=config(tmp_path, per_device_eval_batch_size=5),
         tokenizer=old.tokenizer,
         train_dataset=old.pairs,
-        data_collator=RewardDataCollatorWithPadding(old.tokenizer, pad_to_multiple_of=multiple),
+        data_collator=RewardDataCollatorWithPadding(old.tokenizer, pad_to_multiple_of=32),
     )
     _, outputs = trainer.compute_loss(trainer.model, trainer.data_collator(old.pairs.to_list()), return_outputs=True)
     assert set(outputs) == {"rewards_chosen", "rewards_rejected"}
@@ -87,40 +63,16 @@ def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str, multiple
     predictions = trainer.predict(old.pairs).predictions
     assert predictions.shape == (12, 2)
     np.testing.assert_allclose(predictions, expected.softmax(-1), atol=1e-6)
-    np.testing.assert_allclose(predictions.sum(-1), 1.0, atol=1e-6)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_pad_equal_to_eos_reads_the_reward_where_transformers_does(old: Old, tmp_path: Path, side: str) -> None:
-    old.tokenizer.pad_token, old.tokenizer.padding_side = old.tokenizer.eos_token, side
-    end = [old.tokenizer.eos_token_id]
-    pairs = old.pairs.map(
-        lambda row: (
-            {f"input_ids_{half}": row[f"input_ids_{half}"] + end for half in HALVES}
-            | {f"attention_mask_{half}": row[f"attention_mask_{half}"] + [1] for half in HALVES}
-        )
-    )
-    trainer = RewardTrainer(model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=pairs)
-    assert trainer.model.config.pad_token_id == end[0]
-    expected = rewards_alone(trainer.model, pairs)  # transformers' own pooling
-    torch.testing.assert_close(expected, rewards_alone(trainer.model, old.pairs))  # at the token before the eos
-    np.testing.assert_allclose(trainer.predict(pairs).predictions, expected.softmax(-1), atol=1e-6)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_margin_is_subtracted_pair_by_pair(old: Old, tmp_path: Path, nested: bool) -> None:
+def test_margin_is_subtracted_pair_by_pair(old: Old, tmp_path: Path) -> None:
+    """Also where each is in a list of one, as scripts of then had it."""
     margins = torch.linspace(-2, 3, 12, dtype=torch.float64)
-    column = [[value] for value in margins.tolist()] if nested else margins.tolist()
-    pairs = old.pairs.remove_columns("margin").add_column("margin", column)
+    pairs = old.pairs.remove_columns("margin").add_column("margin", [[value] for value in margins.tolist()])
     rewards = rewards_alone(old.model, pairs)
     trainer = RewardTrainer(model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=pairs)
-    batch = trainer.data_collator(pairs.to_list())
-    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(pairs.to_list()))
     assert loss.item() == pytest.approx(mean_loss(rewards, margins), abs=1e-6)
-    by_hand = -logsigmoid(outputs["rewards_chosen"] - outputs["rewards_rejected"] - batch["margin"]).mean()
-    assert loss.item() == pytest.approx(by_hand.item(), abs=1e-6)
-    every_margin_from_every_pair = -logsigmoid(rewards[:, :1] - rewards[:, 1:] - margins).mean().item()
-    assert abs(every_margin_from_every_pair - loss.item()) > 1e-5  # TRL 0.9 to 0.20
 
 
 def test_an_old_script_trains_as_a_hand_made_loop_does(old: Old, tmp_path: Path) -> None:
@@ -151,20 +103,6 @@ def test_an_old_script_trains_as_a_hand_made_loop_does(old: Old, tmp_path: Path)
     # the loss of an evaluation in batches of 5, 5 and 2 pairs is the mean over the 12 pairs
     assert metrics["eval_loss"] == pytest.approx(mean_loss(rewards, old.pairs["margin"][:]), abs=1e-5)
     assert trainer.model.model_tags == trainer._tag_names
-
-
-def test_accuracy_needs_no_compute_metrics(old: Old, tmp_path: Path) -> None:
-    rewards = rewards_alone(old.model, old.pairs)
-    trainer = RewardTrainer(
-        model=old.model,
-        args=config(tmp_path),
-        tokenizer=old.tokenizer,
-        train_dataset=old.pairs,
-        eval_dataset=old.pairs,
-    )
-    expected = (rewards[:, 0] > rewards[:, 1]).double().mean().item()
-    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(expected)
-    assert compute_accuracy(trainer.predict(old.pairs))["accuracy"] == pytest.approx(expected)
 
 
 def test_accuracy_leaves_ties_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -70,14 +70,10 @@ def make_tokenizer(pads: bool, bos: bool) -> PreTrainedTokenizerFast:
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"bos": True},
-    "llama, pad is eos": {"bos": True, "pads": False},
     "llama, own pad": {"bos": True, "pads": False, "own": True},
-    "qwen2": {},
     "qwen2, pad is eos": {"pads": False},
     "qwen3": {},
-    "qwen3, pad is eos": {"pads": False},
     "gemma2": {"bos": True},
-    "gemma2, pad is eos": {"bos": True, "pads": False},
     "llama, adapters": {"bos": True, "lora": True},
     "qwen2, adapters, own pad": {"pads": False, "own": True, "lora": True},
 }
@@ -154,10 +150,6 @@ def config_of(saved: Saved) -> dict[str, Any]:
     return json.loads(Path(saved.folder, BASE_CONFIG if has_adapters(saved) else "config.json").read_text())
 
 
-def test_rewards_differ_and_are_large_enough_to_be_told_apart(saved: Saved) -> None:
-    assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05
-
-
 def test_the_config_says_what_it_is(saved: Saved) -> None:
     config = config_of(saved)
     assert config["problem_type"] == "regression"
@@ -167,15 +159,12 @@ def test_the_config_says_what_it_is(saved: Saved) -> None:
     assert config["pad_token_id"] == saved.tokenizer.pad_token_id
     assert config["eos_token_id"] == saved.tokenizer.eos_token_id
     assert config["dtype"] == config["head_dtype"] == "float32"
+    assert config["mean"] == pytest.approx(np.mean(saved.of_messages), rel=1e-5)
+    assert config["std"] == pytest.approx(np.std(saved.of_messages), rel=1e-5)
+    assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05, "large enough to be told apart"
     if not has_adapters(saved):  # transformers before 5 would take 10,000 without a word
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert Path(saved.folder, "chat_template.jinja").read_text() == saved.tokenizer.chat_template
-
-
-def test_mean_and_std_are_those_of_the_evaluation(saved: Saved) -> None:
-    config = config_of(saved)
-    assert config["mean"] == pytest.approx(np.mean(saved.of_messages), rel=1e-5)
-    assert config["std"] == pytest.approx(np.std(saved.of_messages), rel=1e-5)
 
 
 def test_transformers(saved: Saved) -> None:
@@ -284,7 +273,7 @@ def test_an_export_says_it_too_whoever_trained_the_model(saved: Saved, tmp_path:
         assert exported["problem_type"] == "regression" and "mean" not in exported
 
 
-@pytest.mark.parametrize("saved", ["llama", "qwen2, pad is eos", "qwen3", "gemma2"], indirect=True)
+@pytest.mark.parametrize("saved", ["qwen2, pad is eos", "gemma2"], indirect=True)
 def test_trls_grpo_trainer(saved: Saved, tmp_path: Path) -> None:
     """One step, in which the reward model's own forward is looked at. Adapters are merged first."""
     from trl import GRPOConfig, GRPOTrainer

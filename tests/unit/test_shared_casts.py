@@ -54,11 +54,6 @@ def test_projections_of_one_tensor_take_one_cast() -> None:
     assert inputs["q_proj"].dtype == inputs["gate_proj"].dtype == torch.bfloat16
 
 
-def test_without_autocast_nothing_is_cast() -> None:
-    inputs = taken(split_over_tensor(tiny_llama()))
-    assert {tensor.dtype for tensor in inputs.values()} == {torch.float32}
-
-
 def test_no_tensor_is_held_when_a_layer_has_run() -> None:
     """On XLA it would become a result of the step."""
     model = split_over_tensor(tiny_llama())

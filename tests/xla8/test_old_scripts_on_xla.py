@@ -1,23 +1,14 @@
-"""The scripts of `tests/train/test_old_scripts.py` train on PyTorch/XLA, with TRL 1.16's losses (tolerance 1e-5)."""
+"""An old script trains on eight XLA devices, from its plain arguments on, with TRL 1.16's losses (tolerance 1e-5)."""
 
 from pathlib import Path
 
 import pytest
-import run_old_scripts
+import run_old_scripts as old
 
 
-@pytest.mark.parametrize(
-    "script",
-    [name if name == "raw_rows" else pytest.param(name, marks=pytest.mark.long) for name in run_old_scripts.SCRIPTS],
-)
-def test_an_old_script_trains_on_xla(script: str, tmp_path: Path) -> None:
-    run_old_scripts.prepare(tmp_path)
-    words, data = run_old_scripts.SCRIPTS[script]
-    today = [str(run_old_scripts.FOLDER / "token_pairs.py"), run_old_scripts.MODEL]
-    expected = run_old_scripts.run(
-        tmp_path, tmp_path / "trl", *today, f"{run_old_scripts.TOKENS}-{data}", "out", USE_TORCH_XLA="0"
-    )
-    start = ["-m", "trl_tpu.cli", "run", str(run_old_scripts.FOLDER / f"{script}.py")]
-    losses = run_old_scripts.run(tmp_path, tmp_path / "ours", *start, *words)
+def test_an_old_script_trains_on_eight_devices(tmp_path: Path) -> None:
+    old.prepare(tmp_path)
+    (*words, _), data = old.SCRIPTS["training_arguments"]
+    losses = old.losses(tmp_path, tmp_path / "ours", "training_arguments", [*words, "1"])
     assert len(losses) == 3
-    assert losses == pytest.approx(expected, abs=1e-5)
+    assert losses == pytest.approx(old.losses_of_trl(tmp_path, data), abs=1e-5)

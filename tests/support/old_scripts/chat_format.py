@@ -1,11 +1,12 @@
-"""As for TRL 0.10 to 0.11: a chat format that is set up, messages rendered by a function of `trl.extras`."""
+"""As for TRL 0.10 to 0.11: a chat format that is set up, messages rendered by a function of `trl_tpu.extras`."""
 
 from accelerate import PartialState
 from datasets import load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
-from trl import ModelConfig, RewardConfig, RewardTrainer, get_peft_config, setup_chat_format
-from trl.commands.cli_utils import RewardScriptArguments
-from trl.extras.dataset_formatting import conversations_formatting_function
+
+from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, get_peft_config, setup_chat_format
+from trl_tpu.commands.cli_utils import RewardScriptArguments
+from trl_tpu.extras.dataset_formatting import conversations_formatting_function
 
 if __name__ == "__main__":
     parser = HfArgumentParser((RewardScriptArguments, RewardConfig, ModelConfig))
