@@ -57,13 +57,6 @@ def replaced_forward() -> PreTrainedModel:
     return model
 
 
-def hooked_states() -> PreTrainedModel:
-    """Subtracts each row's mean state."""
-    model = plain()
-    model.score.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(1, keepdim=True),))
-    return model
-
-
 def deep_head() -> PreTrainedModel:
     model = plain()
     torch.manual_seed(1)
@@ -89,10 +82,6 @@ def prompt_tuning() -> Any:
     return adapted(peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4))
 
 
-def p_tuning() -> Any:
-    return adapted(peft.PromptEncoderConfig(task_type="SEQ_CLS", num_virtual_tokens=4, encoder_hidden_size=16))
-
-
 def prefix_tuning() -> Any:
     return adapted(peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4))
 
@@ -104,7 +93,7 @@ def adapted(config: Any) -> Any:
 
 
 #: Those whose rewards change with the padding of a row.
-READ_PADDING = (hooked_states, normalized_head, prompt_tuning, p_tuning)
+READ_PADDING = (normalized_head, prompt_tuning)
 SETTINGS: dict[str, Any] = {
     "report_to": "none",
     "save_strategy": "no",

@@ -15,17 +15,15 @@ from places import ROOT, SUPPORT
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 MODEL, TEXTS, CHATS, TOKENS = "lab/model", "lab/texts", "lab/chats", "lab/tokens"
-_FLAGS = {
+FLAGS = {
     **{"model_name_or_path": MODEL, "dataset_name": CHATS, "output_dir": "out", "report_to": "none", "bf16": "false"},
     **{"save_strategy": "no", "optim": "adamw_torch", "logging_steps": "1", "per_device_train_batch_size": "8"},
     **{"learning_rate": "1e-3", "num_train_epochs": "1", "max_length": "512", "evaluation_strategy": "epoch"},
 }
-COMMON = [word for name, value in _FLAGS.items() for word in (f"--{name}", value)]
 #: The words of each script, and the data that it trains on.
 SCRIPTS: dict[str, tuple[list[str], str]] = {
     "training_arguments": ([MODEL, TEXTS, "out", "8"], "texts"),
-    "chat_format": (COMMON[:-2], "chats"),
-    "raw_rows": (COMMON, "chats"),
+    "raw_rows": ([word for name, value in FLAGS.items() for word in (f"--{name}", value)], "chats"),
 }
 
 

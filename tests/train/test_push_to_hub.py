@@ -135,23 +135,19 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
     assert find_faults(out / "checkpoint-2") == []
 
     # the repository has weights of another kind by now, that loading would prefer
-    others = {name: b"old" for name in ("model-00001-of-00002.safetensors", "adapter_config.json", "notes.md")}
-    kept = {name: b"of another" for name in ("policy/model.safetensors", "vae.safetensors", "a/adapter_config.json")}
-    others |= kept
+    kept = {"notes.md": b"old", "policy/model.safetensors": b"of another", "a/adapter_config.json": b"of another"}
+    others = {"model-00001-of-00002.safetensors": b"old", "adapter_config.json": b"old"} | kept
     hub.failures, hub.files[repo] = [("/commit/", 501)], dict(others)
-    words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
-    process = push(*words)
+    process = push("export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo)
     assert process.returncode == 2 and hub.failures == []
     assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
-    again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
     assert hub.files == {repo: others} and hub.commits == []
-
+    again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
     process = push(*again)
     assert process.returncode == 0, process.stderr
-    assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
     assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
     pushed = hub.files[repo]
-    assert pushed["notes.md"] == b"old" and kept.items() <= pushed.items()
+    assert kept.items() <= pushed.items()
     assert not {"model-00001-of-00002.safetensors", "adapter_config.json"} & pushed.keys()
     assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)

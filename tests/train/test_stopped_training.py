@@ -15,7 +15,6 @@ import torch
 from places import SUPPORT
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
 
-from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.background import NOT_SAVED
 from trl_tpu.checkpoint.run_folder import STAGING_FOLDER
 from trl_tpu.cli import main as command
@@ -82,23 +81,12 @@ def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
-def test_a_sigterm_in_the_evaluation_before_training_stops_after_the_first_step(model: str, tmp_path: Path) -> None:
-    """That evaluation belongs to no step that could be saved."""
-    told = At("on_prediction_step", 0, sigterm)
-    trainer = make_trainer(model, tmp_path, told, eval_strategy="steps", eval_steps=4, eval_on_start=True)
-    with pytest.raises(Unfinished) as stop:
-        trainer.train()
-    assert (stop.value.checkpoint, stop.value.saved) == (str(tmp_path / "checkpoint-1"), True)
-    assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == [0]
-
-
-@pytest.mark.parametrize("save_strategy", ["no", "best"])
 def test_a_time_limit_stops_train_and_what_was_due_is_done(
-    save_strategy: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {
         "training_time_limit": "1h",
-        "save_strategy": save_strategy,
+        "save_strategy": "best",
         "eval_strategy": "steps",
         "eval_steps": 2,
         "metric_for_best_model": "loss",
@@ -233,20 +221,6 @@ def test_a_sigterm_before_training_ends_the_command_as_one_in_training_does(
     assert end.value.code == UNFINISHED
     monkeypatch.undo()
     assert command([*command_words, "--resume_from_checkpoint", "true"]) == 0
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-def test_a_sigterm_after_training_leaves_a_complete_model(
-    command_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = RewardTrainer.save_model
-
-    def stopped(self: RewardTrainer, *args: Any, **kwargs: Any) -> None:
-        sigterm()
-        save(self, *args, **kwargs)
-
-    monkeypatch.setattr(RewardTrainer, "save_model", stopped)
-    assert command(command_words) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

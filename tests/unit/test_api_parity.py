@@ -24,8 +24,11 @@ from trl_tpu.errors import UserError
 
 _OLD = "scripts for older versions of TRL give it, or import it"
 _REMOVED = dataclasses.fields(RemovedArguments)
-_OTHER_METHODS = "trl_tpu trains reward models only; this belongs to another way of training"
-_GENERATION = "serves trainers that generate or see images; reward models read text"
+# TRL's for other ways of training, for generating, for images, or as decoration of the progress bar
+_NOT_OF_REWARDS = (
+    *("Callback", "Config", "Trainer", "_model", "_dataset", "_schema", "_messages", "_calling"),
+    "get_training_chat_template",
+)
 _INTERNAL = "a part of the trainer's own structure, beside TRL's API"
 
 INTENDED: dict[str, dict[str, str]] = {
@@ -84,27 +87,6 @@ INTENDED: dict[str, dict[str, str]] = {
             f"ours alone: {name}": _OLD
             for name in ("TrainingArguments", "get_kbit_device_map", "is_xpu_available", "setup_chat_format")
         },
-        **{
-            f"TRL's alone: {name}": _OTHER_METHODS
-            for method in ("DPO", "Distillation", "GRPO", "KTO", "RLOO", "SFT")
-            for name in (f"{method}Config", f"{method}Trainer")
-        },
-        **{
-            f"TRL's alone: {name}": _OTHER_METHODS
-            for name in ("BEMACallback", "SyncRefModelCallback", "create_reference_model", "pack_dataset")
-        },
-        **{
-            f"TRL's alone: {name}": _GENERATION
-            for name in (
-                "LogCompletionsCallback",
-                "WeaveCallback",
-                "add_response_schema",
-                "get_training_chat_template",
-                "prepare_multimodal_messages",
-                "supports_tool_calling",
-            )
-        },
-        "TRL's alone: RichProgressCallback": "decoration of the progress bar, not of reward models",
         "ours alone: score": "rewards of many rows by a saved model",
         "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",
     },
@@ -223,7 +205,9 @@ def function_parameters() -> Iterator[str]:
 
 def top_level_names() -> Iterator[str]:
     names = [name for name in dir(trl) if not name.startswith("_") and not inspect.ismodule(getattr(trl, name))]
-    yield from _names(names, (name for name in trl_tpu.__all__ if not name.startswith("_")))
+    for text in _names(names, (name for name in trl_tpu.__all__ if not name.startswith("_"))):
+        if text.startswith("ours") or not text.endswith(_NOT_OF_REWARDS) or "Reward" in text:
+            yield text
 
 
 AREAS: dict[str, Callable[[], Iterator[str]]] = {

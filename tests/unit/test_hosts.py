@@ -20,10 +20,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
 from trl_tpu.batching.mesh_loader import rows_of_host
-from trl_tpu.data.collators import DataCollatorForPreference, PadToLengths, PairRows, PlannedRows
+from trl_tpu.data.collators import DataCollatorForPreference, PadToLengths, PairRows
 from trl_tpu.data.loader import host_batches, read_own
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.training import agreement
 from trl_tpu.training.agreement import HostAgreement
@@ -80,11 +78,6 @@ def rows_at_position(count: int, mesh: MeshShape) -> list[list[int]]:
     parts = np.arange(count).reshape(mesh.data, mesh.fsdp, -1)
     places = itertools.product(range(mesh.data), range(mesh.fsdp), range(mesh.tensor))
     return [parts[data, fsdp].tolist() for data, fsdp, _ in places]
-
-
-def test_chips_are_numbered_as_on_a_real_slice() -> None:
-    """What jax lists for 4 x 4 chips of a v5e: no host's chips are a run of numbers."""
-    assert chips_of_hosts(4).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 
 
 @settings(max_examples=300)
@@ -165,36 +158,6 @@ def test_padded_batches_of_all_hosts_are_one_hosts_and_each_reads_its_own_pairs(
     if tensor == 1:
         assert sorted(read) == sorted(order)
     assert set(read) == set(order)
-
-
-# ---- packed batches: every host packs all pairs
-
-
-def test_packed_batches_put_together_by_devices_are_the_whole_batch() -> None:
-    """Each host packs for itself; what it uploads goes to its devices by their places in the mesh."""
-    count = 4
-    mesh = MeshShape(fsdp=4 * count)
-    pairs = 4 * count
-    chooser = np.random.default_rng(0)
-    examples = [
-        {half: chooser.integers(1, 99, chooser.integers(3, 20)).tolist() for half in ("chosen_ids", "rejected_ids")}
-        for _ in range(pairs)
-    ]
-    plan = RowPlan((RowShape(4 * count, 64),))
-    hosts = everyone(chips_of_hosts(count), np.arange(4 * count))
-    (packed,) = PlannedRows(plan, pairs, 0)(examples)["packed"].micro_batches
-    rows = packed.named_tensors()
-    on_devices = {name: torch.full_like(value, -1) for name, value in rows.items() if len(value) % pairs == 0}
-    assert {"input_ids_RL", "subtree_end_RL", "last_row_P2", "pair_mask_P"} <= set(on_devices)
-    for host in hosts:
-        (packed,) = PlannedRows(plan, pairs, 0)(examples)["packed"].micro_batches
-        for name, value in packed.named_tensors().items():
-            assert torch.equal(value, rows[name]), name
-            if name in on_devices:
-                own = host.rows(len(value), mesh)
-                on_devices[name][own] = value[own]
-    for name, value in on_devices.items():
-        assert torch.equal(value, rows[name]), name
 
 
 # ---- decisions: hosts are threads, which meet as processes do

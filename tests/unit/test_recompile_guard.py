@@ -1,6 +1,5 @@
 """The recompile guard warns neither early nor late, and says what is being compiled."""
 
-
 import pytest
 import torch
 

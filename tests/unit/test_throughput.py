@@ -16,7 +16,6 @@ from trl_tpu.evaluation.reward_sums import RewardSums
 from trl_tpu.modeling.model_shape import read_model
 from trl_tpu.modeling.work import work_of, work_of_a_pair
 from trl_tpu.packing.lengths import PairLengths
-from trl_tpu.parallel.chips import peak_flops_of
 from trl_tpu.runtime import current
 from trl_tpu.training.throughput import Throughput
 
@@ -75,11 +74,6 @@ def test_the_work_is_unknown_of_streams_of_encoders_and_of_other_columns() -> No
     assert work_of_a_pair(model_of("bert"), dataset) is None
     assert work_of_a_pair(model_of("jamba", num_hidden_layers=8), dataset) is None  # has recurrent layers
     assert work_of_a_pair(model, dataset.rename_column("chosen_ids", "other")) is None
-
-
-def test_a_chip_is_known_by_the_name_of_its_slices() -> None:
-    assert peak_flops_of("v5litepod") == 197e12
-    assert peak_flops_of("v4") is peak_flops_of(None) is None
 
 
 def test_logs_have_rates_and_memory(tmp_path: Path) -> None:

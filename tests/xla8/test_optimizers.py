@@ -12,44 +12,32 @@ from typing import Any
 
 import apart
 import pytest
-from chosen import chosen
 
-STATE = {
-    "amsgrad": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    "momentum": {"momentum_buffer"},
-    "adafactor": {"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"},
-    "lion": {"exp_avg"},
-}
+STATE = {"amsgrad": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, "lion": {"exp_avg"}}
 MESH = {"fsdp": 4, "tensor": 2}
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What happened on eight devices, and the losses on one, with the optimizers that were chosen."""
-    names = chosen(request, "name")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What happened on eight devices, and the losses on one."""
     folder = tmp_path_factory.mktemp("optimizers")
-    settings: dict[str, dict[str, str]] = {
+    found = []
+    for name, environment in {
         "eight": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"},
         "one": {"USE_TORCH_XLA": "0"},
-    }
-    for name, environment in settings.items():
-        process = apart.run("optimizers.py", str(folder / f"{name}.json"), *names, **environment)
+    }.items():
+        process = apart.run("optimizers.py", str(folder / name), *STATE, **environment)
         assert process.returncode == 0, process.stderr[-4000:]
-    eight, one = (json.loads((folder / f"{name}.json").read_text()) for name in settings)
-    return {name: found | {"one": one[name]} for name, found in eight.items()}
+        found.append(json.loads((folder / name).read_text()))
+    return {name: found[0][name] | {"one": found[1][name]} for name in STATE}
 
 
 @pytest.fixture
 def result(results: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    found = results[name]
-    assert "error" not in found, found["error"]
-    assert "error" not in found["one"], found["one"]["error"]
-    return found
+    return results[name]
 
 
-every_optimizer = pytest.mark.parametrize(
-    "name", ["amsgrad", "lion", *(pytest.param(name, marks=pytest.mark.long) for name in ("momentum", "adafactor"))]
-)
+every_optimizer = pytest.mark.parametrize("name", STATE)
 
 
 @every_optimizer
@@ -67,10 +55,6 @@ def test_state_is_split_like_the_weights(result: dict[str, Any], name: str) -> N
     assert {tensor["kind"] for tensor in after} == STATE[name]
     for tensor in [*before, *after]:
         axes = tensor["axes"]
-        if tensor["kind"] == "exp_avg_sq_row":  # of each row, a mean over the columns
-            axes = axes[:-1]
-        elif tensor["kind"] == "exp_avg_sq_col":
-            axes = [*axes[:-2], axes[-1]]
         names = [each for part in axes if part for each in ([part] if isinstance(part, str) else part)]
         whole = prod(tensor["shape"])
         assert tensor["held"] == [whole // prod(MESH[each] for each in names)], tensor["name"]
