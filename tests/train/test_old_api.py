@@ -61,12 +61,9 @@ def old(made: Old) -> Old:
 
 QUIET: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
 RATE = 1e-2
+RATE = 1e-2
 FULL_BATCH: dict[str, Any] = {"per_device_train_batch_size": 12, "learning_rate": RATE}
 FULL_BATCH["lr_scheduler_type"] = "constant"
-    "per_device_train_batch_size": 12,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-}
 
 
 def config(folder: Path, **settings: Any) -> RewardConfig:

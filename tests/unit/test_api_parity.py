@@ -71,11 +71,11 @@ INTENDED: dict[str, dict[str, str]] = {
             "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
         ),
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
-        "ours alone: fixed_rows": _INTERNAL,
-        "ours alone: find_best_again": _INTERNAL,
+        **{
+            f"ours alone: {name}": _INTERNAL
+            for name in ("find_best_again", "fixed_rows", "note_best", "parts_for", "rewards_of", "shard_report")
+        },
         "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",
-        "ours alone: rewards_of": _INTERNAL,
-        "ours alone: shard_report": _INTERNAL,
         "ours alone: stopped_by": "what ended training before its end",
         "ours alone: unfinished": _INTERNAL,
         "ours alone: save_description": "an evaluation after saving measures rewards: mean and std in config and card",
