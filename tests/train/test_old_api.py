@@ -24,7 +24,6 @@ from transformers import (
 
 from trl_tpu import RewardConfig, RewardDataCollatorWithPadding, RewardTrainer
 from trl_tpu.errors import UserError
-from trl_tpu.trainer.reward_trainer import _tokenize
 from trl_tpu.trainer.utils import compute_accuracy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -192,13 +191,6 @@ def test_max_length_of_the_trainer_leaves_long_pairs_out(old: Old, tmp_path: Pat
         trainer = RewardTrainer(old.model, args, collate, pairs, tokenizer=old.tokenizer, max_length=limit)
         assert len(trainer.train_dataset) == kept < 12
     assert args.max_length == 1024  # the caller's config is the caller's
-
-
-def test_raw_rows_are_tokenized_as_they_were(old: Old, tmp_path: Path) -> None:
-    collate = RewardDataCollatorWithPadding(old.tokenizer)
-    trainer = RewardTrainer(old.model, config(tmp_path), collate, old.raw, tokenizer=old.tokenizer)
-    expected = old.raw.map(_tokenize, batched=True, fn_kwargs={"tokenizer": old.tokenizer})
-    assert trainer.train_dataset[:] == expected[:]
 
 
 def test_accuracy_leaves_ties_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

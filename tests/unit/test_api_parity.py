@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 import trl
-import trl.trainer.reward_trainer
 
 import trl_tpu
-import trl_tpu.trainer.reward_trainer
 from trl_tpu.config.removed_arguments import RemovedArguments
 from trl_tpu.errors import UserError
 
@@ -70,6 +68,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "parameters of training_step: args, kwargs; ours model, inputs, num_items_in_batch": (
             "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
         ),
+        "ours alone: verdicts": "what the last evaluation says of the model, by the prefix of its metrics",
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
         **{
             f"ours alone: {name}": _INTERNAL
@@ -81,7 +80,6 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: save_description": "an evaluation after saving measures rewards: mean and std in config and card",
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },
-    "DataCollatorForPreference's fields": {},
     "top-level names": {
         **{
             f"ours alone: {name}": _OLD
@@ -215,10 +213,6 @@ AREAS: dict[str, Callable[[], Iterator[str]]] = {
     "RewardConfig's values once made": config_values,
     "RewardTrainer's parameters": lambda: _parameters(trl.RewardTrainer.__init__, trl_tpu.RewardTrainer.__init__),
     "RewardTrainer's methods": trainer_methods,
-    "DataCollatorForPreference's fields": lambda: _dataclass_fields(
-        trl.trainer.reward_trainer.DataCollatorForPreference,
-        trl_tpu.trainer.reward_trainer.DataCollatorForPreference,
-    ),
     "top-level names": top_level_names,
     "parameters of the top-level functions": function_parameters,
 }

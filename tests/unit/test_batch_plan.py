@@ -18,8 +18,6 @@ from trl_tpu.data.collators import (
     PlannedRows,
     TightRow,
 )
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
 from trl_tpu.runtime.native import Runtime
 
 
@@ -75,13 +73,6 @@ def test_a_device_that_compiles_gets_planned_rows(tmp_path: Path) -> None:
     training = plan.rows(plan._train_dataset, 4)
     assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
     assert plan.describe() == f"packed into rows of {training}; they attend through masks"
-
-
-def test_rows_can_be_fixed(tmp_path: Path) -> None:
-    rows = RowPlan((RowShape(1, 64),), (RowShape(1, 64),))
-    plan = make(tmp_path, COMPILING, fixed_rows=rows)
-    assert plan.rows(tokens(9), 3) is rows
-    assert plan.shapes == 2 and plan.accumulates
 
 
 def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:

@@ -142,14 +142,6 @@ def test_tokens_between_two_logs_are_exact_beyond_int32_and_over_a_resume(counts
     assert close(metrics)["num_tokens"] == sum(counts)
 
 
-def test_many_batches_lose_no_precision_that_shows() -> None:
-    metrics, chooser = new_metrics(), np.random.default_rng(0)
-    table = chooser.normal(size=(500, 8, 2)).astype(np.float32)
-    for rewards in table:
-        metrics.update(torch.from_numpy(rewards), None, torch.tensor(1, dtype=torch.int32))
-    assert close(metrics)["margin"] == pytest.approx((table[..., 0] - table[..., 1]).mean(dtype=np.float64), abs=1e-6)
-
-
 @given(batches)
 def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(given: list[list[Row]]) -> None:
     metrics, added = new_metrics(), RewardSums()

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from trl_tpu import forks
 from trl_tpu.config.duration import parse_duration
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.training import preemption
-from trl_tpu.training.preemption import SAVE_INTERVAL, SIGTERM, TIME_LIMIT, Preemption
+from trl_tpu.training.preemption import Preemption
 
 PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 
@@ -50,57 +49,7 @@ def test_a_configuration_says_when_to_save_and_stop(tmp_path: Path) -> None:
             RewardConfig(str(tmp_path), save_interval_minutes=minutes)
 
 
-# ---- requests
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, in seconds, to be put forward."""
-    now = [1000.0]
-    monkeypatch.setattr(preemption.time, "monotonic", lambda: now[0])
-    return now
-
-
-def requests_of(stops: Preemption, step: int) -> set[str]:
-    stops.note_step(step, max_steps=10)
-    return {name for name, is_requested in stops.requests.items() if is_requested}
-
-
-def test_a_time_limit_is_of_one_training_and_stops_nothing_after_the_last_step(clock: list[float]) -> None:
-    stops = Preemption(timedelta(hours=1), None)
-    clock[0] += 3599
-    assert requests_of(stops, 3) == set()
-    clock[0] += 1
-    assert requests_of(stops, 4) == {TIME_LIMIT}
-    assert requests_of(stops, 10) == set()
-    stops.start()
-    assert requests_of(stops, 5) == set()
-
-
-def test_an_interval_begins_with_the_last_save(clock: list[float]) -> None:
-    stops = Preemption(None, timedelta(minutes=2))
-    clock[0] += 119
-    stops.note_save(3)
-    assert stops.has_saved(3) and not stops.has_saved(4)
-    clock[0] += 119
-    assert requests_of(stops, 4) == set()
-    clock[0] += 1
-    assert requests_of(stops, 5) == {SAVE_INTERVAL}
-
-
-def test_the_first_sigterm_is_a_request_and_the_second_is_what_it_was() -> None:
-    arrived: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: arrived.append(number))
-    try:
-        stops = Preemption(None, None)
-        with stops.hearing_sigterm(listens=True):
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert requests_of(stops, 1) == {SIGTERM} and arrived == []
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert arrived == [signal.SIGTERM] * 2
+# ---- SIGTERM
 
 
 def test_a_handler_is_set_in_the_main_thread_only_and_where_asked_for() -> None:
