@@ -26,6 +26,7 @@ old_paths.install()
 
 _MODULES = {
     "chat_template_utils": ["clone_chat_template"],
+    "config.removed_arguments": ["TrainingArguments"],
     "data_utils": [
         "apply_chat_template",
         "extract_prompt",
@@ -43,7 +44,6 @@ _MODULES = {
     "scoring.stream": ["score"],
     "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
     "trainer.model_config": ["ModelConfig"],
-    "trainer.removed_arguments": ["TrainingArguments"],
     "trainer.reward_config": ["RewardConfig"],
     "trainer.reward_trainer": ["RewardTrainer"],
     "trainer.utils": ["RewardDataCollatorWithPadding"],

@@ -37,26 +37,9 @@ class Averaging(LlamaForSequenceClassification):
         return SequenceClassifierOutput(logits=means_R[:, None])  # type: ignore[arg-type]
 
 
-class Bounded(LlamaForSequenceClassification):
-    """Takes what transformers does, and bounds the reward."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output: Any = super().forward(*args, **kwargs)
-        output.logits = 3 * torch.tanh(output.logits)
-        return output
-
-
 def averaging() -> PreTrainedModel:
-    return _as(Averaging)
-
-
-def bounded() -> PreTrainedModel:
-    return _as(Bounded)
-
-
-def _as(model_class: Any) -> PreTrainedModel:
     stock = plain()
-    model = model_class(stock.config)
+    model = Averaging(stock.config)
     model.load_state_dict(stock.state_dict())
     return model
 
@@ -71,24 +54,6 @@ def replaced_forward() -> PreTrainedModel:
         return output
 
     model.forward = MethodType(doubled, model)  # type: ignore[method-assign]
-    return model
-
-
-def hooked_output() -> PreTrainedModel:
-    model = plain()
-
-    def halved(_module: Any, _args: Any, output: Any) -> Any:
-        output.logits = output.logits / 2
-        return output
-
-    model.register_forward_hook(halved)
-    return model
-
-
-def hooked_states() -> PreTrainedModel:
-    """Subtracts each row's mean state."""
-    model = plain()
-    model.score.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(1, keepdim=True),))
     return model
 
 
@@ -117,10 +82,6 @@ def prompt_tuning() -> Any:
     return adapted(peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4))
 
 
-def p_tuning() -> Any:
-    return adapted(peft.PromptEncoderConfig(task_type="SEQ_CLS", num_virtual_tokens=4, encoder_hidden_size=16))
-
-
 def prefix_tuning() -> Any:
     return adapted(peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=4))
 
@@ -132,7 +93,7 @@ def adapted(config: Any) -> Any:
 
 
 #: Those whose rewards change with the padding of a row.
-READ_PADDING = (hooked_states, normalized_head, prompt_tuning, p_tuning)
+READ_PADDING = (normalized_head, prompt_tuning)
 SETTINGS: dict[str, Any] = {
     "report_to": "none",
     "save_strategy": "no",

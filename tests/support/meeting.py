@@ -1,10 +1,12 @@
 """Hosts that are threads of this process, which meet as processes do."""
 
 import threading
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
+from unittest.mock import create_autospec
 
 from trl_tpu.runtime import Topology
+from trl_tpu.runtime.native import Runtime
 
 
 class Meeting:
@@ -30,6 +32,7 @@ class Meeting:
 
     def of(self, index: int) -> Any:
         """Return what decisions need of a runtime."""
-        return SimpleNamespace(
-            topology=lambda: self.topology(index), all_gather_object=lambda value: self.gather(index, value)
-        )
+        runtime = create_autospec(Runtime, instance=True)
+        runtime.topology.return_value = self.topology(index)
+        runtime.all_gather_object.side_effect = partial(self.gather, index)
+        return runtime

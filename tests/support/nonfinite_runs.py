@@ -34,18 +34,9 @@ def pairs_of(steps: int, poisoned: Sequence[int] = (), left_out: Sequence[int] =
     return Dataset.from_list(kept)
 
 
-def train(
-    model: str,
-    out: Path,
-    poisoned: Sequence[int],
-    steps: int,
-    left_out: Sequence[int] = (),
-    callbacks: Sequence[Any] = (),
-    dataset: Any = None,
-    **settings: Any,
-) -> Any:
-    """Train on `pairs_of` these steps, in order, at a constant rate; returns the trainer."""
-    trainer = make(model, out, poisoned, steps, left_out, callbacks, dataset, **settings)
+def train(*args: Any, **settings: Any) -> Any:
+    """Train as `make` says; return the trainer."""
+    trainer = make(*args, **settings)
     trainer.train()
     return trainer
 
@@ -60,6 +51,7 @@ def make(
     dataset: Any = None,
     **settings: Any,
 ) -> Any:
+    """Make a trainer on `pairs_of` these steps, in order, at a constant rate."""
     from trl_tpu import RewardConfig, RewardTrainer
     from trl_tpu.runtime import current
 
@@ -101,12 +93,6 @@ def differing(first: Any, second: Any) -> list[str]:
     these, those = state_of(first), state_of(second)
     assert these.keys() == those.keys()
     return [name for name in these if not torch.equal(these[name].nan_to_num(7.0), those[name].nan_to_num(7.0))]
-
-
-def differing_weights(first: Any, second: Any) -> list[str]:
-    """Names of weights that are not equal to the bit, in two trainers; the head is new in each."""
-    these, those = first.model.state_dict(), second.model.state_dict()
-    return [name for name in these if not these[name].nan_to_num(7.0).equal(those[name].nan_to_num(7.0))]
 
 
 def logged(trainer: Any, name: str) -> list[float]:

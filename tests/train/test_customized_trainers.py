@@ -58,18 +58,13 @@ def test_token_ids_of_a_subclass_are_checked(tmp_path: Path) -> None:
         OwnIds(model(), arguments(trl_tpu, tmp_path), train_dataset=PAIRS, processing_class=TOKENIZER)
 
 
-def tokens(package: Any, folder: Path) -> Dataset:
-    trainer = package.RewardTrainer(
-        model(), arguments(package, folder), train_dataset=PAIRS, processing_class=TOKENIZER
-    )
-    return trainer.train_dataset
-
-
 def test_a_class_whose_init_is_deleted_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As libraries do that bring a constructor of their own and call that of transformers."""
 
     def run(package: Any) -> list[float]:
-        data = tokens(package, tmp_path)
+        whole = package.RewardTrainer(
+            model(), arguments(package, tmp_path), train_dataset=PAIRS, processing_class=TOKENIZER
+        )
         monkeypatch.delattr(package.RewardTrainer, "__init__")
 
         class Own(package.RewardTrainer):  # type: ignore[misc]
@@ -91,7 +86,7 @@ def test_a_class_whose_init_is_deleted_trains(tmp_path: Path, monkeypatch: pytes
             model(),
             arguments(package, tmp_path),
             data_collator=collator,
-            train_dataset=data,
+            train_dataset=whole.train_dataset,
             processing_class=TOKENIZER,
         )
         return losses(own)

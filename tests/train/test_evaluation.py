@@ -85,28 +85,6 @@ def test_each_evaluation_set_keeps_its_name(folder: str, tmp_path: Path) -> None
         assert metrics[f"eval_{name}_mean_reward"] == pytest.approx(float(rewards_N2.mean()), abs=1e-6)
 
 
-def test_metric_key_prefix_is_on_every_metric(folder: str, tmp_path: Path) -> None:
-    metrics = make_trainer(folder, tmp_path).evaluate(tiny.made_up_pairs(5), metric_key_prefix="held_out")
-    assert {"held_out_loss", "held_out_accuracy", "held_out_num_tokens"} <= metrics.keys()
-    assert all(key.startswith("held_out_") for key in metrics if key != "epoch")
-
-
-def test_compute_metrics_gets_rewards_by_pair(folder: str, tmp_path: Path) -> None:
-    seen: list[EvalPrediction] = []
-
-    def share_of_wide_margins(prediction: EvalPrediction) -> dict[str, float]:
-        seen.append(prediction)
-        chosen_N, rejected_N = prediction.predictions.T
-        return {"wide": float((chosen_N - rejected_N > 0.01).mean())}
-
-    pairs = tiny.made_up_pairs(10, seed=7)
-    trainer = make_trainer(folder, tmp_path, compute_metrics=share_of_wide_margins)
-    metrics = trainer.evaluate(pairs)
-    rewards_N2 = rewards_one_by_one(folder, pairs)
-    assert seen[0].predictions.shape == (10, 2) and seen[0].label_ids.shape == (10,)
-    assert metrics["eval_wide"] == pytest.approx(float((rewards_N2[:, 0] - rewards_N2[:, 1] > 0.01).double().mean()))
-
-
 def test_batch_eval_metrics_sees_each_batch_once(folder: str, tmp_path: Path) -> None:
     sizes: list[int] = []
 
@@ -115,17 +93,6 @@ def test_batch_eval_metrics_sees_each_batch_once(folder: str, tmp_path: Path) ->
         return {"pairs": sum(sizes)} if compute_result else {}
 
     trainer = make_trainer(folder, tmp_path, compute_metrics=count_pairs, batch_eval_metrics=True)
-    metrics = trainer.evaluate(tiny.made_up_pairs(10))
-    assert sizes == [4, 4, 2] and metrics["eval_pairs"] == 10
-
-
-def test_tokens_go_on_after_a_resume(folder: str, tmp_path: Path) -> None:
-    """The checkpoint at step 3 lies between two logs; the resumed run logs what the whole run logged."""
-    settings = {"max_steps": 4, "logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
-    whole = make_trainer(folder, tmp_path, per_device_train_batch_size=4, **settings)
-    whole.train()
-    resumed = make_trainer(folder, tmp_path, per_device_train_batch_size=4, **settings)
-    resumed.train(resume_from_checkpoint=True)
-    for key in ("num_tokens", "accuracy", "margin", "min_reward", "mean_reward", "max_reward"):
-        last = [[entry[key] for entry in run.state.log_history if key in entry][-1] for run in (whole, resumed)]
-        assert last[0] == last[1], key
+    metrics = trainer.evaluate(tiny.made_up_pairs(10), metric_key_prefix="held_out")
+    assert sizes == [4, 4, 2] and metrics["held_out_pairs"] == 10
+    assert all(key.startswith("held_out_") for key in metrics if key != "epoch")

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.run_folder import STAGING_FOLDER
 
 
@@ -50,11 +50,8 @@ class Spoil(TrainerCallback):
 @pytest.mark.parametrize(
     ("optim", "packing", "accumulation"),
     [
-        ("adamw_torch", True, 1),
         ("adamw_torch", True, 2),
         ("adamw_torch", False, 1),
-        ("sgd", True, 1),
-        ("rmsprop", True, 1),
         ("adafactor", True, 1),
     ],
 )
@@ -76,16 +73,8 @@ def test_weights_and_state_are_those_of_a_run_without_the_steps(
 
 def test_an_infinite_gradient_of_a_finite_loss_is_one_too(train: Callable[..., RewardTrainer]) -> None:
     skipped = train([], steps=4, callbacks=[Spoil(2)])
-    without = train([], steps=4, left_out=[2])
-    assert runs.differing(skipped, without) == []
-    assert runs.logged(skipped, "loss") == runs.logged(without, "loss")
+    assert runs.differing(skipped, train([], steps=4, left_out=[2])) == []
     assert runs.logged(skipped, "nonfinite") == [1]
-
-
-def test_the_learning_rate_follows_the_steps(train: Callable[..., RewardTrainer]) -> None:
-    settings = {"lr_scheduler_type": "linear", "logging_steps": 1}
-    rates = [runs.logged(train(poisoned, steps=4, **settings), "learning_rate") for poisoned in ([1], [])]
-    assert rates[0] == rates[1]
 
 
 def test_a_log_without_a_finite_step_has_no_loss(train: Callable[..., RewardTrainer]) -> None:
@@ -97,13 +86,10 @@ def test_a_log_without_a_finite_step_has_no_loss(train: Callable[..., RewardTrai
     assert all(math.isfinite(value) for logs in trainer.state.log_history for value in logs.values())
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("logging_steps", [1, 2, 4, 20])
-def test_three_in_a_row_stop_the_run(
-    make: Callable[..., RewardTrainer], tmp_path: Path, packing: bool, logging_steps: int
-) -> None:
+@pytest.mark.parametrize("logging_steps", [1, 4, 20])
+def test_three_in_a_row_stop_the_run(make: Callable[..., RewardTrainer], logging_steps: int) -> None:
     """Steps 2, 4, 5 and 6 of 8: the first of three in a row is step 4, whichever log sees it."""
-    settings = {"packing": packing, "logging_steps": logging_steps, "train_sampling_strategy": "random"}
+    settings = {"logging_steps": logging_steps, "train_sampling_strategy": "random"}
     order = make([], 8, **settings)  # learn the order first
     rows = [row for batch in order.get_train_dataloader().batch_sampler for row in batch]
     pairs = runs.pairs_of(8).to_list()
@@ -112,26 +98,19 @@ def test_three_in_a_row_stop_the_run(
     trainer = make([], 8, dataset=runs.Dataset.from_list(pairs), **settings)
     with pytest.raises(FloatingPointError, match=r"3 steps in a row, 4 to 6, .*\(nonfinite_limit=3\)") as error:
         trainer.train()
-    assert trainer.state.global_step == {1: 6, 2: 6, 4: 8, 20: 8}[logging_steps]
+    assert trainer.state.global_step == {1: 6, 4: 8, 20: 8}[logging_steps]
     bad_rows = rows[3 * runs.BATCH : 4 * runs.BATCH]
-    assert f"pairs of step 4 are the rows {', '.join(map(str, bad_rows))} of" in str(error.value)
+    assert f"pairs of step 4 are rows {bad_rows} of" in str(error.value)
 
 
-def test_a_resumed_run_counts_on(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
+def test_a_resumed_run_counts_on_but_for_after_a_stop(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
     """Steps 2 and 3 before the checkpoint and step 4 after it are three in a row; so they are for a resumed run."""
-    settings = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 5}
-    with pytest.raises(FloatingPointError, match="in a row, 2 to 4,"):
-        make([1, 2, 3], 6, **settings).train()
-    with pytest.raises(FloatingPointError, match="in a row, 2 to 4,"):
-        make([1, 2, 3], 6, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_after_a_stop_a_resumed_run_begins_a_new_row(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 1}
-    with pytest.raises(FloatingPointError, match="1 to 3"):
-        make([0, 1, 2, 3, 4], 6, **settings).train()
-    resumed = make([0, 1, 2, 3, 4], 6, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    settings = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 4}
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        with pytest.raises(FloatingPointError, match="in a row, 2 to 4,"):
+            make([1, 2, 3, 4], 6, **settings).train(resume_from_checkpoint=resume)
+    resumed = make([1, 2, 3, 4], 6, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert resumed.state.global_step == 6
 
 
@@ -144,11 +123,11 @@ def test_the_weights_of_the_last_finite_step_are_saved(
     for step in range(3):
         pairs[(2 * step + 1) * runs.BATCH]["rejected"] += runs.POISON
     trainer = make([], 3, dataset=runs.Dataset.from_list(pairs), **settings)
-    rows = ", ".join(map(str, range(16)))
-    with pytest.raises(FloatingPointError, match=rf"\(in checkpoint-3\). The pairs of step 1 are the rows {rows} of"):
+    with pytest.raises(FloatingPointError, match=r"\(in checkpoint-3\). The pairs of step 1 are rows \[0, 1, 2, "):
         trainer.train()
-    again = runs.make(str(tmp_path / "checkpoint-3"), tmp_path, [], 3)
-    assert runs.differing_weights(again, runs.make(folder, tmp_path, [], 3)) == []
+    saved, first = (runs.make(each, tmp_path, [], 3).model for each in (str(tmp_path / "checkpoint-3"), folder))
+    for one, other in zip(saved.parameters(), first.parameters(), strict=True):
+        assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
 def test_a_stop_that_could_not_save_says_so(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
@@ -158,22 +137,15 @@ def test_a_stop_that_could_not_save_says_so(make: Callable[..., RewardTrainer], 
         trainer.train()
 
 
-def test_pairs_of_a_stream_are_not_known_by_their_rows(make: Callable[..., RewardTrainer]) -> None:
-    stream = runs.pairs_of(4, poisoned=[0, 1, 2]).to_iterable_dataset()
-    with pytest.raises(FloatingPointError, match="The pairs of step 1 are not known by their rows"):
-        make([], 4, dataset=stream).train()
-
-
-@pytest.mark.parametrize("settings", [{"model_init_kwargs": {"dtype": "float16"}}, {"fp16": True}], ids=str)
-def test_float16_is_left_alone(make: Callable[..., RewardTrainer], settings: dict[str, Any]) -> None:
-    """With default limits: infinite gradients come and go there, in weights and under a loss scale alike."""
-    trainer = make([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], **settings)
+def test_float16_is_left_alone(make: Callable[..., RewardTrainer]) -> None:
+    """With default limits: infinite gradients come and go there under a loss scale."""
+    trainer = make([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], fp16=True)
     trainer.train()
     assert trainer.args.nonfinite_limit == 3 and not trainer.nonfinite.is_on
     assert trainer.state.global_step == 6 and runs.logged(trainer, "nonfinite") == []
 
 
-def test_adapters_over_float16_weights_are_left_alone_too(
+def test_adapters_over_float16_weights_are_left_alone(
     make: Callable[..., RewardTrainer], folder: str, tmp_path: Path
 ) -> None:
     """They are float32, and what goes through the model to them is not."""
@@ -183,15 +155,6 @@ def test_adapters_over_float16_weights_are_left_alone_too(
     trainer = RewardTrainer(folder, args, train_dataset=runs.pairs_of(1), peft_config=peft_config)
     assert any(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
     assert not trainer.nonfinite.is_on
-
-
-def test_rows_are_not_named_when_they_are_not_those_of_the_batch(make: Callable[..., RewardTrainer]) -> None:
-    """A sampler without a seed gives another order when it is asked again."""
-    trainer = make([0, 1, 2], 3)
-    trainer._get_train_sampler = lambda dataset=None: torch.utils.data.WeightedRandomSampler([1.0] * 24, 24)  # type: ignore
-    trainer.add_callback(Spoil(0, 1, 2))
-    with pytest.raises(FloatingPointError, match="The pairs of step 1 are not known by their rows"):
-        trainer.train()
 
 
 def test_0_turns_it_off(make: Callable[..., RewardTrainer]) -> None:
@@ -208,8 +171,3 @@ def test_finite_runs_are_the_same_to_the_bit(train: Callable[..., RewardTrainer]
     assert runs.differing(on, off) == []
     for name in ("loss", "grad_norm", "mean_reward", "train_loss"):
         assert runs.logged(on, name) == runs.logged(off, name)
-
-
-def test_a_negative_limit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nonfinite_limit must be 0 or more, got -1"):
-        RewardConfig(str(tmp_path), nonfinite_limit=-1)

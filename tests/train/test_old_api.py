@@ -1,76 +1,115 @@
-"""Scripts written for TRL up to 0.23 run with only their import changed, and get the right numbers."""
+"""Scripts written for TRL up to 0.23 run with only their import changed, and get the right numbers.
 
+The reference is the Hugging Face model itself, called on one dialogue at a time, without padding.
+"""
+
+import copy
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import tiny
 import torch
-from old_pairs import (
-    HALVES,
-    Old,
-    config,
-    full_batch_config,
-    logged,
-    losses_of_hand_made_loop,
-    mean_loss,
-    rewards_alone,
-)
+from datasets import Dataset
 from torch.nn.functional import logsigmoid
-from transformers import EvalPrediction
+from transformers import (
+    EvalPrediction,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainingArguments,
+)
 
-import trl_tpu
-from trl_tpu import RewardDataCollatorWithPadding, RewardTrainer
+from trl_tpu import RewardConfig, RewardDataCollatorWithPadding, RewardTrainer
+from trl_tpu.errors import UserError
 from trl_tpu.trainer.utils import compute_accuracy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+HALVES = ("chosen", "rejected")
 
 
-# ---- the collator
+class Old(NamedTuple):
+    """What an old script has in its hands before it makes a trainer: 12 pairs with margins, in text and in tokens."""
+
+    model: LlamaForSequenceClassification
+    tokenizer: PreTrainedTokenizerFast
+    raw: Dataset
+    pairs: Dataset
 
 
-def test_names_are_where_old_scripts_import_them_from() -> None:
-    assert trl_tpu.RewardDataCollatorWithPadding is trl_tpu.trainer.utils.RewardDataCollatorWithPadding
-    assert "RewardDataCollatorWithPadding" in trl_tpu.__all__
+@pytest.fixture(scope="module")
+def made() -> Old:
+    pairs = tiny.made_up_pairs(12, margin=True)
+    raw = pairs.map(lambda row: {half: row["prompt"] + row[half] for half in HALVES}, remove_columns="prompt")
+    tokenizer = tiny.tiny_tokenizer([*raw["chosen"], *raw["rejected"]], vocab_size=400)
+
+    def preprocess(row: dict[str, Any]) -> dict[str, Any]:
+        halves = {half: tokenizer(row[half]) for half in HALVES}
+        return {f"{key}_{half}": halves[half][key] for half in HALVES for key in ("input_ids", "attention_mask")}
+
+    return Old(tiny.tiny_model(tokenizer), tokenizer, raw, raw.map(preprocess))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_collator_pads_each_half_by_itself_on_the_tokenizers_side(old: Old, side: str) -> None:
-    old.tokenizer.padding_side = side
-    rows = old.pairs.select(range(5)).to_list()
-    collate = RewardDataCollatorWithPadding(old.tokenizer, padding=True, max_length=512, pad_to_multiple_of=8)
-    batch = collate(rows)
-    assert set(batch) == {*trl_tpu.data.collators.LEGACY_KEYS, "margin", "return_loss"}
-    assert batch["return_loss"] is True
-    assert batch["margin"].tolist() == pytest.approx([row["margin"] for row in rows])
-    for half in HALVES:
-        ids = [row[f"input_ids_{half}"] for row in rows]
-        longest = max(map(len, ids))
-        length = longest + -longest % 8
-        pads = [[old.tokenizer.pad_token_id] * (length - len(row)) for row in ids]
-        joined = [pad + row if side == "left" else row + pad for pad, row in zip(pads, ids, strict=True)]
-        assert batch[f"input_ids_{half}"].tolist() == joined
-        assert batch[f"attention_mask_{half}"].sum(1).tolist() == [len(row) for row in ids]
-        real = batch[f"input_ids_{half}"] != old.tokenizer.pad_token_id
-        assert torch.equal(batch[f"attention_mask_{half}"].bool(), real)
+@pytest.fixture
+def old(made: Old) -> Old:
+    """Fresh copies, since a trainer writes into its model."""
+    return made._replace(model=copy.deepcopy(made.model), tokenizer=copy.deepcopy(made.tokenizer))
 
 
-def test_collator_pads_to_a_fixed_length_when_told(old: Old) -> None:
-    batch = RewardDataCollatorWithPadding(old.tokenizer, padding="max_length", max_length=64)(old.pairs.to_list())
-    assert batch["input_ids_chosen"].shape == batch["attention_mask_rejected"].shape == (12, 64)
+QUIET: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+RATE = 1e-2
+RATE = 1e-2
+FULL_BATCH: dict[str, Any] = {"per_device_train_batch_size": 12, "learning_rate": RATE}
+FULL_BATCH["lr_scheduler_type"] = "constant"
 
 
-def test_collator_names_the_missing_column(old: Old) -> None:
-    rows = old.pairs.remove_columns("attention_mask_rejected").to_list()
-    with pytest.raises(ValueError, match="attention_mask_rejected is missing"):
-        RewardDataCollatorWithPadding(old.tokenizer)(rows)
+def config(folder: Path, **settings: Any) -> RewardConfig:
+    return RewardConfig(str(folder), **({"bf16": False} | QUIET | settings))
+
+
+def rewards_alone(model: LlamaForSequenceClassification, pairs: Dataset) -> torch.Tensor:
+    """Rewards [N, 2] in float64, each dialogue in a forward of its own."""
+    exact = copy.deepcopy(model).double().eval()
+    with torch.no_grad():
+        rewards = [[exact(torch.tensor([row[f"input_ids_{half}"]])).logits.item() for half in HALVES] for row in pairs]
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def mean_loss(rewards_N2: torch.Tensor, margin_N: Any) -> float:
+    return -logsigmoid(rewards_N2[:, 0] - rewards_N2[:, 1] - torch.as_tensor(margin_N)).mean().item()
+
+
+def losses_of_hand_made_loop(old: Old, steps: int) -> list[float]:
+    """Full-batch AdamW with gradient clipping, two forwards a pair, no trainer and no padding."""
+    model = copy.deepcopy(old.model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        pair_losses = []
+        for row in old.pairs:
+            chosen, rejected = (model(torch.tensor([row[f"input_ids_{half}"]])).logits.squeeze() for half in HALVES)
+            pair_losses.append(-logsigmoid(chosen - rejected - row["margin"]))
+        loss = torch.stack(pair_losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def losses_of(trainer: RewardTrainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 # ---- the numbers
 
 
-@pytest.mark.parametrize("multiple", [None, 32])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str, multiple: int | None) -> None:
+def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str) -> None:
     old.tokenizer.padding_side = side
     expected = rewards_alone(old.model, old.pairs)
     trainer = RewardTrainer(
@@ -78,99 +117,160 @@ def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str, multiple
         args=config(tmp_path, per_device_eval_batch_size=5),
         tokenizer=old.tokenizer,
         train_dataset=old.pairs,
-        data_collator=RewardDataCollatorWithPadding(old.tokenizer, pad_to_multiple_of=multiple),
+        data_collator=RewardDataCollatorWithPadding(old.tokenizer, pad_to_multiple_of=32),
     )
     _, outputs = trainer.compute_loss(trainer.model, trainer.data_collator(old.pairs.to_list()), return_outputs=True)
-    assert set(outputs) == {"rewards_chosen", "rewards_rejected"}
     rewards = torch.stack([outputs["rewards_chosen"], outputs["rewards_rejected"]], dim=-1)
     torch.testing.assert_close(rewards.double(), expected, atol=1e-6, rtol=0)
-    predictions = trainer.predict(old.pairs).predictions
-    assert predictions.shape == (12, 2)
-    np.testing.assert_allclose(predictions, expected.softmax(-1), atol=1e-6)
-    np.testing.assert_allclose(predictions.sum(-1), 1.0, atol=1e-6)
+    np.testing.assert_allclose(trainer.predict(old.pairs).predictions, expected.softmax(-1), atol=1e-6)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_pad_equal_to_eos_reads_the_reward_where_transformers_does(old: Old, tmp_path: Path, side: str) -> None:
-    old.tokenizer.pad_token, old.tokenizer.padding_side = old.tokenizer.eos_token, side
-    end = [old.tokenizer.eos_token_id]
-    pairs = old.pairs.map(
-        lambda row: (
-            {f"input_ids_{half}": row[f"input_ids_{half}"] + end for half in HALVES}
-            | {f"attention_mask_{half}": row[f"attention_mask_{half}"] + [1] for half in HALVES}
-        )
-    )
-    trainer = RewardTrainer(model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=pairs)
-    assert trainer.model.config.pad_token_id == end[0]
-    expected = rewards_alone(trainer.model, pairs)  # transformers' own pooling
-    torch.testing.assert_close(expected, rewards_alone(trainer.model, old.pairs))  # at the token before the eos
-    np.testing.assert_allclose(trainer.predict(pairs).predictions, expected.softmax(-1), atol=1e-6)
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_margin_is_subtracted_pair_by_pair(old: Old, tmp_path: Path, nested: bool) -> None:
+def test_margin_is_subtracted_pair_by_pair(old: Old, tmp_path: Path) -> None:
+    """Also where each is in a list of one, as scripts of then had it."""
     margins = torch.linspace(-2, 3, 12, dtype=torch.float64)
-    column = [[value] for value in margins.tolist()] if nested else margins.tolist()
-    pairs = old.pairs.remove_columns("margin").add_column("margin", column)
-    rewards = rewards_alone(old.model, pairs)
+    pairs = old.pairs.remove_columns("margin").add_column("margin", [[value] for value in margins.tolist()])
     trainer = RewardTrainer(model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=pairs)
-    batch = trainer.data_collator(pairs.to_list())
-    loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
-    assert loss.item() == pytest.approx(mean_loss(rewards, margins), abs=1e-6)
-    by_hand = -logsigmoid(outputs["rewards_chosen"] - outputs["rewards_rejected"] - batch["margin"]).mean()
-    assert loss.item() == pytest.approx(by_hand.item(), abs=1e-6)
-    every_margin_from_every_pair = -logsigmoid(rewards[:, :1] - rewards[:, 1:] - margins).mean().item()
-    assert abs(every_margin_from_every_pair - loss.item()) > 1e-5  # TRL 0.9 to 0.20
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(pairs.to_list()))
+    assert loss.item() == pytest.approx(mean_loss(rewards_alone(old.model, pairs), margins), abs=1e-6)
 
 
 def test_an_old_script_trains_as_a_hand_made_loop_does(old: Old, tmp_path: Path) -> None:
     expected = losses_of_hand_made_loop(old, steps=3)
-    args = full_batch_config(
-        tmp_path,
-        per_device_eval_batch_size=5,
-        max_steps=3,
-        evaluation_strategy="steps",
-        eval_steps=1,
-        remove_unused_columns=False,
-    )
     trainer = RewardTrainer(
         model=old.model,
-        args=args,
+        args=config(tmp_path, per_device_eval_batch_size=5, max_steps=3, evaluation_strategy="steps", **FULL_BATCH),
         tokenizer=old.tokenizer,
         train_dataset=old.pairs,
         eval_dataset=old.pairs,
         max_length=512,
         compute_metrics=compute_accuracy,
     )
-    trainer.train()
-    assert logged(trainer, "loss") == pytest.approx(expected, abs=1e-5)
-    assert len(logged(trainer, "eval_accuracy")) == 3
+    assert losses_of(trainer) == pytest.approx(expected, abs=1e-5)
     rewards = rewards_alone(trainer.model, old.pairs)
     metrics = trainer.evaluate()
     assert metrics["eval_accuracy"] == pytest.approx((rewards[:, 0] > rewards[:, 1]).double().mean().item())
     # the loss of an evaluation in batches of 5, 5 and 2 pairs is the mean over the 12 pairs
     assert metrics["eval_loss"] == pytest.approx(mean_loss(rewards, old.pairs["margin"][:]), abs=1e-5)
-    assert trainer.model.model_tags == trainer._tag_names
 
 
-def test_accuracy_needs_no_compute_metrics(old: Old, tmp_path: Path) -> None:
-    rewards = rewards_alone(old.model, old.pairs)
+def test_model_init_starts_each_training_anew_also_of_a_stream(old: Old, tmp_path: Path) -> None:
+    expected = losses_of_hand_made_loop(old, steps=2)
     trainer = RewardTrainer(
-        model=old.model,
-        args=config(tmp_path),
+        model_init=lambda: copy.deepcopy(old.model),
+        args=config(tmp_path, max_steps=2, **FULL_BATCH),
         tokenizer=old.tokenizer,
-        train_dataset=old.pairs,
-        eval_dataset=old.pairs,
+        train_dataset=old.pairs.to_iterable_dataset(),
     )
-    expected = (rewards[:, 0] > rewards[:, 1]).double().mean().item()
-    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(expected)
-    assert compute_accuracy(trainer.predict(old.pairs))["accuracy"] == pytest.approx(expected)
+    for _ in range(2):
+        assert losses_of(trainer) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_plain_training_arguments_keeps_all_its_settings(old: Old, tmp_path: Path) -> None:
+    @dataclass
+    class ScriptTrainingArguments(TrainingArguments):
+        their_own: str = "kept"
+
+    args = ScriptTrainingArguments(str(tmp_path), max_steps=2, seed=7, their_own="mine", **QUIET, **FULL_BATCH)
+    before = copy.deepcopy(args.to_dict())
+    expected = losses_of_hand_made_loop(old, steps=2)
+    trainer = RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, train_dataset=old.pairs)
+    assert losses_of(trainer) == pytest.approx(expected, abs=1e-5)
+    assert args.to_dict() == before
+    assert isinstance(trainer.args, RewardConfig) and trainer.args.their_own == "mine"
+    after = trainer.args.to_dict()
+    assert {name for name in before if after.get(name, before[name]) != before[name]} <= {"optim"}
+    assert (trainer.args.optim, trainer.args.max_length) == ("adamw_torch", None)
+
+
+def test_max_length_of_the_trainer_leaves_long_pairs_out(old: Old, tmp_path: Path) -> None:
+    lengths = [max(len(row[f"input_ids_{half}"]) for half in HALVES) for row in old.pairs]
+    args, limit = config(tmp_path), int(np.median(lengths))
+    kept = sum(length <= limit for length in lengths)
+    for pairs in (old.pairs, old.raw):
+        collate = RewardDataCollatorWithPadding(old.tokenizer)
+        trainer = RewardTrainer(old.model, args, collate, pairs, tokenizer=old.tokenizer, max_length=limit)
+        assert len(trainer.train_dataset) == kept < 12
+    assert args.max_length == 1024  # the caller's config is the caller's
 
 
 def test_accuracy_leaves_ties_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    right_and_wrong = EvalPrediction(torch.tensor([[0.1, 0.9], [0.9, 0.1]]), torch.tensor([0, 0]))
-    assert compute_accuracy(right_and_wrong) == {"accuracy": 0.5}
-    assert not caplog.records
     predictions = np.array([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8], [0.7, 0.3]])
     assert compute_accuracy(EvalPrediction(predictions, np.zeros(4)))["accuracy"] == pytest.approx(2 / 3)
     assert "1 out of 4" in caplog.text
+
+
+# ---- arguments, warnings and errors
+
+
+@pytest.mark.filterwarnings("default::FutureWarning")
+def test_every_old_name_warns_with_todays_spelling(old: Old, tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning) as caught:
+        args = RewardConfig(str(tmp_path), bf16=False, report_to="none", evaluation_strategy="steps", eval_steps=5)
+        given = {"train_dataset": old.pairs, "eval_dataset": old.pairs}
+        RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, max_length=512, **given)
+    ours = [warning for warning in caught if "deprecated" in str(warning.message)]
+    for old_name, new_name in {
+        "`evaluation_strategy`": "`eval_strategy='steps'`",
+        "`tokenizer`": "`processing_class`",
+        "`max_length`": "RewardConfig(max_length=...)",
+        "`RewardDataCollatorWithPadding`": "`DataCollatorForPreference`",
+    }.items():
+        assert any(old_name in str(each.message) and new_name in str(each.message) for each in ours), old_name
+    assert {warning.filename for warning in ours} == {__file__}, "a warning points at the script's line"
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_todays_spelling_does_not_warn(old: Old, tmp_path: Path) -> None:
+    RewardTrainer(old.model, config(tmp_path), train_dataset=old.raw, processing_class=old.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("old_name", "value", "today", "becomes"),
+    [
+        ("warmup_ratio", 0.1, "warmup_steps", 0.1),
+        ("per_gpu_train_batch_size", 3, "per_device_train_batch_size", 3),
+        ("adafactor", True, "optim", "adafactor"),
+        ("push_to_hub_organization", "us", "hub_model_id", "us/out"),
+        ("push_to_hub_token", "secret", "hub_token", "secret"),
+        ("overwrite_output_dir", True, "overwrite_output_dir", True),
+    ],
+)
+def test_arguments_that_transformers_has_no_more_are_taken_as_todays(
+    old_name: str, value: object, today: str, becomes: object, tmp_path: Path
+) -> None:
+    with pytest.warns(FutureWarning, match=f"`{old_name}` is deprecated"):
+        args = RewardConfig(str(tmp_path / "out"), bf16=False, report_to="none", **{old_name: value})
+    assert getattr(args, today) == becomes
+    assert args.push_to_hub_token is None
+
+
+def test_an_argument_that_asks_for_what_is_gone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`fsdp_min_num_params=10`.* is gone. Leave it out"):
+        RewardConfig(str(tmp_path), bf16=False, report_to="none", fsdp_min_num_params=10)
+
+
+def test_an_evaluation_strategy_that_is_set_later_counts(old: Old, tmp_path: Path) -> None:
+    args = config(tmp_path)
+    args.evaluation_strategy, args.of_the_script = "epoch", 1
+    trainer = RewardTrainer(old.model, args, None, old.raw, old.raw, processing_class=old.tokenizer)
+    assert trainer.args.eval_strategy == "epoch" and args.eval_strategy == "no"
+    assert trainer.args.of_the_script == 1  # a callback may read it
+
+
+def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) -> None:
+    arguments = (None, config(tmp_path, max_steps=1), None, old.pairs, None, old.tokenizer)
+    trainer = RewardTrainer(*arguments, lambda: copy.deepcopy(old.model), None, [PrinterCallback()])
+    assert trainer.model_init is not None and trainer.compute_metrics is None
+    assert any(isinstance(each, PrinterCallback) for each in trainer.callback_handler.callbacks)
+
+
+def test_bad_arguments_and_data_stop_before_training(old: Old, tmp_path: Path) -> None:
+    todays = {f"input_ids_{half}": f"{half}_ids" for half in HALVES}
+    for message, pairs, more in (
+        ("only `processing_class`", old.pairs, {"processing_class": old.tokenizer}),
+        ("lacks attention_mask_rejected", old.pairs.remove_columns("attention_mask_rejected"), {}),
+        ("Leave `data_collator` out", old.pairs.select_columns(list(todays)).rename_columns(todays), {}),
+    ):
+        collate = RewardDataCollatorWithPadding(old.tokenizer)
+        with pytest.raises(ValueError, match=message):
+            RewardTrainer(old.model, config(tmp_path), collate, pairs, tokenizer=old.tokenizer, **more)

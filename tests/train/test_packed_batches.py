@@ -9,7 +9,6 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from old_pairs import Old
 from timings import untimed
 from transformers import PreTrainedTokenizerFast
 
@@ -163,19 +162,6 @@ def test_turned_off_it_trains_on_padded_rows_without_a_word(
     assert told(caplog) == []
     assert "packing is turned off" in trainer.describe()
     assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask"}
-
-
-def test_the_old_api_trains_on_padded_rows(old: Old, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trainer(packing: Any) -> RewardTrainer:
-        args = RewardConfig(str(tmp_path), packing=packing, report_to="none", disable_tqdm=True, max_steps=1)
-        return RewardTrainer(old.model, args, train_dataset=old.pairs, processing_class=old.tokenizer)
-
-    with caplog.at_level(logging.WARNING):
-        batch = next(iter(trainer("auto").get_train_dataloader()))
-    assert {"input_ids_chosen", "attention_mask_rejected"} <= set(batch)
-    assert len(told(caplog)) == 1 and "this is the old API" in told(caplog)[0]
-    with pytest.raises(ValueError, match="packing=True is impossible: this is the old API"):
-        trainer(True)
 
 
 def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

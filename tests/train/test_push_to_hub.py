@@ -71,9 +71,7 @@ def push(run: Run, serving: tuple[hub_server.Hub, Path]) -> Run:
     return push
 
 
-def train_and_push(
-    run: Run, folder: Path, token: str, script: tuple[str, ...] = (str(EXAMPLE),)
-) -> subprocess.CompletedProcess[str]:
+def train_and_push(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
     pairs = tiny.made_up_pairs(16)
     model = tiny.save_tiny(folder / "base", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
     (folder / "pairs").mkdir()
@@ -88,10 +86,10 @@ def train_and_push(
         "learning_rate": "1e-3",
         "report_to": "none",
         "hub_model_id": "user/tiny-rm",
-        "hub_token": token,
+        "hub_token": "x",
     }
     flags = [part for name, value in arguments.items() for part in (f"--{name}", value)]
-    return run(*script, *flags, "--push_to_hub")
+    return run(str(EXAMPLE), *flags, "--push_to_hub")
 
 
 def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
@@ -99,7 +97,7 @@ def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
 ) -> None:
     """Though an upload beside training fails, which is told: the last one brings everything."""
     hub.failures = [("/commit/", 403)]
-    process = train_and_push(run, tmp_path, token="x")
+    process = train_and_push(run, tmp_path)
     assert process.returncode == 0, process.stderr[-4000:]
     assert process.stderr.count("An upload to user/tiny-rm FAILED") == 1
     assert hub.unknown == []
@@ -116,41 +114,12 @@ def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
     assert all(weights[name].equal(saved[name]) for name in saved)
     assert not all(weights[name].equal(base[name]) for name in base), "two steps change the weights"
 
-    model_config = json.loads(pushed["config.json"])
-    assert list(model_config["id2label"]) == ["0"] and model_config["problem_type"] == "regression"
-    vocabulary = json.loads(pushed["tokenizer.json"])["model"]["vocab"]
-    pad_token = json.loads(pushed["tokenizer_config.json"])["pad_token"]
-    assert model_config["pad_token_id"] == vocabulary[pad_token]
-    assert "message['role']" in pushed["chat_template.jinja"].decode()
-
     card = ModelCard(pushed["README.md"].decode())
     assert {"trl", "reward-trainer"} <= set(card.data.tags)
-    assert card.data.model_name == "tiny-rm"
     assert str(tmp_path) not in card.content, "a local path names nothing on the Hub"
     assert not [path for path in pushed if path.endswith((".pt", ".pth"))], "optimizer state stays here"
     assert {repo for repo, _ in hub.commits} == {"user/tiny-rm"}
     assert "End of training" in [summary for _, summary in hub.commits]
-
-
-def test_a_wrong_token_fails_before_training(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
-    process = train_and_push(run, tmp_path, token="wrong")
-    assert process.returncode != 0
-    assert "401" in process.stderr
-    assert hub.files == {}
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_hub_that_gives_no_repository_is_one_line_before_training(
-    hub: hub_server.Hub, run: Run, tmp_path: Path, status: int
-) -> None:
-    hub.failures = [("/repos/create", status)]
-    process = train_and_push(run, tmp_path, token="x", script=("-m", "trl_tpu.cli", "reward"))
-    assert process.returncode == 2 and hub.failures == []
-    last = process.stderr.strip().splitlines()[-1]
-    assert "the Hub gives no repository by hub_model_id='user/tiny-rm'" in last and str(status) in last
-    assert last.endswith("push later with `trl-tpu export`.") and "Traceback" not in process.stderr
-    assert hub.files == {} and not (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
@@ -158,7 +127,7 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
 ) -> None:
     out, repo = tmp_path / "out", "user/tiny-rm"
     hub.failures = [("/commit/", 403)] * 2  # the upload beside training, and the last one
-    process = train_and_push(run, tmp_path, token="x")
+    process = train_and_push(run, tmp_path)
     assert process.returncode != 0 and hub.failures == []
     assert f"An upload to {repo} FAILED, the repository is as before: 403 Forbidden" in process.stderr
     assert "huggingface_hub.errors.HfHubHTTPError: 403 Forbidden" in process.stderr
@@ -166,28 +135,19 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
     assert find_faults(out / "checkpoint-2") == []
 
     # the repository has weights of another kind by now, that loading would prefer
-    others = {name: b"old" for name in ("model-00001-of-00002.safetensors", "adapter_config.json", "notes.md")}
-    kept = {name: b"of another" for name in ("policy/model.safetensors", "vae.safetensors", "a/adapter_config.json")}
-    others |= kept
+    kept = {"notes.md": b"old", "policy/model.safetensors": b"of another", "a/adapter_config.json": b"of another"}
+    others = {"model-00001-of-00002.safetensors": b"old", "adapter_config.json": b"old"} | kept
     hub.failures, hub.files[repo] = [("/commit/", 501)], dict(others)
-    words = ["export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo]
-    process = push(*words)
+    process = push("export", str(out / "checkpoint-2"), str(tmp_path / "exported"), "--push_to_hub", repo)
     assert process.returncode == 2 and hub.failures == []
     assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
-    again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
     assert hub.files == {repo: others} and hub.commits == []
-
-    hub.failures = [("/preupload/", 403)]
-    assert push(*again).returncode == 2
-    assert hub.files[repo] == others
+    again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
     process = push(*again)
     assert process.returncode == 0, process.stderr
-    assert f"Pushed to {hub.endpoint}/{repo}/commit/" in process.stdout
     assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
     pushed = hub.files[repo]
-    loaded = run("-c", LOAD_AND_SCORE, repo)
-    assert loaded.returncode == 0, loaded.stderr[-4000:]
-    assert pushed["notes.md"] == b"old" and kept.items() <= pushed.items()
+    assert kept.items() <= pushed.items()
     assert not {"model-00001-of-00002.safetensors", "adapter_config.json"} & pushed.keys()
     assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)

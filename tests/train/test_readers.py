@@ -16,13 +16,12 @@ from tokenizers import processors
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     set_seed,
 )
 
 import trl_tpu
-from trl_tpu import RewardConfig, RewardTrainer, cli
+from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.modeling.readers import BASE_CONFIG, IDENTITY
 from trl_tpu.scripts.score import score_texts
@@ -70,14 +69,10 @@ def make_tokenizer(pads: bool, bos: bool) -> PreTrainedTokenizerFast:
 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"bos": True},
-    "llama, pad is eos": {"bos": True, "pads": False},
     "llama, own pad": {"bos": True, "pads": False, "own": True},
-    "qwen2": {},
     "qwen2, pad is eos": {"pads": False},
     "qwen3": {},
-    "qwen3, pad is eos": {"pads": False},
     "gemma2": {"bos": True},
-    "gemma2, pad is eos": {"bos": True, "pads": False},
     "llama, adapters": {"bos": True, "lora": True},
     "qwen2, adapters, own pad": {"pads": False, "own": True, "lora": True},
 }
@@ -154,10 +149,6 @@ def config_of(saved: Saved) -> dict[str, Any]:
     return json.loads(Path(saved.folder, BASE_CONFIG if has_adapters(saved) else "config.json").read_text())
 
 
-def test_rewards_differ_and_are_large_enough_to_be_told_apart(saved: Saved) -> None:
-    assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05
-
-
 def test_the_config_says_what_it_is(saved: Saved) -> None:
     config = config_of(saved)
     assert config["problem_type"] == "regression"
@@ -167,15 +158,12 @@ def test_the_config_says_what_it_is(saved: Saved) -> None:
     assert config["pad_token_id"] == saved.tokenizer.pad_token_id
     assert config["eos_token_id"] == saved.tokenizer.eos_token_id
     assert config["dtype"] == config["head_dtype"] == "float32"
+    assert config["mean"] == pytest.approx(np.mean(saved.of_messages), rel=1e-5)
+    assert config["std"] == pytest.approx(np.std(saved.of_messages), rel=1e-5)
+    assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05, "large enough to be told apart"
     if not has_adapters(saved):  # transformers before 5 would take 10,000 without a word
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert Path(saved.folder, "chat_template.jinja").read_text() == saved.tokenizer.chat_template
-
-
-def test_mean_and_std_are_those_of_the_evaluation(saved: Saved) -> None:
-    config = config_of(saved)
-    assert config["mean"] == pytest.approx(np.mean(saved.of_messages), rel=1e-5)
-    assert config["std"] == pytest.approx(np.std(saved.of_messages), rel=1e-5)
 
 
 def test_transformers(saved: Saved) -> None:
@@ -191,17 +179,11 @@ def test_our_score(saved: Saved) -> None:
     assert score_texts(saved.folder, saved.messages) == pytest.approx(saved.of_messages, **CLOSE)
 
 
-def test_our_score_standardises_by_the_saved_mean_and_std(saved: Saved, tmp_path: Path) -> None:
+def test_our_score_standardises_by_the_saved_mean_and_std(saved: Saved) -> None:
     mean, std = np.mean(saved.of_messages), np.std(saved.of_messages)
     rows = list(trl_tpu.score(saved.folder, saved.messages, standardise=True))
     standardised = [(reward - mean) / std for reward in saved.of_messages]
     assert [row["reward"] for row in rows] == pytest.approx(standardised, rel=1e-4, abs=1e-4 / std)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in saved.texts))
-    words = ["--model_name_or_path", saved.folder, "--dataset_name", str(tmp_path / "rows.jsonl"), "--standardise"]
-    assert cli.main(["score", *words, "--output", str(tmp_path / "out.jsonl")]) == 0
-    written = [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    expected = [(reward - mean) / std for reward in saved.of_texts]
-    assert written == pytest.approx(expected, rel=1e-4, abs=1e-4 / std)
 
 
 def test_the_default_pipeline_has_no_sigmoid(saved: Saved) -> None:
@@ -229,11 +211,6 @@ def test_openrlhf(saved: Saved) -> None:
     if not is_scored(saved):
         pytest.skip("OpenRLHF reads the very last token: see test_servers_that_pool_the_very_last_token")
     ids, pad = saved.ids_of_texts(), saved.tokenizer.pad_token_id
-    found = readers.openrlhf_rewards(saved.folder, ids, pad, normalizes=False)
-    assert found == pytest.approx(saved.of_texts, **CLOSE)
-    rendered = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
-    found = readers.openrlhf_rewards(saved.folder, rendered, pad, normalizes=False)
-    assert found == pytest.approx(saved.of_messages, **CLOSE)
     config = config_of(saved)
     normalized = [(reward - config["mean"]) / config["std"] for reward in saved.of_texts]
     found = readers.openrlhf_rewards(saved.folder, ids, pad, normalizes=True)
@@ -256,9 +233,7 @@ def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
     merged = json.loads((tmp_path / "merged/config.json").read_text())
     assert merged["rope_theta"] == merged["rope_parameters"]["rope_theta"]
     own = config_of(saved)
-    for key in ("problem_type", "sentence_transformers", "pad_token_id", "mean", "std", "id2label", "architectures"):
-        assert merged[key] == own[key], key
-    assert not (tmp_path / "merged" / BASE_CONFIG).exists()
+    assert all(merged[key] == own[key] for key in ("problem_type", "sentence_transformers", "mean", "std"))
     found = readers.transformers_rewards(str(tmp_path / "merged"), saved.ids_of_texts(), "left")
     assert found == pytest.approx(saved.of_texts, **CLOSE)
     assert readers.pipeline_rewards(str(tmp_path / "merged"), saved.rendered(), add_special_tokens=False) == (
@@ -266,25 +241,7 @@ def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
     )
 
 
-def test_an_export_says_it_too_whoever_trained_the_model(saved: Saved, tmp_path: Path) -> None:
-    export_checkpoint(saved.folder, tmp_path / "out")
-    name = BASE_CONFIG if has_adapters(saved) else "config.json"
-    exported = json.loads((tmp_path / "out" / name).read_text())
-    assert exported["problem_type"] == "regression" and exported["mean"] == config_of(saved)["mean"]
-    assert has_adapters(saved) or "rope_theta" in exported
-    if not has_adapters(saved):
-        trls = json.loads(Path(saved.folder, "config.json").read_text())
-        for key in ("problem_type", "sentence_transformers", "mean", "std"):
-            del trls[key]
-        theirs = tmp_path / "theirs"
-        AutoModelForSequenceClassification.from_pretrained(saved.folder).save_pretrained(theirs)
-        (theirs / "config.json").write_text(json.dumps(trls))
-        export_checkpoint(theirs, tmp_path / "again")
-        exported = json.loads((tmp_path / "again/config.json").read_text())
-        assert exported["problem_type"] == "regression" and "mean" not in exported
-
-
-@pytest.mark.parametrize("saved", ["llama", "qwen2, pad is eos", "qwen3", "gemma2"], indirect=True)
+@pytest.mark.parametrize("saved", ["qwen2, pad is eos", "gemma2"], indirect=True)
 def test_trls_grpo_trainer(saved: Saved, tmp_path: Path) -> None:
     """One step, in which the reward model's own forward is looked at. Adapters are merged first."""
     from trl import GRPOConfig, GRPOTrainer

@@ -9,17 +9,11 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset
 from tiny import made_up_pairs, tiny_model, tiny_tokenizer
-from transformers import (
-    AutoModelForSequenceClassification,
-    EarlyStoppingCallback,
-    LlamaForSequenceClassification,
-    TrainerCallback,
-)
+from transformers import AutoModelForSequenceClassification, EarlyStoppingCallback, TrainerCallback
 
+from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import DataCollatorForPreference, PairRows, RewardDataCollatorWithPadding
 from trl_tpu.errors import UserError
-from trl_tpu.trainer.reward_config import RewardConfig
-from trl_tpu.trainer.reward_trainer import RewardTrainer
 
 PAIRS = made_up_pairs(8)
 
@@ -44,129 +38,45 @@ def start(made: tuple[Any, Any], tmp_path: Path) -> Any:
     return make
 
 
-def test_the_good_arguments_are_good(start: Any) -> None:
-    trainer = start(eval_dataset={"a": PAIRS, "b": PAIRS})
-    assert len(trainer.train_dataset) == 8
-    assert set(trainer.eval_dataset) == {"a", "b"}
-
-
-def with_two_labels() -> LlamaForSequenceClassification:
-    model = tiny_model(tiny_tokenizer(["text"], vocab_size=300))
-    model.config.num_labels = 2
-    return LlamaForSequenceClassification(model.config)
-
-
-def without_special_tokens() -> Any:
-    tokenizer = tiny_tokenizer(["text"], vocab_size=300)
-    tokenizer.pad_token = tokenizer.eos_token = None
-    return tokenizer
-
-
-def with_tokens_that_the_model_lacks(pad_token: str) -> Any:
-    tokenizer = tiny_tokenizer(["text"], vocab_size=300)
-    tokenizer.add_tokens([f"<more{number}>" for number in range(99)])
-    tokenizer.pad_token = pad_token
-    return tokenizer
-
-
-def token_rows(*bad: int, old: bool = False) -> list[dict[str, Any]]:
-    row: dict[str, Any] = {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 8]}
-    rows = [row, row, {**row, "rejected_ids": [5, *bad]}]
+def tokens(*last: int, old: bool = False) -> Dataset:
+    """Three pairs of token ids, of which row 2 ends in these."""
+    rows = [{"chosen": [5, 6, 7], "rejected": [5, 8]}] * 2 + [{"chosen": [5, 6, 7], "rejected": [5, *last]}]
     if not old:
-        return rows
-    return [
-        {
-            **{f"input_ids_{half}": each[f"{half}_ids"] for half in ("chosen", "rejected")},
-            **{f"attention_mask_{half}": [1] * len(each[f"{half}_ids"]) for half in ("chosen", "rejected")},
-        }
-        for each in rows
-    ]
+        return Dataset.from_list([{f"{half}_ids": ids for half, ids in row.items()} for row in rows])
+    return Dataset.from_list(list(map(in_old_columns, rows)))
 
 
-def stream(rows: list[dict[str, Any]]) -> IterableDataset:
-    return IterableDataset.from_generator(lambda: iter(rows))
+def in_old_columns(row: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {f"input_ids_{half}": ids for half, ids in row.items()} | {
+        f"attention_mask_{half}": [1] * len(ids) for half, ids in row.items()
+    }
 
 
 EMPTY = Dataset.from_dict({"chosen": [], "rejected": []})
-SPLITS = DatasetDict({"train": PAIRS, "test": PAIRS})
-
-BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
-    "two labels": (
-        {"model": with_two_labels()},
-        ValueError,
-        ["num_labels=2", "require `num_labels=1`", "from_pretrained(..., num_labels=1)"],
-    ),
-    "no pad and no eos token": (
-        {"processing_class": without_special_tokens()},
-        ValueError,
-        ["neither a pad nor an eos token", "Set `tokenizer.pad_token`"],
-    ),
-    "a pad token without an embedding": (
-        {"processing_class": with_tokens_that_the_model_lacks("<more98>")},
-        ValueError,
-        ["The pad token '<more98>'", "embedding table has 304 rows", "model.resize_token_embeddings(len(tokenizer))"],
-    ),
-    "no tokenizer to be found": ({"processing_class": None}, ValueError, ["Pass the tokenizer as `processing_class`"]),
-    "both names of the tokenizer": (
-        {"tokenizer": without_special_tokens()},
-        ValueError,
-        ["`tokenizer` is the old name of `processing_class`", "give only `processing_class`"],
-    ),
-    "no training data": ({"train_dataset": None}, ValueError, ["`train_dataset` is required", "datasets.Dataset"]),
+BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no tokenizer to be found": ({"processing_class": None}, "Pass the tokenizer as `processing_class`"),
+    "no training data": ({"train_dataset": None}, "`train_dataset` is required"),
     "all splits as training data": (
-        {"train_dataset": SPLITS},
-        TypeError,
-        ["`train_dataset` must be a `Dataset`", "got `DatasetDict`", "Pick a split: train, test."],
+        {"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})},
+        "`train_dataset` must be a `Dataset`.*got `DatasetDict`.*Pick a split: train, test.",
     ),
-    "a list as training data": ({"train_dataset": list(PAIRS)}, TypeError, ["`train_dataset` must be", "got `list`"]),
-    "a list as evaluation data": (
-        {"eval_dataset": list(PAIRS)},
-        TypeError,
-        ["The eval dataset must be", "got `list`", "Dataset.from_list(rows)"],
-    ),
-    "empty training data": ({"train_dataset": EMPTY}, ValueError, ["The train dataset is empty", "at least one pair"]),
-    "empty evaluation data": ({"eval_dataset": EMPTY}, ValueError, ["The eval dataset is empty"]),
+    "a list as evaluation data": ({"eval_dataset": list(PAIRS)}, "The eval dataset must be.*got `list`"),
     "one empty evaluation set of two": (
         {"eval_dataset": {"full": PAIRS, "hollow": EMPTY}},
-        ValueError,
-        ["The hollow dataset is empty"],
+        "The hollow dataset is empty",
     ),
-    "neither model nor model_init": ({"model": None}, ValueError, ["either `model` or `model_init`"]),
-    "both model and model_init": ({"model_init": with_two_labels}, ValueError, ["either `model` or `model_init`"]),
+    "neither model nor model_init": ({"model": None}, "either `model` or `model_init`"),
     "a token id beyond the embeddings": (
-        {"train_dataset": Dataset.from_list(token_rows(304, 9))},
-        ValueError,
-        [
-            "Row 2 of the train dataset",
-            "`rejected_ids` holds the token id 304",
-            "embedding table has 304 rows",
-            "resize_token_embeddings",
-        ],
-    ),
-    "a negative token id": (
-        {"train_dataset": Dataset.from_list(token_rows(-100))},
-        ValueError,
-        ["Row 2 of the train dataset", "the token id -100", "ids 0 to 303"],
+        {"train_dataset": tokens(304, 9)},
+        "Row 2 of the train dataset.*`rejected_ids` holds the token id 304.*embedding table has 304 rows",
     ),
     "a token id beyond the embeddings in one of the evaluation sets": (
-        {"eval_dataset": {"good": PAIRS, "bad": Dataset.from_list(token_rows(999))}},
-        ValueError,
-        ["Row 2 of the bad dataset", "the token id 999"],
+        {"eval_dataset": {"good": PAIRS, "bad": tokens(-100)}},
+        "Row 2 of the bad dataset.*the token id -100",
     ),
     "a token id beyond the embeddings in the old columns": (
-        {"train_dataset": Dataset.from_list(token_rows(304, old=True))},
-        ValueError,
-        ["Row 2 of the train dataset", "`input_ids_rejected` holds the token id 304"],
-    ),
-    "a tokenizer that makes ids the model lacks": (
-        {
-            "train_dataset": Dataset.from_list(
-                [{"chosen": "a", "rejected": "b"}, {"chosen": "a<more98>", "rejected": "b"}]
-            ),
-            "processing_class": with_tokens_that_the_model_lacks("<pad>"),
-        },
-        ValueError,
-        ["Row 1 of the train dataset", "`chosen_ids` holds the token id", "304 rows"],
+        {"train_dataset": tokens(304, old=True)},
+        "Row 2 of the train dataset.*`input_ids_rejected` holds the token id 304",
     ),
 }
 
@@ -174,44 +84,25 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_bad_arguments_of_the_trainer(case: str, start: Any) -> None:
-    arguments, error, fragments = BAD_ARGUMENTS[case]
-    with pytest.raises(error) as caught:
+    arguments, message = BAD_ARGUMENTS[case]
+    with pytest.raises((ValueError, TypeError), match=message):
         start(**arguments)
-    assert [text for text in fragments if text not in str(caught.value)] == [], str(caught.value)
 
 
-BAD_SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "a pad token that is not in the vocabulary": (
-        {"pad_token": "<nope>"},
-        ["`pad_token` ('<nope>')", "not found in the vocabulary", "add_special_tokens({'pad_token': '<nope>'})"],
-    ),
-    "an eos token that is not in the vocabulary": (
-        {"eos_token": "<nope>"},
-        ["`eos_token` ('<nope>')", "not found in the vocabulary", "resize_token_embeddings"],
-    ),
-    "more mesh than devices": (
-        {"mesh": "data=2,fsdp=4"},
-        ["mesh 'data=2,fsdp=4'", "data=2 x fsdp=4 x tensor=1 is 8 and there are 1", "Meshes that work: data=1,fsdp=1"],
-    ),
-    "a mesh that does not divide": ({"mesh": "data=3,fsdp=-1"}, ["leaves 1/3, no whole number, for fsdp", "fsdp=-1"]),
-    "an unknown mesh axis": ({"mesh": "fdsp=-1"}, ["unknown axis 'fdsp'", "data, fsdp", "Did you mean 'fsdp'?"]),
-    "an unknown optimizer": ({"optim": "adamw_trch"}, ["adamw_trch", "adamw_torch"]),
-    "activation offloading": (
-        {"activation_offloading": True},
-        ["activation_offloading is not supported", "gradient_checkpointing=True"],
-    ),
-    "a multiple that is no number": ({"pad_to_multiple_of": "many"}, ["many"]),
-    "a maximum length that no pair has": ({"max_length": 1}, ["all 8 pairs were dropped", "max_length=1", "None"]),
-}
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("case", BAD_SETTINGS)
-def test_bad_settings(case: str, start: Any) -> None:
-    settings, fragments = BAD_SETTINGS[case]
-    with pytest.raises(ValueError) as caught:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pad_token": "<nope>"}, "`pad_token` .'<nope>'.*not found in the vocabulary"),
+        (
+            {"mesh": "data=2,fsdp=4"},
+            "data=2 x fsdp=4 x tensor=1 is 8 and there are 1.*Meshes that work: data=1,fsdp=1",
+        ),
+        ({"activation_offloading": True}, "activation_offloading is not supported"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str, start: Any) -> None:
+    with pytest.raises(ValueError, match=message):
         start(settings)
-    assert [text for text in fragments if text not in str(caught.value)] == [], str(caught.value)
 
 
 # ---- what only shows with the data, and with what else there is
@@ -231,28 +122,15 @@ def test_a_metric_is_known_before_training_unless_the_user_measures_more(start: 
     with pytest.raises(UserError, match="'loss' is not measured in evaluation, which measures a_loss, a_num_tokens"):
         start({**BEST, "metric_for_best_model": "loss"}, eval_dataset={"a": PAIRS})
     start({**BEST, "metric_for_best_model": "eval_a_accuracy"}, eval_dataset={"a": PAIRS, "b": PAIRS})
-    start({**BEST, "metric_for_best_model": "margin"}, eval_dataset=PAIRS, callbacks=[stopping])
     start(BEST, eval_dataset=PAIRS, compute_metrics=lambda _: {"f1": 1.0})
     start(BEST, eval_dataset=PAIRS, callbacks=[Measuring])
     start({"metric_for_best_model": "f1"})  # nothing is evaluated
 
 
-def test_smoothing_labels_is_told_to_do_nothing(start: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        start({"label_smoothing_factor": 0.1})
-    assert "label_smoothing_factor does nothing" in caplog.text
-
-
-def test_an_empty_checkpoint_is_none_to_resume_from(start: Any) -> None:
-    with pytest.raises(UserError, match="resume_from_checkpoint='' is no folder"):
-        start().train(resume_from_checkpoint="")
-
-
 def test_refused_or_not_the_users_tokenizer_and_data_stay_as_they_were(made: tuple[Any, Any], start: Any) -> None:
     tokenizer = copy.deepcopy(made[1])
-    for bad in ({"model": None}, {"eval_dataset": EMPTY}):
-        with pytest.raises(ValueError):
-            start({"eos_token": "<pad>"}, processing_class=tokenizer, **bad)
+    with pytest.raises(ValueError):
+        start({"eos_token": "<pad>"}, processing_class=tokenizer, eval_dataset=EMPTY)
     start({"eos_token": "<pad>"}, processing_class=tokenizer)
     assert tokenizer.special_tokens_map == made[1].special_tokens_map
     assert PAIRS.column_names == ["prompt", "chosen", "rejected"]
@@ -261,40 +139,25 @@ def test_refused_or_not_the_users_tokenizer_and_data_stay_as_they_were(made: tup
 # ---- token ids of streams and of data given later
 
 
-def test_a_streams_token_ids_are_checked_as_it_is_read(start: Any) -> None:
-    trainer = start({"max_steps": 1}, train_dataset=stream([*token_rows(9) * 20, *token_rows(500)]))
-    rows = iter(trainer.train_dataset)
-    assert [next(rows)["rejected_ids"] for _ in range(3)] == [[5, 8], [5, 8], [5, 9]]
-    with pytest.raises(ValueError, match="Row 62 of the train dataset: `rejected_ids` holds the token id 500"):
-        list(rows)
-
-
-def test_row_numbers_count_the_rows_as_they_came(start: Any) -> None:
-    rows = [{"chosen_ids": [5] * 50, "rejected_ids": [5]}, *token_rows(500)]
-    for dataset in (Dataset.from_list(rows), stream(rows)):
+def test_row_numbers_count_the_rows_as_they_came_also_of_streams(start: Any) -> None:
+    rows = [{"chosen_ids": [5] * 50, "rejected_ids": [5]}, *tokens(500)]
+    for dataset in (Dataset.from_list(rows), IterableDataset.from_generator(lambda: iter(rows))):
         with pytest.raises(ValueError, match="Row 3 of the train dataset"):
             list(start({"max_steps": 1, "max_length": 10}, train_dataset=dataset).train_dataset)
-    many = Dataset.from_list([token_rows()[0]] * 10_001 + token_rows(500))
-    with pytest.raises(ValueError, match="Row 10003 of the train dataset"):
-        start(train_dataset=many)
 
 
 def test_token_ids_that_are_given_to_evaluate_and_predict_are_checked(start: Any) -> None:
-    trainer = start()
+    trainer = start(train_dataset=tokens(303, 0))  # the largest that the model has
     for call, name in ((trainer.evaluate, "eval"), (trainer.predict, "test")):
         with pytest.raises(ValueError, match=f"Row 2 of the {name} dataset: .*the token id 304.*304 rows"):
-            call(Dataset.from_list(token_rows(304)))
-
-
-def test_the_largest_id_that_the_model_has_is_good(start: Any) -> None:
-    assert start(train_dataset=Dataset.from_list(token_rows(303, 0))).train_dataset[2]["rejected_ids"] == [5, 303, 0]
+            call(tokens(304))
 
 
 # ---- a pad token that is the eos token
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("layout", ["preference", "pair rows", "old, right", "old, left"])
+@pytest.mark.parametrize("layout", ["preference", "pair rows", "old, left"])
 def test_with_pad_equal_to_eos_training_reads_the_reward_that_the_saved_model_gives(
     layout: str, made: tuple[Any, Any], start: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,21 +169,13 @@ def test_with_pad_equal_to_eos_training_reads_the_reward_that_the_saved_model_gi
     pairs = [{"chosen_ids": a, "rejected_ids": b} for a, b in zip(dialogues[::2], dialogues[1::2], strict=True)]
     collate: Any = DataCollatorForPreference(eos)
     if "old" in layout:
-        pairs = [
-            {
-                **{f"input_ids_{half}": row[f"{half}_ids"] for half in ("chosen", "rejected")},
-                **{f"attention_mask_{half}": [1] * len(row[f"{half}_ids"]) for half in ("chosen", "rejected")},
-            }
-            for row in pairs
-        ]
+        pairs = [in_old_columns({half.removesuffix("_ids"): ids for half, ids in row.items()}) for row in pairs]
         collate = RewardDataCollatorWithPadding(tokenizer)
     elif layout == "pair rows":
         collate = PairRows(collate, 4, eos)
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         trainer = start({"max_steps": 2}, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
-    assert "The pad token is the eos token ('<eos>')" in caplog.text
-    assert "2 of 3 dialogues end in it" in caplog.text
-    assert "Set own_pad_token=True" in caplog.text
+    assert "The pad token is the eos token ('<eos>')" in caplog.text and "Set own_pad_token=True" in caplog.text
 
     trainer.train()
     trainer.model.eval()
@@ -331,7 +186,6 @@ def test_with_pad_equal_to_eos_training_reads_the_reward_that_the_saved_model_gi
 
     trainer.save_model(str(tmp_path / "saved"))
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", num_labels=1)
-    assert saved.config.pad_token_id == eos
     with torch.no_grad():
         scored = torch.tensor([saved(torch.tensor([ids])).logits.item() for ids in dialogues])
     torch.testing.assert_close(trained, scored, atol=1e-6, rtol=1e-6)

@@ -6,7 +6,6 @@ of setup.cfg are those with which this file was last read; raise one only togeth
 
 import ast
 import configparser
-import contextlib
 import importlib.util
 import inspect
 import mmap
@@ -23,7 +22,6 @@ from places import ROOT
 from transformers import Trainer
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.errors import UserError
 from trl_tpu.training.device_trainer import DeviceTrainer
 
 # ---- transformers.Trainer: what is overridden
@@ -97,8 +95,6 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         trainer.train(resume_from_checkpoint=resume)
     trainer.predict(pairs)
     trainer.save_model()
-    with contextlib.suppress(UserError):  # there is no hub
-        trainer.init_hf_repo()  # by a Trainer that is made with `push_to_hub`
     return names
 
 

@@ -43,12 +43,6 @@ def test_the_bar_goes_on_from_a_resume_and_lines_leave_out_what_is_for_trackers(
     assert "'eval_accuracy'" in shown.out + shown.err
 
 
-def test_what_is_compiled_is_said_beside_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress()
-    progress.say("before training there is nothing to say it beside")
-    assert capsys.readouterr().err == ""
-
-
 def test_a_user_who_wants_no_bar_has_none(make_trainer: MakeTrainer, tmp_path: Path) -> None:
     kinds = {type(each) for each in make_trainer(tmp_path, disable_tqdm=True).callback_handler.callbacks}
     assert PrinterCallback in kinds and not kinds & {ProgressCallback, Progress}

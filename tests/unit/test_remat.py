@@ -17,12 +17,8 @@ from trl_tpu.runtime.native import Runtime
     ("settings", "policy"),
     [
         ({}, "full"),
-        ({"gradient_checkpointing": True}, "full"),
         ({"gradient_checkpointing": False}, "none"),
-        ({"activation_checkpointing": False}, "none"),
         ({"remat": "none"}, "none"),
-        ({"remat": "none", "gradient_checkpointing": False}, "none"),
-        ({"remat": "dots"}, "dots"),
         ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "dots"),
         ({"remat": "full", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "full"),
     ],
@@ -38,7 +34,6 @@ def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str
     [
         ({"remat": "dot"}, "remat must be 'full', 'dots' or 'none', got 'dot'"),
         ({"remat": "dots", "gradient_checkpointing": False}, "contradicts gradient_checkpointing=False"),
-        ({"remat": "full", "activation_checkpointing": False}, "contradicts gradient_checkpointing=False"),
         ({"remat": "none", "activation_checkpointing": True}, "contradicts gradient_checkpointing=True"),
         ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "sets use_reentrant by itself"),
         ({"scan_layers": True}, "plain torch compiles nothing"),

@@ -54,26 +54,6 @@ def test_projections_of_one_tensor_take_one_cast() -> None:
     assert inputs["q_proj"].dtype == inputs["gate_proj"].dtype == torch.bfloat16
 
 
-def test_without_autocast_nothing_is_cast() -> None:
-    inputs = taken(split_over_tensor(tiny_llama()))
-    assert {tensor.dtype for tensor in inputs.values()} == {torch.float32}
-
-
-def test_no_tensor_is_held_when_a_layer_has_run() -> None:
-    """On XLA it would become a result of the step."""
-    model = split_over_tensor(tiny_llama())
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        model(INPUT_IDS_RL)
-    hooks = {
-        id(hook): hook
-        for module in model.modules()
-        for hook in module._forward_pre_hooks.values()
-        if hasattr(hook, "forget")
-    }
-    assert len(hooks) == 1
-    assert all(value is None for hook in hooks.values() for value in vars(hook).values())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_the_model_is_the_same(dtype: torch.dtype | None) -> None:
     """Forwards to the bit. In backwards bfloat16 adds what projections pass back, of which each was rounded before."""

@@ -16,7 +16,6 @@ from trl_tpu.evaluation.reward_sums import RewardSums
 from trl_tpu.modeling.model_shape import read_model
 from trl_tpu.modeling.work import work_of, work_of_a_pair
 from trl_tpu.packing.lengths import PairLengths
-from trl_tpu.parallel.chips import peak_flops_of
 from trl_tpu.runtime import current
 from trl_tpu.training.throughput import Throughput
 
@@ -56,18 +55,6 @@ def test_rates_leave_out_pauses_and_what_was_done_before_a_resume() -> None:
     clock.now += 2
     assert throughput.close(RewardSums(pairs=20, tokens=300), 6)["pairs_per_second"] == 10.0
     assert throughput.close(RewardSums(pairs=20, tokens=300), 6) == {}  # no time has passed
-    clock.now += 2
-    assert throughput.close(RewardSums(), 6) == {}
-
-
-def test_what_is_not_known_is_left_out() -> None:
-    clock = Clock()
-    throughput = Throughput(clock)
-    clock.now += 1
-    assert set(throughput.close(RewardSums(pairs=1, tokens=5), 0)) == {"pairs_per_second", "tokens_per_second"}
-    throughput.start(1e12, None, RewardSums(), 0)
-    clock.now += 1
-    assert "mfu" not in throughput.close(RewardSums(pairs=1, tokens=5), 1)
 
 
 def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:
@@ -76,10 +63,8 @@ def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:
     dataset = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in rows])
     expected = work_of(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])).needed / 2
     assert work_of_a_pair(model, dataset) == expected > 0
-    for model_type in ("gpt2", "gpt_neox", "qwen3", "gemma2", "mistral", "phi3", "olmo2"):
+    for model_type in ("gpt2", "qwen3", "gemma2", "phi3"):
         assert work_of_a_pair(model_of(model_type), dataset), model_type
-    many = Dataset.from_list([{"chosen_ids": [1] * 9, "rejected_ids": [1, 2]}] * 9000)  # of which some are looked at
-    assert work_of_a_pair(model, many) == work_of(read_model(model), PairLengths.of([(1, 8, 1)])).needed
 
 
 def test_the_work_is_unknown_of_streams_of_encoders_and_of_other_columns() -> None:
@@ -87,17 +72,8 @@ def test_the_work_is_unknown_of_streams_of_encoders_and_of_other_columns() -> No
     model = model_of("llama")
     assert work_of_a_pair(model, dataset.to_iterable_dataset()) is None
     assert work_of_a_pair(model_of("bert"), dataset) is None
-    assert work_of_a_pair(model_of("qwen3_next", num_hidden_layers=4), dataset) is None  # has linear attention
     assert work_of_a_pair(model_of("jamba", num_hidden_layers=8), dataset) is None  # has recurrent layers
-    assert work_of_a_pair(model, dataset.select([])) is None
     assert work_of_a_pair(model, dataset.rename_column("chosen_ids", "other")) is None
-    assert work_of_a_pair(torch.nn.Linear(1, 1), dataset) is None
-
-
-@pytest.mark.parametrize(("rented_as", "peak"), [("v5litepod", 197e12), ("v5p", 459e12), ("v6e", 918e12)])
-def test_a_chip_is_known_by_the_name_of_its_slices(rented_as: str, peak: float) -> None:
-    assert peak_flops_of(rented_as) == peak
-    assert peak_flops_of("v4") is peak_flops_of(None) is None
 
 
 def test_logs_have_rates_and_memory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from trl_tpu import RewardTrainer
 
 @pytest.mark.parametrize(
     ("packing", "accumulation"),
-    [pytest.param(True, 1, marks=pytest.mark.long), pytest.param(True, 3, marks=pytest.mark.eight), (False, 1)],
+    [pytest.param(True, 3, marks=pytest.mark.eight), (False, 1)],
 )
 def test_counters_over_10_steps(
     config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int

@@ -235,7 +235,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     @property
     def time_limit(self) -> timedelta | None:
         """How long `train()` runs before it saves and stops."""
-        return None if self.training_time_limit is None else parse_duration(self.training_time_limit)
+        limit = self.training_time_limit
+        return None if limit is None else parse_duration(limit, "training_time_limit")
 
     @property
     def save_interval(self) -> timedelta | None:

@@ -28,7 +28,9 @@ class RewardSums:
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """Return the sums over both sets of pairs."""
         added = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}
-        return RewardSums(**added, lowest=min(self.lowest, other.lowest), highest=max(self.highest, other.highest))
+        # numpy's keep NaN, which Python's leave out where it comes second
+        lowest, highest = np.minimum(self.lowest, other.lowest), np.maximum(self.highest, other.highest)
+        return RewardSums(**added, lowest=float(lowest), highest=float(highest))
 
     def metrics(self) -> dict[str, float]:
         """Return means over pairs: strict accuracy (chosen > rejected), margin, ties, rewards; extremes of rewards."""

@@ -3,7 +3,8 @@
 from datasets import load_dataset
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
-from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, setup_chat_format
+
+from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, setup_chat_format
 
 
 class OwnTrainer(RewardTrainer):

@@ -3,10 +3,11 @@
 import sys
 
 from datasets import load_dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
-from trl import RewardTrainer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-model_name, dataset_name, output_dir = sys.argv[1:]
+from trl_tpu import RewardTrainer, TrainingArguments
+
+model_name, dataset_name, output_dir, batch_size = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 model = AutoModelForSequenceClassification.from_pretrained(model_name, num_labels=1)
 
@@ -20,9 +21,8 @@ pairs = load_dataset(dataset_name, split="train").map(preprocess, batched=True)
 pairs = pairs.filter(lambda row: len(row["input_ids_chosen"]) <= 512 and len(row["input_ids_rejected"]) <= 512)
 args = TrainingArguments(
     output_dir=output_dir,
-    per_device_train_batch_size=8,
+    per_device_train_batch_size=int(batch_size),
     num_train_epochs=1,
-    gradient_accumulation_steps=1,
     learning_rate=1e-3,
     report_to="none",
     remove_unused_columns=False,

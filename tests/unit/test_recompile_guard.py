@@ -1,0 +1,82 @@
+"""The recompile guard warns neither early nor late, and says what is being compiled."""
+
+import pytest
+import torch
+
+from trl_tpu.runtime.native import Runtime
+from trl_tpu.training.recompile_guard import RecompileGuard
+
+BATCH = {"input_ids": torch.zeros(4, 2, 64), "attention_mask": torch.zeros(4, 2, 64), "name": "no tensor"}
+OTHER = {"input_ids": torch.zeros(4, 2, 77)}
+
+
+class Counting(Runtime):
+    """Plain torch, and a number of compiled programs that the test sets."""
+
+    compiles, compiled = True, 100  # what was compiled before training does not count
+
+    def compile_count(self) -> int:
+        return self.compiled
+
+
+@pytest.fixture
+def runtime() -> Counting:
+    return Counting()
+
+
+def warned(guard: RecompileGuard, runtime: Counting, compiles: int, caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Take steps that compile once each; return those, from 1 on, at which the guard warned."""
+    steps = []
+    for step in range(1, compiles + 1):
+        caplog.clear()
+        guard.see(BATCH)
+        runtime.compiled += 1
+        guard.check()
+        steps += [step] * len(caplog.records)
+    return steps
+
+
+@pytest.mark.parametrize(("planned", "shared", "first"), [(None, 0, 2), (3, 0, 4), (3, 1, 5)])
+def test_the_guard_warns_at_1_2_4_8_programs_too_many(
+    planned: int | None, shared: int, first: int, runtime: Counting, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = RecompileGuard(runtime)
+    for _ in range(2):  # a second run counts anew
+        guard.start(planned, shared)
+        assert warned(guard, runtime, first + 7, caplog) == [first, first + 1, first + 3, first + 7]
+    assert "input_ids [4, 2, 64], attention_mask [4, 2, 64]" in caplog.text and "pad_to_multiple_of" in caplog.text
+
+
+def test_the_guard_is_silent_about_what_others_compile(runtime: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    guard = RecompileGuard(runtime)
+    guard.start(2)
+    assert warned(guard, runtime, 2, caplog) == []
+    for _ in range(10):
+        guard.pause()
+        runtime.compiled += 50  # an evaluation, say
+        guard.resume()
+        guard.check()
+    assert caplog.records == []
+    assert warned(guard, runtime, 1, caplog) == [1]
+
+
+def test_the_guard_announces_each_program_once_until_it_has_run(runtime: Counting) -> None:
+    said: list[str] = []
+    guard = RecompileGuard(runtime, said.append)
+    guard.start(3)
+    guard.see(BATCH, updates=False)
+    guard.see(BATCH, updates=False)
+    guard.see(BATCH)  # another program
+    guard.see(OTHER)
+    guard.settle()
+    guard.settle()
+    guard.see(BATCH)
+    assert said == ["compiling shape 1 of 3", "", "compiling shape 2 of 3", "", "compiling shape 3 of 3", ""]
+    del said[:]
+    guard.see_evaluated(BATCH)  # another program
+    guard.see_evaluated(BATCH)
+    guard.see_evaluated(OTHER)
+    guard.settle()
+    assert said == ["compiling shape 1 for evaluation", "", "compiling shape 2 for evaluation", ""]
+    RecompileGuard(Runtime(), said.append).see(BATCH)  # where nothing compiles
+    assert len(said) == 4
