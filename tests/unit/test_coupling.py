@@ -186,8 +186,6 @@ NAMES = {
     "transformers.modeling_utils": [
         "safe_open",  # modeling/streaming.py puts a reader in its place
         "_is_hf_initialized",
-        "_can_set_attn_implementation",
-        "_can_set_experts_implementation",
         "AttentionInterface",
     ],
     "transformers.masking_utils": ["AttentionMaskInterface", "sdpa_mask", "causal_mask_function"],

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
-from trl_tpu.modeling.attention.masked import goes_tree_by_tree, packed_rewards
+from trl_tpu.modeling.attention.masked import packed_rewards
 from trl_tpu.modeling.attention.packability import make_packable
 from trl_tpu.modeling.attention.stock import PackingImpossible
 from trl_tpu.packing.schedule import RowPlan
@@ -52,12 +52,12 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-OSS, attention sinks": ("GptOss", WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2-MoE": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 16}),
     "Starcoder2": ("Starcoder2", {"sliding_window": 48}),
-    "GPT-J": ("GPTJ", FEW_HEADS | {"rotary_dim": 4}),
     "OPT": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "differential attention": ("DiffLlama", {}),
 }
-# their packed rewards differ from the padded ones, in rows long enough
+# their packed rewards differ from the padded ones, in rows long enough; or they attend by code of their own
 NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-J": ("GPTJ", FEW_HEADS | {"rotary_dim": 4}),
     "ALiBi": ("Bloom", {}),
     "ALiBi, Falcon": ("Falcon", {"alibi": True}),
     "ALiBi, MPT": ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}),
@@ -123,8 +123,7 @@ def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(fa
     with torch.no_grad():
         padded_P2 = model(**DataCollatorForPreference(PAD)(pairs)).logits.view(2, -1).T
         plan = RowPlan((RowShape(1, 800),))
-        collators: list[Any] = [PlannedRows(plan, len(pairs), PAD)]
-        collators += [TightRow(PAD, 1000)] if goes_tree_by_tree(model) else []
+        collators: tuple[Any, ...] = PlannedRows(plan, len(pairs), PAD), TightRow(PAD, 1000)
         for collate in collators:
             (rows,) = collate(pairs)["packed"].micro_batches
             packed_P2 = packed_rewards(model, rows)

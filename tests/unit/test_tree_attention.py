@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_tpu.modeling.attention.masked import (
-    goes_tree_by_tree,
     packed_rewards,
     tree_rule,
     use_tree_masks,
@@ -52,13 +51,7 @@ LAYOUTS = {
 }
 
 
-# a model's own eager attention takes one mask for all trees
-CASES = [
-    (family, layout)
-    for family in ALL
-    for layout in LAYOUTS
-    if layout != "tight" or not (family in EAGER or "attn_implementation" in FAMILIES[family][1])
-]
+CASES = [(family, layout) for family in ALL for layout in LAYOUTS]
 
 
 def packed(model: nn.Module, pairs: list[Any], layout: str = "one micro-batch", **kwargs: Any) -> torch.Tensor:
@@ -115,11 +108,6 @@ def test_trying_it_finds_every_family_exact_in_float32(family: str) -> None:
 
 def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
     assert {model_of(family).config.get_text_config().model_type for family in ALL} == PROVEN_TYPES
-
-
-@pytest.mark.parametrize("family", ALL)
-def test_tight_rows_are_for_all_but_eager_attention(family: str) -> None:
-    assert goes_tree_by_tree(model_of(family)) == ((family, "tight") in CASES)
 
 
 def test_long_trees_are_read_in_blocks_of_queries() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ... import runtime
 from ...errors import UserError
@@ -26,11 +26,8 @@ from ...parallel.mesh import BATCH_AXES
 from ...runtime import PartitionSpec
 from ...runtime.kernels.plain import masked_attention
 from .expanded_rows import ExpandedRows
-from .masked import MaskRule, TreeMask
+from .masked import MaskRule, TreeMask, attend_by
 from .static import static_sdpa_attention, static_sdpa_mask
-from .tree_by_tree import TreeByTree
-
-EXPANDED = "expanded"
 
 _HEADS = "tensor"  # the mesh axis that heads go over
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
@@ -168,7 +165,6 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
     config: Any = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
     obstacles = {
-        "it does not attend through transformers' attention interface": not model._can_set_attn_implementation(),
         f"it has layers of {', '.join(sorted(map(str, others)))}": bool(others),
         "it looks both ways": (
             not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", False))
@@ -177,6 +173,4 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
         "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     _refuse(model, obstacles)
-    AttentionMaskInterface.register(EXPANDED, ExpandedTreeMask(static_sdpa_mask))
-    AttentionInterface.register(EXPANDED, TreeByTree(expanded_attention))
-    model.set_attn_implementation(EXPANDED)
+    attend_by(model, "expanded", ExpandedTreeMask(static_sdpa_mask), expanded_attention)

@@ -22,7 +22,7 @@ from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
 from ..score_head import find_score_head, score_wide
-from .masked import MaskRule, goes_tree_by_tree, scored_states, use_tree_masks
+from .masked import MaskRule, scored_states, use_tree_masks
 from .stock import PackingImpossible, check_stock
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
@@ -109,10 +109,11 @@ def _tiny_batches(pad_token_id: int) -> list[tuple[list[list[int]], list[list[in
 def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> None:
     parameter = next(model.parameters())
     plan = RowPlan((RowShape(2, 32),))
-    collators: list[Callable[[Any], dict[str, PackedBatch]]] = [PlannedRows(plan, len(examples), pad_token_id)]
+    collators: list[Callable[[Any], dict[str, PackedBatch]]] = [
+        PlannedRows(plan, len(examples), pad_token_id),
+        TightRow(pad_token_id, attention_crossover_length=100),
+    ]
     base = without_adapters(model)
-    if goes_tree_by_tree(base):
-        collators.append(TightRow(pad_token_id, attention_crossover_length=100))
     head = find_score_head(base)
     assert head is not None
     padded = _padded(model, head, examples, pad_token_id)
