@@ -196,7 +196,6 @@ NAMES = {
     "datasets.arrow_dataset": ["_fingerprint"],
     "torch.distributed.checkpoint.hf_storage": ["HuggingFaceStorageWriter", "_write_data", "save_distributed"],
     "torch.distributed.checkpoint.filesystem": ["class FileSystem(", "def create_stream("],
-    "torch.utils._python_dispatch": ["_get_current_dispatch_mode_stack"],
     "torch_xla.experimental.scan": ["_scan_impl_flat"],
     "torch_xla.experimental.distributed_checkpoint._helpers": ["_CpuShards", "_sharded_cpu_state_dict"],
     "torch_xla.experimental.distributed_checkpoint": ["SPMDSavePlanner", "SPMDLoadPlanner"],

@@ -127,7 +127,8 @@ def expanded_attention(
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
         rows = ExpandedRows(*places)
-        return runtime.current().attention(query, key, value, rows, scale, attention_mask.window, softcap)
+        moved = rows.queries(query), rows.copies(key), rows.copies(value), rows.segment_2RL
+        return rows.outputs(runtime.current().segment_attention(*moved, scale, attention_mask.window, softcap))
 
     # rows are independent: left to itself, the compiler would fetch every row to every device to gather from
     tensors = (query, key, value, *attention_mask.rows)
