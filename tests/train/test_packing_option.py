@@ -114,12 +114,12 @@ def own_forward(tokenizer: Any) -> PreTrainedModel:
 
 
 MODELS: dict[Callable[[Any], PreTrainedModel], str] = {
-    bloom: "BloomForSequenceClassification takes no position ids",
+    bloom: "BloomForSequenceClassification does not attend through transformers' attention interface",
     bert: "BertForSequenceClassification has no `score` head",
     deberta: "DebertaV2ForSequenceClassification has no `score` head",
     linear_attention: "JambaForSequenceClassification",
     own_forward: "the forward of OwnForward is not a library's own",
-    falcon: "FalconForSequenceClassification takes no position ids",
+    falcon: "FalconForSequenceClassification does not attend through transformers' attention interface",
 }
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
 from trl_tpu.modeling.attention.masked import packed_rewards
 from trl_tpu.modeling.attention.packability import make_packable
-from trl_tpu.modeling.attention.stock import PackingImpossible
+from trl_tpu.modeling.attention.unmodified import PackingImpossible
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 

@@ -21,7 +21,7 @@ from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.packability import make_packable
-from ..modeling.attention.stock import PackingImpossible, check_stock
+from ..modeling.attention.unmodified import PackingImpossible, check_unmodified
 from ..modeling.padding import reads_padding
 from ..packing.schedule import RowPlan
 from ..runtime import Runtime
@@ -302,7 +302,7 @@ class BatchPlan:
 def _own_code(model: PreTrainedModel) -> str | None:
     """Tell what in ``model`` is not its libraries' own way to rewards; None if nothing is."""
     try:
-        check_stock(model)
+        check_unmodified(model)
     except PackingImpossible as found:
         return str(found)
     return None

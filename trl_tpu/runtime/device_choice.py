@@ -21,7 +21,7 @@ PCI_DEVICES = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x00
 SET_BY_TORCH_XLA = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "GRPC_VERBOSITY")
 
 _SWITCH = "USE_TORCH_XLA"
-_INSTALL = "pip install 'trl-tpu[tpu]'"
+_INSTALL = 'pip install -e ".[tpu]"'
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,21 @@ class Runtime:
     name = "native"
     """For messages; what differs is asked of the capabilities."""
 
-    compiles = False
-    """Whether steps are recorded and compiled: shapes have to be static, and reading a value stops the device."""
+    plans_shapes = False
+    """Whether batches should have a few planned shapes, since each new one is compiled."""
+
+    records_steps = False
+    """Whether operations are recorded, and run at `step_boundary`: reading a value stops the device, and what differs
+    from step to step has to be data. `scan` needs it."""
 
     shares_mesh = False
     """Whether one process drives all devices of its host and all processes form one mesh, which this runtime leads.
 
     Else a process has one device, and accelerate leads the processes.
     """
+
+    compiles = False
+    """Both of the first two, for rooms that do not tell them apart."""
 
     @property
     def has_attention_kernel(self) -> bool:

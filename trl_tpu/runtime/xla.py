@@ -105,8 +105,7 @@ class XlaRuntime(Runtime):
     """The `Runtime` of PyTorch/XLA."""
 
     name = "xla"
-    compiles = True
-    shares_mesh = True
+    plans_shapes = records_steps = shares_mesh = compiles = True
     _mesh: xs.Mesh  # of `set_mesh`
 
     def __init__(self) -> None:

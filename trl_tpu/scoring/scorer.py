@@ -20,7 +20,7 @@ from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapt
 from ..modeling.attention.masked import packed_rewards
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
-from ..modeling.attention.stock import PackingImpossible
+from ..modeling.attention.unmodified import PackingImpossible
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.positions import learned_positions

@@ -67,8 +67,6 @@ def window_of(rule: MaskRule, length: int) -> int | None:
     Raises:
         ExpansionImpossible: If the rule is not causal, or anything but causal with a sliding window.
     """
-    if _reads_tensors(rule):
-        raise ExpansionImpossible("A layer's mask depends on the batch, as for chunks or images.")
     nothing, keys = torch.zeros(1, 1, dtype=torch.long), torch.arange(length)
 
     def seen(queries: list[int]) -> torch.Tensor:
@@ -85,17 +83,6 @@ def window_of(rule: MaskRule, length: int) -> int | None:
             "attention kernels do not know."
         )
     return None if window == length else window
-
-
-def _reads_tensors(rule: Any) -> bool:
-    """Tell whether a rule is made of more than indices and sizes.
-
-    transformers says so nowhere, so this looks into the cells of its closures: a rule that kept a tensor elsewhere, in
-    an attribute or a global, would pass for one of indices.
-    """
-    parts = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
-    parts += [inner for part in parts if isinstance(part, tuple | list) for inner in part]
-    return any(isinstance(part, torch.Tensor) or (callable(part) and _reads_tensors(part)) for part in parts)
 
 
 def expanded_attention(
@@ -143,7 +130,6 @@ def _refuse_in_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any]) 
         "it looks both ways": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
         "it has attention sinks": kwargs.get("s_aux") is not None,
         "it adds biases by position": kwargs.get("position_bias") is not None,
-        "it reads a cache": kwargs.get("cache") is not None,
     }
     _refuse(module, obstacles)
 
@@ -167,9 +153,6 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
     obstacles = {
         f"it has layers of {', '.join(sorted(map(str, others)))}": bool(others),
-        "it looks both ways": (
-            not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", False))
-        ),
         "its attention dropout is not 0": bool(getattr(config, "attention_dropout", 0)),
         "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }

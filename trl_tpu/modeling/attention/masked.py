@@ -14,7 +14,8 @@ Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from ...errors import UserError
 from ...packing.rows import TreeRows
 from ..score_head import find_score_head, score_wide
 from .tree_by_tree import TreeByTree, TreeMasks
+from .unmodified import PackingImpossible
 
 OURS = "trl_tpu_"
 """How the names of our implementations begin in transformers' registries, and in a config's `_attn_implementation`."""
@@ -111,24 +113,24 @@ def use_tree_masks(model: PreTrainedModel) -> None:
     Ordinary batches get the same masks as before.
 
     Raises:
-        UserError: If the implementation takes no mask for each query and key, as flash and flex attention, or the
-            model's own code attends.
+        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
+            the model's own code attends.
     """
     name = model.config._attn_implementation
     if name.startswith(OURS):
         return
     plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if plain is None or name.startswith(("flash", "flex")):
-        raise UserError(
-            f"Packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
-            "`attn_implementation=` 'sdpa' or 'eager'."
+        raise PackingImpossible(
+            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
+            "`attn_implementation=` 'sdpa' or 'eager'"
         )
     for setting in ("output_attentions", "reorder_and_upcast_attn"):
         if name == "eager" and getattr(model.config, setting, False):
-            raise UserError(f"`{setting}` is for a model's own eager attention, and packed rows go around that.")
+            raise PackingImpossible(f"`{setting}` is for a model's own eager attention, which packed rows go around")
     attend_by(model, name, TreeMask(plain), ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
     if not model.config._attn_implementation.startswith(OURS):
-        raise UserError(f"{type(model).__name__} does not attend through transformers' attention interface.")
+        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
 
 
 def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -168,23 +170,33 @@ def scored_states(
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    reading, seen = Reading(rows), list[torch.Tensor]()
-    watch = _score_head(model).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    reading = Reading(rows)
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
     outside = _READING.set(reading)
     try:
-        # the scores that the model itself picks, one a row, mean nothing here
-        model(input_ids=rows.input_ids_RL, **everything, **kwargs)
+        with seen_by(_score_head(model)) as seen:
+            # the scores that the model itself picks, one a row, mean nothing here
+            model(input_ids=rows.input_ids_RL, **everything, **kwargs)
     finally:
         _READING.reset(outside)
-        watch.remove()
     if not reading.rules:
         raise UserError(
             f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or `use_tree_masks` "
             "was not called. Train it on padded rows."
         )
     return seen[0][rows.last], reading.rules
+
+
+@contextmanager
+def seen_by(head: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the hidden states that ``head`` is given for as long as the context is open."""
+    seen: list[torch.Tensor] = []
+    watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        yield seen
+    finally:
+        watch.remove()
 
 
 def _score_head(model: nn.Module) -> nn.Module:

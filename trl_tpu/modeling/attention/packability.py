@@ -1,13 +1,12 @@
 """Tells whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
 
-Only a model of its libraries' own code is packed at all: see `stock`.
+Only a model of its libraries' own code is packed at all: see `unmodified`.
 
 Some models take a mask and yet read positions from elsewhere (ALiBi), carry a state from token to token (recurrent
 and linear attention), look both ways (encoders), or make masks of their own. Their packed rewards would be wrong
 without a word, so packing needs proof.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,8 @@ from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
 from ..score_head import find_score_head, score_wide
-from .masked import MaskRule, scored_states, use_tree_masks
-from .stock import PackingImpossible, check_stock
+from .masked import MaskRule, scored_states, seen_by, use_tree_masks
+from .unmodified import PackingImpossible, check_unmodified
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
@@ -42,7 +41,7 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         pad_token_id: Its pad token.
 
     Raises:
-        PackingImpossible: If the model has no `score` head, is not stock, makes its own masks, or computes other
+        PackingImpossible: If the model has no `score` head, is modified, makes its own masks, or computes other
             rewards.
     """
     base = without_adapters(model)
@@ -50,13 +49,8 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         raise PackingImpossible(
             f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
         )
-    check_stock(model)
-    if "position_ids" not in inspect.signature(type(base).forward).parameters:
-        raise PackingImpossible(f"{type(base).__name__} takes no position ids, which begin anew in every dialogue")
-    try:
-        use_tree_masks(base)
-    except ValueError as error:
-        raise PackingImpossible(str(error)) from error
+    check_unmodified(model)
+    use_tree_masks(base)
     if not _is_proven(base):
         check_packing_is_exact(model, pad_token_id)
 
@@ -151,13 +145,9 @@ def _padded(
 ) -> dict[str, torch.Tensor]:
     """Return the model's own rewards [P, 2], and the hidden states [P, 2, H] that they are read from."""
     batch = DataCollatorForPreference(pad_token_id)(examples)
-    seen: list[torch.Tensor] = []
-    watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    try:
-        device = next(model.parameters()).device
+    device = next(model.parameters()).device
+    with seen_by(head) as seen:
         logits_R1 = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
-    finally:
-        watch.remove()
     last_R = batch["attention_mask"].sum(dim=1) - 1
     states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]
     states_P2H = states_RH.view(2, len(examples), -1).transpose(0, 1)
