@@ -151,17 +151,6 @@ def test_a_window_counts_positions_not_columns() -> None:
     assert visible[4].tolist() == [False, False, False, True, True, False]
 
 
-def test_ordinary_batches_get_the_masks_they_always_got() -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**TINY)
-    model = transformers.LlamaForSequenceClassification(config)
-    model.set_attn_implementation("eager")
-    before = padded(model, KNOWN_PAIRS)
-    use_tree_masks(model)
-    use_tree_masks(model)  # twice is once
-    assert torch.equal(padded(model, KNOWN_PAIRS), before)
-
-
 class OwnMasks(nn.Module):
     """As remote code may be: it takes what transformers' decoders take, and does not use their masks."""
 
