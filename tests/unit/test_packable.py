@@ -147,13 +147,14 @@ def test_weights_too_coarse_to_tell_are_not_packed() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_trying_it_leaves_the_model_and_the_random_numbers_as_they_were(family: str, training: bool) -> None:
     model = tiny_model(family, EXACT | NOT_EXACT).train(training)
-    before = copy.deepcopy(model.state_dict())
+    before, attention = copy.deepcopy(model.state_dict()), model.config._attn_implementation
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
     if family in NOT_EXACT:
         with pytest.raises(PackingImpossible):
             make_packable(model, PAD)
+        assert model.config._attn_implementation == attention
     else:
         make_packable(model, PAD)
     assert torch.equal(torch.rand(1), expected)

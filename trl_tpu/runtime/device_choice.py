@@ -145,8 +145,8 @@ def _asked_device() -> str | None:
 def _turn_xla_off() -> None:
     """Let transformers and accelerate train on plain torch too, in the whole process."""
     os.environ[_SWITCH] = "0"
-    # Both take XLA wherever torch_xla is installed, and no argument says otherwise. Each reads the switch once, when it
-    # is imported, and keeps its answer: so in what was imported before, both are corrected.
+    # Both take XLA wherever torch_xla is installed, and no argument says otherwise. Each reads the switch once, when
+    # it is imported, and keeps its answer: so in what was imported before, both are corrected.
     transformers, accelerate = (
         sys.modules.get(name) for name in ("transformers.utils.import_utils", "accelerate.utils.imports")
     )
