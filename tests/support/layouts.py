@@ -10,12 +10,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import xla_flags
 
@@ -51,8 +48,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed+dots": {**PACKED, "remat": "dots"},
     "padded+dots+scanned": {**PADDED, "remat": "dots", "scan_layers": True},
     "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
-    "packed+in steps": {**PACKED, "gradient_checkpointing": False},
-    "packed+accumulated+scanned+in steps": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
 }
 
 
@@ -105,18 +100,6 @@ class Walking(TrainerCallback):
     def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if runtime.current().compiles and state.global_step == STEPS:
             self.tensors = tensors_of(self.trainer)
-
-
-@contextmanager
-def as_if_large(variant: str) -> Iterator[None]:
-    """Treat the model and the mesh of a variant "in steps" as larger ones: scatter gradients over four devices."""
-    with ExitStack() as stack:
-        if "in steps" in variant:
-            from trl_tpu.runtime import layout, libtpu
-
-            stack.enter_context(patch.object(layout, "MOST_SCATTERED", 4))
-            stack.enter_context(patch.object(libtpu, "LEAST_SCATTERED", 1))
-        yield
 
 
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
@@ -219,7 +202,7 @@ def main(out: str, *runs: str) -> None:
     for run in runs:
         name, mesh, variant = run.split(":")
         try:
-            with tempfile.TemporaryDirectory() as folder, as_if_large(variant):
+            with tempfile.TemporaryDirectory() as folder:
                 results[run] = train(name, mesh, variant, folder)
         except Exception:  # the test of this run fails with it, and the others go on
             results[run] = {"error": re.sub(r"(?s)^.{20000,}(?=.{4000}$)", "", traceback.format_exc())}

@@ -50,7 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {  # packed rows and bfloat16 compute unless 
     "full": {},
     "lora": {},
     "padded": {"packing": False},
-    "float32": {"bf16": False},
     "adafactor": {"optim": "adafactor"},
 }
 FINE = 1 + 2**-20  # bfloat16 would make it 1

@@ -19,10 +19,8 @@ HEADS, SIZE = 4, 64
 
 def gradients(*given: Any) -> Any:
     """The gradients of queries, keys and values, where the output's are 1."""
-    given = (*given, jnp.ones_like(given[-1]))
     forward, backward = splash.attention_functions(SIZE**-0.5, None, None, given[0].shape)
-    output, logsumexp = forward(*given)
-    return backward(output, jnp.ones_like(output), logsumexp, *given)
+    return backward(jnp.ones_like(forward(*given)[0]), *given)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from ahead import AT_ONCE, asked_for
-from tpu_programs import LARGE, LENGTH, SETTINGS, config, config_of, trace
+from tpu_programs import LENGTH, SETTINGS, config, trace
 
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.work import work_of
@@ -20,7 +20,7 @@ from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.plan.case import Case, Job
 from trl_tpu.plan.compile import CompiledProgram, compile_for
-from trl_tpu.plan.needs import least_traffic, needed_flops
+from trl_tpu.plan.needs import needed_flops
 from trl_tpu.plan.search import memory_refused
 from trl_tpu.plan.trace import TracedProgram
 from trl_tpu.runtime import Remat, libtpu
@@ -31,8 +31,6 @@ CASES = [
     ("padded", "v5e:2x2"),
     ("adapters, tensor parallel", "v5e:2x4"),
     ("loop, tensor parallel", "v6e:2x4"),
-    ("large weights", "v6e:4x4"),
-    ("large weights, many chips", "v5p:4x4x4"),
     ("packed, two axes", "v6e:16x16"),
 ]
 
@@ -115,46 +113,6 @@ def test_blocks_are_added_up_over_tensor_once(
     sent = sent_over("tensor", programs[name, topology].result().compiled)
     added = {each.dtype: each.bytes for each in sent if each.kind == "all-reduce" and each.one >= block}
     assert added == {"bf16": 5 * layers * block, "f32": 2 * block}
-
-
-ONE = LARGE["hidden_size"] * LARGE["intermediate_size"] * 2
-"""Bytes of a large weight in bfloat16. A layer has three."""
-
-
-@pytest.mark.parametrize(("name", "topology"), [("large weights", "v6e:4x4")])
-def test_a_large_weight_is_gathered_twice_and_its_gradient_goes_where_it_stays(
-    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
-) -> None:
-    """In bfloat16; nowhere is such a gradient added up whole."""
-    chips, layers = SETTINGS[name][0], 2
-    sent = sent_over("fsdp", programs[name, topology].result().compiled)
-    gathered = [each for each in sent if each.kind == "all-gather" and each.one >= ONE]
-    assert {each.dtype for each in gathered} == {"bf16"}
-    assert sum(each.bytes for each in gathered) == 2 * 3 * layers * ONE * (1 - 1 / chips)
-    assert all(each.one < ONE for each in sent if each.kind == "all-reduce")
-    scattered = [each for each in sent if each.kind == "collective-permute" and each.one >= ONE // chips]
-    assert {each.dtype for each in scattered} == {"bf16"}
-    moved = sum(each.bytes for each in scattered)
-    assert 1 - 1 / chips <= moved / (3 * layers * ONE) <= 1 + 1 / chips
-    job = Job(model_without_weights(config_of(name), "float32"), PairLengths.of_size(2048))
-    case = Case(job, parse_topology(topology), parse_mesh("fsdp=-1", chips), Remat.FULL, 1)
-    assert 0.95 <= sum(each.bytes for each in sent) / least_traffic(case)["fsdp"] <= 1.2
-
-
-@pytest.mark.parametrize(("name", "topology"), [("large weights, many chips", "v5p:4x4x4")])
-def test_over_many_chips_a_large_gradient_is_scattered_first_and_then_added_up_in_parts(
-    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
-) -> None:
-    """Over 64 chips: in bfloat16 over 32 of them, and then what each of these has over two.
-
-    libtpu pads what it scatters, so that parts do not begin within a tile: by some percent.
-    """
-    layers, part = 2, 32
-    sent = sent_over("fsdp", programs[name, topology].result().compiled)
-    assert all(each.one < ONE for each in sent if each.kind == "all-reduce")
-    scattered = [each for each in sent if each.kind == "reduce-scatter" and each.one >= ONE]
-    assert {each.dtype for each in scattered} == {"bf16"}
-    assert 1 <= sum(each.bytes for each in scattered) / (3 * layers * ONE * (1 - 1 / part)) <= 1.05
 
 
 @pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v6e:2x4")])

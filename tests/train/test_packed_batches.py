@@ -1,4 +1,4 @@
-"""Packed batches in plain torch, in one tight row or planned rows of several micro-batches, train as padded do."""
+"""Packed batches in plain torch, in one tight row or fixed rows of several micro-batches, train as padded do."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from datasets import Dataset
 from timings import untimed
 from transformers import PreTrainedTokenizerFast
 
@@ -16,8 +15,7 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
-# a model's own eager attention takes no tight rows
-LAYOUTS = {"tight": "sdpa", "planned": "eager", "micro-batches": "eager"}
+LAYOUTS = ("tight", "micro-batches")
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,6 @@ def make_trainer(
     tokenizer: Any, out: Path, layout: str = "tight", margin: bool = False, data: Any = None, **settings: Any
 ) -> Recorder:
     model = tiny.tiny_model(tokenizer)
-    model.set_attn_implementation(LAYOUTS[layout])
     defaults = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 6}
     args = RewardConfig(str(out), **(defaults | settings))
     data = data or tiny.made_up_pairs(22, margin=margin)
@@ -135,7 +132,7 @@ def test_a_resumed_run_packs_the_same_batches(layout: str, tokenizer: PreTrained
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("layout", ["tight", "planned"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     pairs = tiny.made_up_pairs(22, seed=5)
     counts = []
@@ -166,24 +163,6 @@ def test_turned_off_it_trains_on_padded_rows_without_a_word(
 
 def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     assert "one row without padding" in make_trainer(tokenizer, tmp_path, "tight").describe()
-    planned = make_trainer(tokenizer, tmp_path, "planned")
-    rows, length = next(iter(planned.get_train_dataloader()))["packed"].micro_batches[-1].input_ids_RL.shape
-    assert f"{rows} x {length}" in planned.describe()
-
-
-def test_a_stream_without_planned_rows_is_padded_with_the_reason_given(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A model's own eager attention takes no tight rows, and a stream has no sizes to plan rows for."""
-
-    def stream() -> Any:
-        return Dataset.to_iterable_dataset(tiny.made_up_pairs(20))
-
-    with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(tokenizer, tmp_path, "planned", data=stream())
-        trainer.train()
-    assert "attention_mask" in next(iter(trainer.get_train_dataloader()))
-    assert len(told(caplog)) == 1
-    assert "padded" in trainer.describe()
-    with pytest.raises(ValueError, match="packing=True is impossible"):
-        make_trainer(tokenizer, tmp_path, "planned", data=stream(), packing=True)
+    fixed = make_trainer(tokenizer, tmp_path, "micro-batches")
+    rows, length = next(iter(fixed.get_train_dataloader()))["packed"].micro_batches[-1].input_ids_RL.shape
+    assert f"{rows} x {length}" in fixed.describe()

@@ -87,7 +87,7 @@ def linear_attention(tokenizer: Any) -> PreTrainedModel:
 
 
 MODELS: dict[Callable[[Any], PreTrainedModel], str] = {
-    bloom: "BloomForSequenceClassification takes no position ids",
+    bloom: "BloomForSequenceClassification does not attend through transformers' attention interface",
     bert: "BertForSequenceClassification has no `score` head",
     linear_attention: "JambaForSequenceClassification",
 }

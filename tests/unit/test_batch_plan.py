@@ -80,11 +80,11 @@ def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING, model, settings={"packed_attention": "expanded"})
     collate = plan.collator(tokens(9), 4, plan.default_collator())
     assert isinstance(collate, PlannedRows) and collate.expands
-    assert model.config._attn_implementation == "expanded"
+    assert model.config._attn_implementation == "trl_tpu_expanded"
     assert "in rows of whole dialogues" in plan.describe()
     again = tiny.tiny_model(TOKENIZER)  # as `model_init` makes for a trial
     plan.use_model(again)
-    assert again.config._attn_implementation == "expanded"
+    assert again.config._attn_implementation == "trl_tpu_expanded"
 
 
 def test_a_row_length_too_short_for_the_evaluation_data_is_refused_before_training(tmp_path: Path) -> None:

@@ -182,8 +182,6 @@ NAMES = {
     "transformers.modeling_utils": [
         "safe_open",  # modeling/streaming.py puts a reader in its place
         "_is_hf_initialized",
-        "_can_set_attn_implementation",
-        "_can_set_experts_implementation",
         "AttentionInterface",
     ],
     "transformers.masking_utils": ["AttentionMaskInterface", "sdpa_mask", "causal_mask_function"],
@@ -194,7 +192,6 @@ NAMES = {
     "datasets.arrow_dataset": ["_fingerprint"],
     "torch.distributed.checkpoint.hf_storage": ["HuggingFaceStorageWriter", "_write_data", "save_distributed"],
     "torch.distributed.checkpoint.filesystem": ["class FileSystem(", "def create_stream("],
-    "torch.utils._python_dispatch": ["_get_current_dispatch_mode_stack"],
     "torch_xla.experimental.scan": ["_scan_impl_flat"],
     "torch_xla.experimental.distributed_checkpoint._helpers": ["_CpuShards", "_sharded_cpu_state_dict"],
     "torch_xla.experimental.distributed_checkpoint": ["SPMDSavePlanner", "SPMDLoadPlanner"],

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_tpu.modeling.attention.masked import (
-    goes_tree_by_tree,
     packed_rewards,
     tree_rule,
     use_tree_masks,
@@ -52,13 +51,7 @@ LAYOUTS = {
 }
 
 
-# a model's own eager attention takes one mask for all trees
-CASES = [
-    (family, layout)
-    for family in ALL
-    for layout in LAYOUTS
-    if layout != "tight" or not (family in EAGER or "attn_implementation" in FAMILIES[family][1])
-]
+CASES = [(family, layout) for family in ALL for layout in LAYOUTS]
 
 
 def packed(model: nn.Module, pairs: list[Any], layout: str = "one micro-batch", **kwargs: Any) -> torch.Tensor:
@@ -117,11 +110,6 @@ def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
     assert {model_of(family).config.get_text_config().model_type for family in ALL} == PROVEN_TYPES
 
 
-@pytest.mark.parametrize("family", ALL)
-def test_tight_rows_are_for_all_but_eager_attention(family: str) -> None:
-    assert goes_tree_by_tree(model_of(family)) == ((family, "tight") in CASES)
-
-
 def test_long_trees_are_read_in_blocks_of_queries() -> None:
     prompt = [1 + at % 30 for at in range(230)]
     pairs = [(prompt + [1, 2] * 60, prompt + [3] * 100), ([4, 5], [6])]
@@ -161,17 +149,6 @@ def test_a_window_counts_positions_not_columns() -> None:
     visible = rule(row, row, column[:, None], column[None, :])
     assert visible[5].tolist() == [False, True, False, False, False, True]
     assert visible[4].tolist() == [False, False, False, True, True, False]
-
-
-def test_ordinary_batches_get_the_masks_they_always_got() -> None:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**TINY)
-    model = transformers.LlamaForSequenceClassification(config)
-    model.set_attn_implementation("eager")
-    before = padded(model, KNOWN_PAIRS)
-    use_tree_masks(model)
-    use_tree_masks(model)  # twice is once
-    assert torch.equal(padded(model, KNOWN_PAIRS), before)
 
 
 class OwnMasks(nn.Module):

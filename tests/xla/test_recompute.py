@@ -35,17 +35,6 @@ def gradients_and_program(checkpointing: bool, dtype: torch.dtype | None) -> tup
     return to_host(gradients, current()), program
 
 
-def test_same_gradients_from_recomputed_layers() -> None:
-    stored, stored_program = gradients_and_program(False, None)
-    recomputed, program = gradients_and_program(True, None)
-    assert "opt-barrier" in program and "opt-barrier" not in stored_program
-    layers, dots_a_layer = 2, 8  # 2 in the attention and 6 of 7 projections: no gradient needs the last one's output
-    assert program.count(" dot(") == stored_program.count(" dot(") + layers * dots_a_layer
-    for name, gradient in stored.items():
-        # float32, the same operations in another program
-        torch.testing.assert_close(recomputed[name], gradient, atol=1e-5, rtol=1e-5, msg=name)
-
-
 def test_recomputation_repeats_the_forwards_precision() -> None:
     """Autocast is on in the forward only; the recomputed forward must run under it as well."""
     stored, _ = gradients_and_program(False, torch.bfloat16)

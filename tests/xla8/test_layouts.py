@@ -10,7 +10,7 @@ steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses th
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ RUNS = [
     "llama_lora:fsdp=8:packed",
     "qwen3:slices=2,fsdp=4:accumulated",
     "gemma3_text:fsdp=4,tensor=2:padded",
-    "llama_grouped:fsdp=8:packed+accumulated+scanned+in steps",
+    "llama_grouped:fsdp=8:packed+accumulated+scanned",
 ]
 LONG_RUNS = [
     "qwen3_moe:tensor=8:packed+accumulated",
@@ -39,7 +39,6 @@ LONG_RUNS = [
     "qwen3_moe:data=2,fsdp=2,tensor=2:packed",
     "llama_lora:tensor=8:padded",
     "llama_lora:fsdp=8:packed+accumulated+scanned",
-    "llama:fsdp=8:packed+in steps",
 ]
 
 Results = dict[str, dict[str, Any]]
@@ -167,18 +166,3 @@ def test_no_activation_is_gathered_over_fsdp_and_no_logits_anywhere(result: dict
     # the table is looked up where it lies: once forward, and back where it is trained
     assert len(found["embeddings for rows"]) <= 2
     assert len(found["embeddings made whole"]) <= 1
-
-
-@with_runs("in steps")
-def test_over_many_devices_gradients_are_scattered_first_and_then_added_up_in_parts(
-    result: dict[str, Any], run: str
-) -> None:
-    """Of matrices: over four devices at once, and each part, a quarter, over the two that have it."""
-    added = [each for each in result["collectives"] if explain(each, result["tokens"]) == "gradients of weights"]
-    sizes = {devices: sorted(_matrices(each for each in added if each["devices"] == devices)) for devices in (2, 4)}
-    assert sizes[4] and sizes[2] == [size // 4 for size in sizes[4]]
-    assert all(each["devices"] in sizes for each in added)
-
-
-def _matrices(added: Iterable[dict[str, Any]]) -> list[int]:
-    return [prod(shape) for each in added for shape in each["shapes"] if len(shape) == 2]

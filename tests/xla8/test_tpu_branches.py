@@ -13,7 +13,7 @@ from chosen import chosen
 from places import ROOT, SUPPORT
 
 KINDS = ["full"]
-LONG_KINDS = ["lora", "padded", "float32", "adafactor"]
+LONG_KINDS = ["lora", "padded", "adafactor"]
 
 
 def run(folder: Path, *kinds: str) -> dict[str, Any]:
@@ -52,13 +52,13 @@ def test_state_stays_float32(trained: dict[str, Any], kind: str) -> None:
         {"XLA_USE_BF16": None, "XLA_DOWNCAST_BF16": None},
         {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0"},
     )
-    assert found["computes in bfloat16"] == ("float32" not in kind)
+    assert found["computes in bfloat16"]
     assert found["in packed rows"] == ("padded" not in kind)
     for name in ("weights", "norms", "buffers", "optimizer", "saved weights", "saved optimizer"):
         assert found[name] == ["torch.float32"], name
     assert found["inside"]["loss"] == "torch.float32"
     if kind != "lora":  # whose layers are wrapped
-        assert found["inside"]["q_proj"] == ("torch.float32" if "float32" in kind else "torch.bfloat16")
+        assert found["inside"]["q_proj"] == "torch.bfloat16"
         assert found["inside"]["score"] == "torch.float32"
     assert found["rewards"] == "float32"
     assert found["fine losses"] and found["fine rewards"]

@@ -20,9 +20,8 @@ from ..data.collators import (
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
-from ..modeling.attention.masked import goes_tree_by_tree
 from ..modeling.attention.packability import make_packable
-from ..modeling.attention.stock import PackingImpossible, check_stock
+from ..modeling.attention.unmodified import PackingImpossible, check_unmodified
 from ..modeling.padding import reads_padding
 from ..packing.schedule import RowPlan
 from ..runtime import Runtime
@@ -107,7 +106,7 @@ class BatchPlan:
         except PackingImpossible as reason:
             self._pad_because(str(reason))
             return
-        self._is_tight = not self._runtime.compiles and goes_tree_by_tree(self._model)
+        self._is_tight = not self._runtime.compiles and self._fixed_rows is None
         if not self._packs(self._train_dataset):
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
         elif self._expands:
@@ -302,7 +301,7 @@ class BatchPlan:
 def _own_code(model: PreTrainedModel) -> str | None:
     """Tell what in ``model`` is not its libraries' own way to rewards; None if nothing is."""
     try:
-        check_stock(model)
+        check_unmodified(model)
     except PackingImpossible as found:
         return str(found)
     return None

@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from .. import runtime
 from ..parallel.mesh import BATCH_AXES
 
-STATIC_EXPERTS = "static_experts"
+STATIC_EXPERTS = "trl_tpu_static"
 
 
 def static_experts(
@@ -52,5 +52,4 @@ def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
 def use_static_experts(model: PreTrainedModel) -> None:
     """Give the mixture-of-experts blocks of ``model`` the implementation above; other models have none."""
     ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(STATIC_EXPERTS)
+    model.set_experts_implementation(STATIC_EXPERTS)

@@ -1,7 +1,6 @@
 """Apply a plan to a model: its weights to their devices, and its activations kept where the weights expect them."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -140,17 +139,6 @@ def keep_activations_split(
             _constrain(module, batch, None, runtime)
             if plan.mesh.tensor > 1:
                 module.register_forward_hook(cast_once.forget)
-
-
-def scatter_gradients(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
-    """Let gradients of weights that are split over `fsdp` be added up as `Runtime.scatter` says, by hooks.
-
-    Not those of embedding tables, of which each device adds up the features that it looks up.
-    """
-    for name, parameter in model.named_parameters():
-        is_table = bare_name(name) in plan.embeddings
-        if parameter.requires_grad and not is_table and "fsdp" in placements[name].names:
-            parameter.register_hook(partial(runtime.scatter, axes=placements[name].axes))
 
 
 class _CastOnce:

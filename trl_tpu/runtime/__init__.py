@@ -7,73 +7,16 @@ imports no torch, nor anything else of this package.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from .base import PartitionSpec, Planners, Remat, Topology, Value
 from .device_choice import choice
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-
     from .native import Runtime
 
-#: The mesh axis or axes that each dimension of a tensor goes over, None meaning none.
-PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
-
-Value = TypeVar("Value")
-
-
-class Remat(StrEnum):
-    """What a layer's backward computes again: nothing, all, or all but its matrix products."""
-
-    NONE = "none"
-    FULL = "full"
-    DOTS = "dots"
-
-    @classmethod
-    def parse(cls, value: str) -> Remat:
-        """Read what a user writes.
-
-        Raises:
-            UserError: If it is none of the three.
-        """
-        if value not in list(cls):
-            raise UserError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
-        return cls(value)
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The devices and processes that train together."""
-
-    devices: int
-    """All devices of the mesh."""
-    slices: int
-    """Groups of devices that a slower network joins."""
-    process_index: int
-    process_count: int
-    """Processes that share the mesh: on a pod there is one a host."""
-    local_positions: tuple[int, ...]
-    """Where in the mesh, last axis fastest, the devices of this process are, ascending."""
-    description: str
-    """What the devices are, for the log."""
-
-
-@dataclass(frozen=True)
-class Planners:
-    """What torch's distributed checkpoints need of a device; each is None where torch's own default will do."""
-
-    save: SavePlanner | None = None
-    """Takes the values of `Runtime.local_shards`."""
-    load: LoadPlanner | None = None
-    """Takes tensors on the devices, and fills each device's own part."""
-    group: ProcessGroup | None = None
-    """The processes that write and read together, from any thread; None for one process by itself."""
-
+__all__ = ["PartitionSpec", "Planners", "Remat", "Runtime", "Topology", "Value", "choice", "current", "replace"]
 
 _replacement: Runtime | None = None
 

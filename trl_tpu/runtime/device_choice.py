@@ -21,7 +21,7 @@ PCI_DEVICES = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x00
 SET_BY_TORCH_XLA = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "GRPC_VERBOSITY")
 
 _SWITCH = "USE_TORCH_XLA"
-_INSTALL = "pip install 'trl-tpu[tpu]'"
+_INSTALL = 'pip install -e ".[tpu]"'
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,10 @@ def _asked_device() -> str | None:
 
 
 def _turn_xla_off() -> None:
-    """Let transformers and accelerate train on plain torch too.
-
-    Each reads the switch once, when it is imported, and keeps its answer. What was imported before is corrected: the
-    variable that it read the switch into, and the answer.
-    """
+    """Let transformers and accelerate train on plain torch too, in the whole process."""
     os.environ[_SWITCH] = "0"
+    # Both take XLA wherever torch_xla is installed, and no argument says otherwise. Each reads the switch once, when
+    # it is imported, and keeps its answer: so in what was imported before, both are corrected.
     transformers, accelerate = (
         sys.modules.get(name) for name in ("transformers.utils.import_utils", "accelerate.utils.imports")
     )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch_xla.distributed.xla_backend  # noqa: F401  # knows the address "xla://"
 import torch_xla.runtime as xr
 
-from . import Value
+from .base import Value
 
 # how long the others wait for one that is busy: the first writes a large model to slow storage
 _PATIENCE = timedelta(hours=2)

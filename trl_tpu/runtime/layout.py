@@ -7,8 +7,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 
-from . import PartitionSpec
-from .libtpu import MOST_SCATTERED
+from .base import PartitionSpec
 
 
 class MeshSharding(xs.ShardingSpec):
@@ -60,18 +59,3 @@ def _marked(tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
     copy = tensor.clone()
     torch_xla._XLAC._xla_mark_sharding(copy, sharding)
     return copy
-
-
-def mesh_of_first_scatter(mesh: xs.Mesh) -> xs.Mesh | None:
-    """Return the mesh over whose `fsdp` a gradient is scattered first; None if ``mesh`` has few enough chips there.
-
-    Each of its shards belongs to a run of chips of the whole `fsdp`, over which it is added up and cut again.
-    """
-    sizes = mesh.shape()
-    count = sizes.get("fsdp", 1)
-    first = max(size for size in range(1, MOST_SCATTERED + 1) if count % size == 0)
-    if first in (1, count):
-        return None
-    cut = {"fsdp": first, "fsdp within": count // first}
-    sizes = {name: size for axis in sizes for name, size in (cut if axis == "fsdp" else {axis: sizes[axis]}).items()}
-    return xs.Mesh(mesh.device_ids, tuple(sizes.values()), tuple(sizes))

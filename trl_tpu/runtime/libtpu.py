@@ -11,29 +11,12 @@ from pathlib import Path
 VARIABLE = "LIBTPU_INIT_ARGS"
 
 FLAGS: Mapping[str, str] = {
-    # A product with a weight that is split over n chips could be computed in pieces, while the weight goes around in a
-    # ring, which sends n + 1 pieces where n - 1 are needed. Weights are gathered instead, while other work goes on; so
-    # do MaxText and AXLearn. Gradients of large weights do go around, on up to 32 chips: on 16 and more they would
-    # otherwise be added up whole on every chip, at twice the traffic, and nothing would be computed meanwhile.
-    "xla_tpu_enable_windowed_einsum_for_all_gather": "false",
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "16",
-    # A weight that a layer's backward needs twice, for its forward again and for the gradient of its input, is
-    # gathered once: those needs are up to 150 instructions apart. Further apart are forward and backward of a model
-    # whose activations are kept, and the weights gathered for one must not wait for the other.
-    "xla_tpu_spmd_threshold_for_allgather_cse": "150",
-    # Float32 weights that only bfloat16 products read would be converted before a loop over the layers, those of all
-    # layers, and the copies kept for as long as it runs: an eighth of the state. Without, as much memory is read and
-    # written, since each turn reads its layer's weights once in either type and gathers them in bfloat16.
-    "xla_jf_bf16_propagation": "false",
+    # A product with a sharded weight could be computed in pieces, while the weight goes around in a ring. Weights are
+    # gathered instead, while other work goes on, as in MaxText's recipes for v6e: DISABLE_COLLECTIVE_MATMUL in
+    # https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
-"""What the trainer adds."""
-
-MOST_SCATTERED = 32
-"""Chips over which a gradient is scattered: of more, XLA's partitioner makes no rings, and libtpu no `reduce-scatter`,
-but adds it up whole on all of them, at twice the traffic."""
-
-LEAST_SCATTERED = 2**20
-"""Numbers of a gradient for which that matters; a smaller one takes longer to begin with than to send."""
+"""What the trainer adds: each from a published recipe that was timed on TPUs."""
 
 _TORCH_XLA: Mapping[str, str] = {
     "xla_tpu_use_enhanced_launch_barrier": "false",

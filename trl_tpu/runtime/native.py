@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from . import PartitionSpec, Planners, Remat, Topology, Value
-from .kernels.plain import MATMULS, KernelRows, attend_in_rows
+from .base import PartitionSpec, Planners, Remat, Topology, Value
+from .kernels.plain import MATMULS, segment_attention
 
 
 def peak_resident_bytes() -> int:
@@ -39,8 +39,12 @@ class Runtime:
     name = "native"
     """For messages; what differs is asked of the capabilities."""
 
-    compiles = False
-    """Whether steps are recorded and compiled: shapes have to be static, and reading a value stops the device."""
+    plans_shapes = False
+    """Whether batches should have a few planned shapes, since each new one is compiled."""
+
+    records_steps = False
+    """Whether operations are recorded, and run at `step_boundary`: reading a value stops the device, and what differs
+    from step to step has to be data. `scan` needs it."""
 
     shares_mesh = False
     """Whether one process drives all devices of its host and all processes form one mesh, which this runtime leads.
@@ -48,9 +52,12 @@ class Runtime:
     Else a process has one device, and accelerate leads the processes.
     """
 
+    compiles = False
+    """Both of the first two, for rooms that do not tell them apart."""
+
     @property
     def has_attention_kernel(self) -> bool:
-        """Whether `attention` needs less memory than a mask for each query and key."""
+        """Whether `segment_attention` needs less memory than a mask for each query and key."""
         return False
 
     # ---- devices and processes
@@ -110,14 +117,6 @@ class Runtime:
         Axes that do not divide their dimension are left out.
         """
         return tensor
-
-    def scatter(self, gradient: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
-        """Return ``gradient`` on its way to where its weight is, laid out by ``axes`` over `fsdp`: how it is added up.
-
-        Where the compiler would not scatter it over so many devices at once, it is laid out over some of them. What is
-        laid out already stays so.
-        """
-        return gradient
 
     def shard_map(
         self,
@@ -226,15 +225,15 @@ class Runtime:
         """
         raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 
-    def attention(
+    def segment_attention(
         self,
-        q_RHLD: torch.Tensor,
-        k_RGLD: torch.Tensor,
-        v_RGLD: torch.Tensor,
-        rows: KernelRows,
+        q_BHLD: torch.Tensor,
+        k_BGLD: torch.Tensor,
+        v_BGLD: torch.Tensor,
+        segment_BL: torch.Tensor,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Compute attention by the device's best kernel, equal to `kernels.plain.attend_in_rows`."""
-        return attend_in_rows(q_RHLD, k_RGLD, v_RGLD, rows, scale, window, softcap)
+        """Compute causal attention within segments by the device's best kernel; see `kernels.plain`."""
+        return segment_attention(q_BHLD, k_BGLD, v_BGLD, segment_BL, scale, window, softcap)

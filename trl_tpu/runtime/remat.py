@@ -18,7 +18,7 @@ import torch_xla.core.xla_model as xm
 from torch import nn
 from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Operations = frozenset[OpOverload]
 
@@ -62,11 +62,6 @@ class Reusing(TorchDispatchMode):
         result = next(self._kept)
         # functionalization, which every XLA tensor goes through, calls this with its own wrappers taken off
         return torch._from_functional_tensor(result) if torch._is_functional_tensor(result) else result
-
-
-def is_recomputing() -> bool:
-    """Return whether a layer's forward is run again: its backward then comes at once, and nothing waits for it."""
-    return any(isinstance(mode, Reusing) for mode in _get_current_dispatch_mode_stack())
 
 
 def autocast_now() -> Callable[[], AbstractContextManager[Any]]:

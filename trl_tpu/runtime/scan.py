@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_flat
 
-from . import PartitionSpec
+from .base import PartitionSpec
 from .native import Runtime
 from .remat import Keeping, Operations, Reusing, autocast_now, weights_of
 
@@ -66,7 +66,7 @@ def scan_layers(
 
     def of_layer(gradients: Tensors) -> Tensors:
         return [
-            each if layout is None else runtime.constrain(runtime.scatter(each, layout), layout)
+            each if layout is None else runtime.constrain(each, layout)
             for each, layout in zip(gradients, trained, strict=True)
         ]
 

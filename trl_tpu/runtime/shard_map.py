@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch_xla.distributed.spmd as xs
 
-from . import PartitionSpec
+from .base import PartitionSpec
 from .layout import shard_count
 
 Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch_xla._internal import tpu
 
-from . import PartitionSpec, Planners, Remat, Topology, Value, hosts, libtpu, shards
-from .kernels.plain import MATMULS, attend_in_rows, einsum
-from .layout import MeshSharding, laid_out, mesh_of_first_scatter, shard_count
+from . import hosts, libtpu, shards
+from .base import PartitionSpec, Planners, Remat, Topology, Value
+from .kernels.plain import MATMULS, einsum, segment_attention
+from .layout import MeshSharding, laid_out, shard_count
 from .native import Runtime, peak_resident_bytes
 from .remat import recompute
 from .scan import scan_layers
@@ -104,10 +105,8 @@ class XlaRuntime(Runtime):
     """The `Runtime` of PyTorch/XLA."""
 
     name = "xla"
-    compiles = True
-    shares_mesh = True
+    plans_shapes = records_steps = shares_mesh = compiles = True
     _mesh: xs.Mesh  # of `set_mesh`
-    _first_scatter: xs.Mesh | None = None
 
     def __init__(self) -> None:
         """Turn SPMD on, which torch_xla cannot do later.
@@ -169,7 +168,6 @@ class XlaRuntime(Runtime):
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         self._mesh = make_mesh(sizes, slices)
-        self._first_scatter = mesh_of_first_scatter(self._mesh)
         xs.set_global_mesh(self._mesh)
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
@@ -183,12 +181,6 @@ class XlaRuntime(Runtime):
             return tensor  # on the host, or outside a trainer
         return laid_out(tensor, self._mesh, axes)
 
-    def scatter(self, gradient: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
-        is_small = gradient.numel() < libtpu.LEAST_SCATTERED
-        if self._first_scatter is None or is_small or torch_xla._XLAC._get_xla_sharding_spec(gradient):
-            return gradient
-        return laid_out(gradient, self._first_scatter, axes)
-
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         xm.optimization_barrier_(list(tensors))
 
@@ -196,14 +188,14 @@ class XlaRuntime(Runtime):
     def attention_kernel(self) -> Callable[..., torch.Tensor]:
         """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
         if xr.device_type() != "TPU":
-            return attend_in_rows
+            return segment_attention
         from .kernels.splash import splash_attention  # imports jax, which must not come before torch_xla has the TPU
 
         return splash_attention
 
-    def attention(self, q_RHLD: torch.Tensor, *others: Any) -> torch.Tensor:
-        kernel = self.attention_kernel if q_RHLD.device.type == "xla" else attend_in_rows
-        return kernel(q_RHLD, *others)
+    def segment_attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:
+        kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
+        return kernel(q_BHLD, *others)
 
     def shard_map(
         self,

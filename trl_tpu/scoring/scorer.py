@@ -17,10 +17,10 @@ from ..data import checks
 from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
-from ..modeling.attention.masked import goes_tree_by_tree, packed_rewards
+from ..modeling.attention.masked import packed_rewards
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
-from ..modeling.attention.stock import PackingImpossible
+from ..modeling.attention.unmodified import PackingImpossible
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.positions import learned_positions
@@ -128,7 +128,7 @@ class Scorer:
             logger.warning(f"Dialogues are padded, not packed: {reason}.")
             return PaddedPasses(self.pad_token_id, tokens, shards, compiles, most)
         crossover = 6 * self.model.config.get_text_config().hidden_size
-        if not compiles and goes_tree_by_tree(without_adapters(self.model)):
+        if not compiles:
             return TightPasses(self.pad_token_id, tokens, crossover, most)
         return PlannedPasses(self.pad_token_id, tokens, crossover, shards)
 

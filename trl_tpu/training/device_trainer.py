@@ -56,7 +56,7 @@ from ..data.loader import outlive_sigterm, rows_of_step, skip_batches, skipping_
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import complete_config
-from ..parallel.shard import keep_activations_split, place_model, plan_model, scatter_gradients
+from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
 from .agreement import HostAgreement
@@ -275,7 +275,6 @@ class DeviceTrainer(Trainer):
         self.shard_report = place_model(model, plan, self.runtime, device)
         if self.runtime.compiles:
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
-            scatter_gradients(model, plan, self.shard_report.placements, self.runtime)
             if self.runtime.topology().process_count == 1:  # else all would have to ask for them together
                 give_weights_on_host(model, self.runtime)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ... import runtime
 from ...errors import UserError
@@ -26,11 +26,8 @@ from ...parallel.mesh import BATCH_AXES
 from ...runtime import PartitionSpec
 from ...runtime.kernels.plain import masked_attention
 from .expanded_rows import ExpandedRows
-from .masked import MaskRule, TreeMask
+from .masked import MaskRule, TreeMask, attend_by
 from .static import static_sdpa_attention, static_sdpa_mask
-from .tree_by_tree import TreeByTree
-
-EXPANDED = "expanded"
 
 _HEADS = "tensor"  # the mesh axis that heads go over
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
@@ -70,8 +67,6 @@ def window_of(rule: MaskRule, length: int) -> int | None:
     Raises:
         ExpansionImpossible: If the rule is not causal, or anything but causal with a sliding window.
     """
-    if _reads_tensors(rule):
-        raise ExpansionImpossible("A layer's mask depends on the batch, as for chunks or images.")
     nothing, keys = torch.zeros(1, 1, dtype=torch.long), torch.arange(length)
 
     def seen(queries: list[int]) -> torch.Tensor:
@@ -88,17 +83,6 @@ def window_of(rule: MaskRule, length: int) -> int | None:
             "attention kernels do not know."
         )
     return None if window == length else window
-
-
-def _reads_tensors(rule: Any) -> bool:
-    """Tell whether a rule is made of more than indices and sizes.
-
-    transformers says so nowhere, so this looks into the cells of its closures: a rule that kept a tensor elsewhere, in
-    an attribute or a global, would pass for one of indices.
-    """
-    parts = [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
-    parts += [inner for part in parts if isinstance(part, tuple | list) for inner in part]
-    return any(isinstance(part, torch.Tensor) or (callable(part) and _reads_tensors(part)) for part in parts)
 
 
 def expanded_attention(
@@ -130,7 +114,8 @@ def expanded_attention(
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
         rows = ExpandedRows(*places)
-        return runtime.current().attention(query, key, value, rows, scale, attention_mask.window, softcap)
+        moved = rows.queries(query), rows.copies(key), rows.copies(value), rows.segment_2RL
+        return rows.outputs(runtime.current().segment_attention(*moved, scale, attention_mask.window, softcap))
 
     # rows are independent: left to itself, the compiler would fetch every row to every device to gather from
     tensors = (query, key, value, *attention_mask.rows)
@@ -145,7 +130,6 @@ def _refuse_in_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any]) 
         "it looks both ways": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
         "it has attention sinks": kwargs.get("s_aux") is not None,
         "it adds biases by position": kwargs.get("position_bias") is not None,
-        "it reads a cache": kwargs.get("cache") is not None,
     }
     _refuse(module, obstacles)
 
@@ -168,15 +152,9 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
     config: Any = model.config.get_text_config()
     others = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
     obstacles = {
-        "it does not attend through transformers' attention interface": not model._can_set_attn_implementation(),
         f"it has layers of {', '.join(sorted(map(str, others)))}": bool(others),
-        "it looks both ways": (
-            not getattr(config, "is_causal", True) or bool(getattr(config, "use_bidirectional_attention", False))
-        ),
         "its attention dropout is not 0": bool(getattr(config, "attention_dropout", 0)),
         "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     _refuse(model, obstacles)
-    AttentionMaskInterface.register(EXPANDED, ExpandedTreeMask(static_sdpa_mask))
-    AttentionInterface.register(EXPANDED, TreeByTree(expanded_attention))
-    model.set_attn_implementation(EXPANDED)
+    attend_by(model, "expanded", ExpandedTreeMask(static_sdpa_mask), expanded_attention)

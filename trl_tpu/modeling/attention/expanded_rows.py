@@ -30,19 +30,10 @@ class ExpandedRows(Expansion[torch.Tensor]):
         x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
         return _Gather.apply(x_RNHD, self.inverse_RL, self.scatter_R2L.flatten(1))
 
-    def spread(self, x_RLHD: torch.Tensor) -> torch.Tensor:
-        """Return to each place what its token has, [2R, H, L, D], and zeros where `outputs` takes nothing."""
-        return self._as_rows(_take(x_RLHD, self.scatter_R2L.flatten(1)))
-
     @property
     def segment_2RL(self) -> torch.Tensor:
         """The segments of the expanded rows."""
         return self.segment_R2L.flatten(0, 1)
-
-    @property
-    def needed_2RL(self) -> torch.Tensor:
-        """The places whose outputs are taken: one of each token's copies."""
-        return self.scatter_R2L.flatten(0, 1) >= 0
 
     @staticmethod
     def _as_rows(x_RNHD: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,9 @@
 A packed row (see `trl_tpu.packing.pack`) needs its own attention mask and nothing else from a model. transformers'
 decoders build their masks through one interface: they call the mask function registered for their attention
 implementation with a rule ``(batch, head, query, key) -> bool`` that says causal, sliding or chunked, layer by layer.
-Here that function is given one more ability: while packed rows are read, the rule is asked about positions in the
-dialogues, and the tree decides who is on whose path.
+Here a model's implementation is registered once more under a name of ours, with one more ability: while packed rows
+are read, the rule is asked about positions in the dialogues, and the tree decides who is on whose path. The model's
+config names it, so other models in the process know nothing of it.
 So a sliding window counts a dialogue's tokens, each layer keeps its own rule, and whatever takes a mask for each query
 and key works: eager attention, sdpa and what is built on them. In a tight row (`TightRow`) attention is computed tree
 by tree, so that its cost is that of the trees and not of the row.
@@ -12,7 +13,9 @@ by tree, so that its cost is that of the trees and not of the row.
 Letters: P pairs, R rows, L length of a row, H hidden.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +30,10 @@ from ...errors import UserError
 from ...packing.rows import TreeRows
 from ..score_head import find_score_head, score_wide
 from .tree_by_tree import TreeByTree, TreeMasks
+from .unmodified import PackingImpossible
+
+OURS = "trl_tpu_"
+"""How the names of our implementations begin in transformers' registries, and in a config's `_attn_implementation`."""
 
 #: ``(batch, head, query, key) -> bool``, of indices in transformers' own use.
 MaskRule = Callable[..., Any]
@@ -89,31 +96,49 @@ class TreeMask:
         return TreeMasks.of(masks, rows.input_ids_RL.device)
 
 
-def use_tree_masks(model: PreTrainedModel) -> None:
-    """Let ``model``, and every model with the same attention implementation, build masks for packed rows.
+def attend_by(model: PreTrainedModel, name: str, masks: TreeMask, attention: Callable[..., Any]) -> None:
+    """Let ``model`` attend by an implementation of ours, and no other model: its config names it.
 
-    Call it once the implementation is final. Ordinary batches get the same masks as before.
+    A saved config has no such name, so that the model loads anywhere with the default of its class. A model whose own
+    code attends stays as it is, and transformers warns.
+    """
+    AttentionMaskInterface.register(f"{OURS}{name}", masks)
+    AttentionInterface.register(f"{OURS}{name}", TreeByTree(attention))
+    model.set_attn_implementation(f"{OURS}{name}")
+
+
+def use_tree_masks(model: PreTrainedModel) -> None:
+    """Let ``model`` build masks for packed rows, and attend in them as its attention implementation does.
+
+    Ordinary batches get the same masks as before.
 
     Raises:
-        UserError: If the implementation takes no mask for each query and key, as flash and flex attention.
+        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
+            the model's own code attends.
     """
     name = model.config._attn_implementation
+    if name.startswith(OURS):
+        return
     plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
     if plain is None or name.startswith(("flash", "flex")):
-        raise UserError(
-            f"Packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
-            "`attn_implementation=` 'sdpa' or 'eager'."
+        raise PackingImpossible(
+            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
+            "`attn_implementation=` 'sdpa' or 'eager'"
         )
-    if not isinstance(plain, TreeMask):
-        AttentionMaskInterface.register(name, TreeMask(plain))
-    attention = ALL_ATTENTION_FUNCTIONS.get(name)
-    if attention is not None and not isinstance(attention, TreeByTree):
-        AttentionInterface.register(name, TreeByTree(attention))
+    for setting in ("output_attentions", "reorder_and_upcast_attn"):
+        if name == "eager" and getattr(model.config, setting, False):
+            raise PackingImpossible(f"`{setting}` is for a model's own eager attention, which packed rows go around")
+    attend_by(model, name, TreeMask(plain), ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    if not model.config._attn_implementation.startswith(OURS):
+        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
 
 
-def goes_tree_by_tree(model: PreTrainedModel) -> bool:
-    """Tell whether the model's attention takes tight rows: after `use_tree_masks`, any but a model's own eager one."""
-    return isinstance(ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation), TreeByTree)
+def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attend by the function that a model's module has beside it, transformers' "eager"."""
+    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    return next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))(
+        module, *args, **kwargs
+    )
 
 
 def packed_rewards(model: nn.Module, rows: TreeRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
@@ -145,23 +170,33 @@ def scored_states(
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    reading, seen = Reading(rows), list[torch.Tensor]()
-    watch = _score_head(model).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    reading = Reading(rows)
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
     outside = _READING.set(reading)
     try:
-        # the scores that the model itself picks, one a row, mean nothing here
-        model(input_ids=rows.input_ids_RL, **everything, **kwargs)
+        with seen_by(_score_head(model)) as seen:
+            # the scores that the model itself picks, one a row, mean nothing here
+            model(input_ids=rows.input_ids_RL, **everything, **kwargs)
     finally:
         _READING.reset(outside)
-        watch.remove()
     if not reading.rules:
         raise UserError(
             f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or `use_tree_masks` "
-            "was not called with its attention implementation. Train it on padded rows."
+            "was not called. Train it on padded rows."
         )
     return seen[0][rows.last], reading.rules
+
+
+@contextmanager
+def seen_by(head: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the hidden states that ``head`` is given for as long as the context is open."""
+    seen: list[torch.Tensor] = []
+    watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        yield seen
+    finally:
+        watch.remove()
 
 
 def _score_head(model: nn.Module) -> nn.Module:

@@ -1,13 +1,12 @@
 """Tells whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
 
-Only a model of its libraries' own code is packed at all: see `stock`.
+Only a model of its libraries' own code is packed at all: see `unmodified`.
 
 Some models take a mask and yet read positions from elsewhere (ALiBi), carry a state from token to token (recurrent
 and linear attention), look both ways (encoders), or make masks of their own. Their packed rewards would be wrong
 without a word, so packing needs proof.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +21,8 @@ from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
 from ..score_head import find_score_head, score_wide
-from .masked import MaskRule, goes_tree_by_tree, scored_states, use_tree_masks
-from .stock import PackingImpossible, check_stock
+from .masked import MaskRule, scored_states, seen_by, use_tree_masks
+from .unmodified import PackingImpossible, check_unmodified
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
@@ -42,7 +41,7 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         pad_token_id: Its pad token.
 
     Raises:
-        PackingImpossible: If the model has no `score` head, is not stock, makes its own masks, or computes other
+        PackingImpossible: If the model has no `score` head, is modified, makes its own masks, or computes other
             rewards.
     """
     base = without_adapters(model)
@@ -50,14 +49,10 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         raise PackingImpossible(
             f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
         )
-    check_stock(model)
-    if "position_ids" not in inspect.signature(type(base).forward).parameters:
-        raise PackingImpossible(f"{type(base).__name__} takes no position ids, which begin anew in every dialogue")
-    try:
+    check_unmodified(model)
+    if _is_proven(base):
         use_tree_masks(base)
-    except ValueError as error:
-        raise PackingImpossible(str(error)) from error
-    if not _is_proven(base):
+    else:
         check_packing_is_exact(model, pad_token_id)
 
 
@@ -70,7 +65,9 @@ def _is_proven(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
-    """Compare the rewards of two tiny batches in packed rows with those that the model gives in padded rows.
+    """Let ``model`` read packed rows, and compare the rewards of two tiny batches with those in padded rows before.
+
+    A model that is refused attends as before.
 
     Raises:
         PackingImpossible: If they differ by more than float32 rounds, the weights are too coarse to tell, the model
@@ -83,39 +80,46 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
             f"{name} is of a family for which packing is tried out first, and {dtype} would hide a difference: load "
             "it in float32, over which bf16=True computes"
         )
-    was_training = model.training
+    base, was_training = without_adapters(model), model.training
+    attention = base.config._attn_implementation
     model.eval()
     try:
-        for chosen, rejected in _tiny_batches(pad_token_id):
-            pairs = zip(chosen, rejected, strict=True)
-            _compare(model, [{"chosen_ids": one, "rejected_ids": other} for one, other in pairs], pad_token_id)
-    except PackingImpossible:
-        raise
+        # before, since a model's own code may ask for the name of its attention
+        padded = [_padded(model, examples, pad_token_id) for examples in _tiny_batches(pad_token_id)]
+        use_tree_masks(base)
+        for examples, expected in zip(_tiny_batches(pad_token_id), padded, strict=True):
+            _compare(model, examples, pad_token_id, expected)
     except Exception as error:  # whatever a model's own code does with inputs that it does not expect
+        base.set_attn_implementation(attention)
+        if isinstance(error, PackingImpossible):
+            raise
         raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error
     finally:
         model.train(was_training)
 
 
-def _tiny_batches(pad_token_id: int) -> list[tuple[list[list[int]], list[list[int]]]]:
+def _tiny_batches(pad_token_id: int) -> list[list[dict[str, list[int]]]]:
     """Make pairs that share prefixes of different lengths; then nothing, and one dialogue a prefix of the other."""
     ids = [token for token in range(1, 42) if token != pad_token_id]
-    return [
-        ([ids[:9], ids[20:24]], [[*ids[:5], *ids[10:14]], [*ids[20:22], *ids[30:33]]]),
-        ([ids[3:20], ids[5:12]], [ids[25:30], ids[5:9]]),
+    pairs = [
+        [(ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])],
+        [(ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])],
     ]
+    return [[{"chosen_ids": one, "rejected_ids": other} for one, other in batch] for batch in pairs]
 
 
-def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int) -> None:
+def _compare(
+    model: nn.Module, examples: list[dict[str, list[int]]], pad_token_id: int, padded: dict[str, torch.Tensor]
+) -> None:
     parameter = next(model.parameters())
     plan = RowPlan((RowShape(2, 32),))
-    collators: list[Callable[[Any], dict[str, PackedBatch]]] = [PlannedRows(plan, len(examples), pad_token_id)]
+    collators: list[Callable[[Any], dict[str, PackedBatch]]] = [
+        PlannedRows(plan, len(examples), pad_token_id),
+        TightRow(pad_token_id, attention_crossover_length=100),
+    ]
     base = without_adapters(model)
-    if goes_tree_by_tree(base):
-        collators.append(TightRow(pad_token_id, attention_crossover_length=100))
     head = find_score_head(base)
     assert head is not None
-    padded = _padded(model, head, examples, pad_token_id)
     for collate in collators:
         (rows,) = collate(examples)["packed"].to(parameter.device).micro_batches
         packed_P2H, rules = scored_states(model, rows)
@@ -145,18 +149,13 @@ def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> Non
         )
 
 
-def _padded(
-    model: nn.Module, head: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
-) -> dict[str, torch.Tensor]:
+def _padded(model: nn.Module, examples: list[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Return the model's own rewards [P, 2], and the hidden states [P, 2, H] that they are read from."""
     batch = DataCollatorForPreference(pad_token_id)(examples)
-    seen: list[torch.Tensor] = []
-    watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    try:
-        device = next(model.parameters()).device
+    device, head = next(model.parameters()).device, find_score_head(without_adapters(model))
+    assert head is not None
+    with seen_by(head) as seen:
         logits_R1 = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
-    finally:
-        watch.remove()
     last_R = batch["attention_mask"].sum(dim=1) - 1
     states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]
     states_P2H = states_RH.view(2, len(examples), -1).transpose(0, 1)

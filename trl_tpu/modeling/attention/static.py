@@ -9,13 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...runtime.kernels.plain import einsum
-
-STATIC_SDPA = "static_sdpa"
+from .masked import TreeMask, attend_by
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -62,7 +61,5 @@ def static_sdpa_attention(
 
 def use_static_attention(model: PreTrainedModel) -> None:
     """Give ``model`` the attention above in the place of sdpa; eager attention and others stay."""
-    AttentionInterface.register(STATIC_SDPA, static_sdpa_attention)
-    AttentionMaskInterface.register(STATIC_SDPA, static_sdpa_mask)
     if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(STATIC_SDPA)
+        attend_by(model, "static", TreeMask(static_sdpa_mask), static_sdpa_attention)

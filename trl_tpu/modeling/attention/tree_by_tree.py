@@ -7,7 +7,6 @@ another rule, as a window, a tree has a mask.
 Letters: L columns of the row, S of a tree, T of a tail, Q queries, K keys, N heads, D features of a head.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -51,58 +50,28 @@ class TreeByTree:
     def __call__(
         self,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | TreeMasks | None,
+        query_BNLD: torch.Tensor,
+        key_BNLD: torch.Tensor,
+        value_BNLD: torch.Tensor,
+        attention_mask: Any,
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
+        def attend(*tensors: torch.Tensor | None) -> torch.Tensor:
+            return self.plain(module, *tensors, *args, **kwargs)[0]
+
         if not isinstance(attention_mask, TreeMasks):
-            return self.plain(module, query, key, value, attention_mask, *args, **kwargs)
-
-        def attend(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
-            return self.plain(module, query, key, value, mask, *args, **kwargs)[0]
-
-        return _tree_by_tree(attend, query, key, value, attention_mask), None
-
-
-def _tree_by_tree(
-    attend: Attend, query_1NLD: torch.Tensor, key_1NLD: torch.Tensor, value_1NLD: torch.Tensor, masks: TreeMasks
-) -> torch.Tensor:
-    outputs: list[torch.Tensor] = []
-    runs = list(_runs(masks.trees))
-    # cut at once: the backward of slices would write a row of zeros for each
-    sizes = [count * (tree.stop - tree.start) for tree, _, count in runs]
-    parts = (tensor.split(sizes, dim=2) for tensor in (query_1NLD, key_1NLD, value_1NLD))
-    for (tree, mask, count), *states in zip(runs, *parts, strict=True):
-        query, key, value = states
-        if mask is not None:
-            outputs += _in_blocks(attend, query, key, value, mask)
-        elif len(tree.tails) > 1:
-            outputs += _tail_by_tail(attend, query, key, value, tree, masks.tail_masks)
-        else:
-            # dialogues of one length are rows of one batch
-            rows = [tensor[0].unflatten(1, (count, -1)).transpose(0, 1) for tensor in states]
-            outputs.append(attend(rows[0], rows[1], rows[2], None).flatten(0, 1)[None])
-    return torch.cat(outputs, dim=1)
-
-
-def _runs(
-    trees: Sequence[tuple[Tree, torch.Tensor | None]],
-) -> Iterator[tuple[Tree, torch.Tensor | None, int]]:
-    """Yield trees, their masks and 1; for equally long single dialogues in a row the first, no mask, their number."""
-
-    def kind(each: tuple[Tree, torch.Tensor | None]) -> tuple[bool, int]:
-        tree, mask = each
-        return mask is not None or len(tree.tails) > 1, tree.stop - tree.start
-
-    for (is_alone, _), group in itertools.groupby(trees, key=kind):
-        members = list(group)
-        if is_alone:
-            yield from ((*member, 1) for member in members)
-        else:
-            yield *members[0], len(members)
+            return self.plain(module, query_BNLD, key_BNLD, value_BNLD, attention_mask, *args, **kwargs)
+        outputs: list[torch.Tensor] = []
+        # cut at once: the backward of slices would write a row of zeros for each
+        sizes = [tree.stop - tree.start for tree, _ in attention_mask.trees]
+        parts = (tensor.split(sizes, dim=2) for tensor in (query_BNLD, key_BNLD, value_BNLD))
+        for (tree, mask), query, key, value in zip(attention_mask.trees, *parts, strict=True):
+            if mask is not None:
+                outputs += _in_blocks(attend, query, key, value, mask)
+            else:
+                outputs += _tail_by_tail(attend, query, key, value, tree, attention_mask.tail_masks)
+        return torch.cat(outputs, dim=1), None
 
 
 def _in_blocks(

@@ -3,7 +3,7 @@
 Letters: B rows, H query heads, G key and value heads, L length, D size of a head.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,44 +53,6 @@ MATMULS = frozenset(
         torch.ops.trl_tpu.einsum.default,
     }
 )
-
-
-class KernelRows(Protocol):
-    """Rows that a kernel attends in, two for each of R rows of tokens, and how tensors move there and back."""
-
-    @property
-    def segment_2RL(self) -> torch.Tensor:
-        """A number for each place: those that see each other have the same."""
-
-    @property
-    def needed_2RL(self) -> torch.Tensor:
-        """The places whose outputs are taken: one of each token's."""
-
-    def queries(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """Return a query for each place, [2R, H, L, D], of which only those count that are needed."""
-
-    def copies(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """Return a copy for each place, [2R, H, L, D]."""
-
-    def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
-        """Return what is taken for each token, [R, L, H, D]."""
-
-    def spread(self, x_RLHD: torch.Tensor) -> torch.Tensor:
-        """Return what `outputs` would take ``x_RLHD`` from, [2R, H, L, D]: zeros at places that are not needed."""
-
-
-def attend_in_rows(
-    q_RHLD: torch.Tensor,
-    k_RGLD: torch.Tensor,
-    v_RGLD: torch.Tensor,
-    rows: KernelRows,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Compute attention of tokens by `segment_attention` in other rows, [R, L, H, D]."""
-    moved = rows.queries(q_RHLD), rows.copies(k_RGLD), rows.copies(v_RGLD)
-    return rows.outputs(segment_attention(*moved, rows.segment_2RL, scale, window, softcap))
 
 
 def segment_attention(

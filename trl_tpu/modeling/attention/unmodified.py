@@ -1,4 +1,4 @@
-"""Finds what a user has changed in a model: packed rows are read past the model's own scoring, so it must be stock."""
+"""Finds what a user has changed in a model: packed rows are read past its own scoring, so it must be unmodified."""
 
 import functools
 import os
@@ -26,7 +26,7 @@ class PackingImpossible(UserError):
     """Packed rows cannot be used; the message says why."""
 
 
-def check_stock(model: nn.Module) -> None:
+def check_unmodified(model: nn.Module) -> None:
     """Make sure that ``model`` computes rewards by its libraries' own code, with a linear head.
 
     Asked before training, and whenever batches are.

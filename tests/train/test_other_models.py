@@ -1,0 +1,69 @@
+"""Training changes nothing for another model in the process: attention of ours is under names of its own."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.modeling.attention.masked import OURS
+
+REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before anything is trained
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    pairs = tiny.made_up_pairs(50)
+    return tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], vocab_size=300)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_model_of_the_same_class_never_goes_through_ours(
+    implementation: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = tiny.tiny_model(tokenizer, layers=3, attn_implementation=implementation).eval()
+    batch = tokenizer(["Count on from 3: 4 5", "Count on from 1: 2"], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        before = judge(**batch).logits
+
+    trained = tiny.tiny_model(tokenizer, attn_implementation=implementation)
+    args = RewardConfig(str(tmp_path), max_steps=2, packing=True, report_to="none", disable_tqdm=True)
+    trainer = RewardTrainer(trained, args, train_dataset=tiny.made_up_pairs(22), processing_class=tokenizer)
+    trainer.train()
+    assert trained.config._attn_implementation == f"{OURS}{implementation}"
+
+    called: list[str] = []
+    for registry in REGISTRIES:
+        for name, function in list(registry.items()):
+            if name.startswith(OURS):
+                monkeypatch.setitem(registry._global_mapping, name, watched(called, name, function))
+    with torch.no_grad():
+        assert torch.equal(judge(**batch).logits, before) and not called
+        trained(**batch)
+        assert called  # so what is watched is what ours goes through
+        saved = str(tmp_path / "saved")
+        trainer.save_model(saved)
+        assert OURS not in json.dumps(json.loads(Path(saved, "config.json").read_text(encoding="utf-8")))
+        called.clear()
+        anywhere = AutoModelForSequenceClassification.from_pretrained(saved).eval()
+        torch.testing.assert_close(anywhere(**batch).logits, copy.deepcopy(trained).eval()(**batch).logits)
+    assert judge.config._attn_implementation == implementation and anywhere.config._attn_implementation == "sdpa"
+    for registry, theirs in zip(REGISTRIES, OF_TRANSFORMERS, strict=True):
+        own = {name: function for name, function in registry.items() if not name.startswith(OURS)}
+        assert own == {name: function for name, function in theirs.items() if not name.startswith(OURS)}
+
+
+def watched(called: list[str], name: str, function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return function(*args, **kwargs)
+
+    return call
