@@ -80,7 +80,8 @@ def test_a_verdict_and_its_pictures_are_beside_the_model_and_in_its_card(folder:
     assert verdict["accuracy"]["value"] == metrics["eval_accuracy"] and verdict["length"]["unit"] == "tokens"
     card = (tmp_path / "README.md").read_text()
     assert card.index("## Evaluation") < card.index("## Training procedure")
-    assert f"| accuracy | {metrics['eval_accuracy']:.4f} |" in card and "<b>" not in card and "&lt;b>" in card
+    assert f"{metrics['eval_accuracy']:.4f} ({metrics['eval_accuracy_low']:.3f} to" in card
+    assert "<b>" not in card and "&lt;b>" in card and "pypi" not in card
     for name in ("verdict_margins.png", "verdict_reliability.png"):
         assert f"]({name})" in card and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -92,8 +93,8 @@ def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_datas
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
     trainer = make_trainer(folder, tmp_path, sets, save_steps=2, **schedule)
     trainer.train()
-    found = read_run(tmp_path)
-    assert {name: each.pairs for name, each in found.verdicts.items()} == {"easy_one": 6, "hard": 9}  # type: ignore[union-attr]
+    found = read_run(tmp_path, "run")
+    assert {name: each.pairs for name, each in found.verdicts.items()} == {"run: easy_one": 6, "run: hard": 9}  # type: ignore[union-attr]
     assert list(found.evaluated("accuracy")) == ["easy one", "hard"]
     assert {"eval_hard_ece", "eval_easy one_accuracy_low"} <= trainer.state.log_history[-1].keys() | {
         key for record in trainer.state.log_history for key in record

@@ -55,7 +55,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     rewards = [[_numbers(row.get(column), path) for column in _REWARDS] for row in rows]
     if any(isinstance(row.get(column), list) for row in rows for column in _REWARDS):
         ids = [str(row.get("id", "")) for row in rows]
-        answers = [Answers(*both, own) for both, own in zip(rewards, ids, strict=True)]
+        answers = [Answers(chosen, rejected, id_) for (chosen, rejected), id_ in zip(rewards, ids, strict=True)]
         return ScoredRows(rows, judge_best_of_n(answers, groups))
     rewards_N2 = np.array(rewards).reshape(-1, 2)
     lengths_N2, unit = _lengths(rows, np.isfinite(rewards_N2).all(axis=1))
@@ -71,7 +71,8 @@ def _rows(path: Path) -> list[Row]:
             for number, line in enumerate(file, start=1):  # noqa: B007  # for the message
                 rows += [dict(json.loads(line))] if line.strip() else []
     except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}, line {number}, cannot be read as a row: {error}.") from error
+        where = f", line {number}," if number else ""
+        raise UserError(f"{path}{where} cannot be read as rows: {error}.") from error
     return rows
 
 
