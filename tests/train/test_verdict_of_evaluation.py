@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from scipy.stats import binomtest
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
+from trl_tpu.evaluation.judge import check_eval_by
 from trl_tpu.report.run_history import read_run
 
 LABELS = ["web", "book", None]
@@ -113,23 +115,19 @@ def test_the_best_model_may_be_the_one_that_is_calibrated_best(folder: str, tmp_
         make_trainer(folder, tmp_path, labeled(6), metric_for_best_model="eval_accuracy/web", **schedule)
 
 
-def test_a_column_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
-    def refusal(eval_dataset: Any, **settings: Any) -> str:
-        with pytest.raises(UserError) as error:
-            make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin", **settings)
-        return str(error.value)
-
-    pairs = labeled(4)
-    assert "eval_by='origin' names no column of the evaluation data, whose columns are prompt, " in refusal(pairs)
+def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     many = Dataset.from_list([row | {"origin": number} for number, row in enumerate(labeled(201))])
-    assert "201 groups are too many" in refusal(many)
-    assert "not a stream" in refusal(many.to_iterable_dataset())
-    by_length: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "remove_unused_columns": False}
-    lengths = Dataset.from_list([row | {"length": 3} for row in pairs])
-    args = RewardConfig(str(tmp_path), report_to="none", eval_by="source", **by_length)
-    train = Dataset.from_list([row | {"length": 3} for row in tiny.made_up_pairs(4)])
+    cases: list[tuple[Any, str]] = [
+        (labeled(4), "eval_by='origin' names no column of the evaluation data, whose columns are prompt, "),
+        (many, "201 groups are too many"),
+        (many.to_iterable_dataset(), "not a stream"),
+    ]
+    for eval_dataset, message in cases:
+        with pytest.raises(UserError, match=message):
+            make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin")
+    args = create_autospec(RewardConfig, instance=True, eval_by="origin", train_sampling_strategy="group_by_length")
     with pytest.raises(UserError, match="eval_by needs pairs in the order of the evaluation data"):
-        RewardTrainer("no-such-model", args, train_dataset=train, eval_dataset=lengths)
+        check_eval_by(args, many)
 
 
 def test_another_dataset_without_the_column_is_refused_and_a_loader_of_ones_own_goes_without(
