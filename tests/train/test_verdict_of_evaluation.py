@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from scipy.stats import binomtest
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
+from trl_tpu.evaluation.judge import check_eval_by
 from trl_tpu.report.run_history import read_run
 
 LABELS = ["web", "book", None]
@@ -80,7 +82,8 @@ def test_a_verdict_and_its_pictures_are_beside_the_model_and_in_its_card(folder:
     assert verdict["accuracy"]["value"] == metrics["eval_accuracy"] and verdict["length"]["unit"] == "tokens"
     card = (tmp_path / "README.md").read_text()
     assert card.index("## Evaluation") < card.index("## Training procedure")
-    assert f"| accuracy | {metrics['eval_accuracy']:.4f} |" in card and "<b>" not in card and "&lt;b>" in card
+    assert f"{metrics['eval_accuracy']:.4f} ({metrics['eval_accuracy_low']:.3f} to" in card
+    assert "<b>" not in card and "&lt;b>" in card and "pypi" not in card
     for name in ("verdict_margins.png", "verdict_reliability.png"):
         assert f"]({name})" in card and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -92,8 +95,8 @@ def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_datas
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
     trainer = make_trainer(folder, tmp_path, sets, save_steps=2, **schedule)
     trainer.train()
-    found = read_run(tmp_path)
-    assert {name: each.pairs for name, each in found.verdicts.items()} == {"easy_one": 6, "hard": 9}  # type: ignore[union-attr]
+    found = read_run(tmp_path, "run")
+    assert {name: each.pairs for name, each in found.verdicts.items()} == {"run: easy_one": 6, "run: hard": 9}  # type: ignore[union-attr]
     assert list(found.evaluated("accuracy")) == ["easy one", "hard"]
     assert {"eval_hard_ece", "eval_easy one_accuracy_low"} <= trainer.state.log_history[-1].keys() | {
         key for record in trainer.state.log_history for key in record
@@ -112,23 +115,19 @@ def test_the_best_model_may_be_the_one_that_is_calibrated_best(folder: str, tmp_
         make_trainer(folder, tmp_path, labeled(6), metric_for_best_model="eval_accuracy/web", **schedule)
 
 
-def test_a_column_that_is_not_there_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
-    def refusal(eval_dataset: Any, **settings: Any) -> str:
-        with pytest.raises(UserError) as error:
-            make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin", **settings)
-        return str(error.value)
-
-    pairs = labeled(4)
-    assert "eval_by='origin' names no column of the evaluation data, whose columns are prompt, " in refusal(pairs)
+def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     many = Dataset.from_list([row | {"origin": number} for number, row in enumerate(labeled(201))])
-    assert "201 groups are too many" in refusal(many)
-    assert "not a stream" in refusal(many.to_iterable_dataset())
-    by_length: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "remove_unused_columns": False}
-    lengths = Dataset.from_list([row | {"length": 3} for row in pairs])
-    args = RewardConfig(str(tmp_path), report_to="none", eval_by="source", **by_length)
-    train = Dataset.from_list([row | {"length": 3} for row in tiny.made_up_pairs(4)])
+    cases: list[tuple[Any, str]] = [
+        (labeled(4), "eval_by='origin' names no column of the evaluation data, whose columns are prompt, "),
+        (many, "201 groups are too many"),
+        (many.to_iterable_dataset(), "not a stream"),
+    ]
+    for eval_dataset, message in cases:
+        with pytest.raises(UserError, match=message):
+            make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin")
+    args = create_autospec(RewardConfig, instance=True, eval_by="origin", train_sampling_strategy="group_by_length")
     with pytest.raises(UserError, match="eval_by needs pairs in the order of the evaluation data"):
-        RewardTrainer("no-such-model", args, train_dataset=train, eval_dataset=lengths)
+        check_eval_by(args, many)
 
 
 def test_another_dataset_without_the_column_is_refused_and_a_loader_of_ones_own_goes_without(

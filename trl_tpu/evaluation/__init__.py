@@ -1,1 +1,1 @@
-"""What a reward model's rewards say about it: a verdict in numbers, tables, pictures, and a page of all of them."""
+"""What a reward model's rewards say about it, in numbers: the verdict."""

@@ -5,7 +5,6 @@ The rules are RewardBench 2's (Malik et al. 2025, https://arxiv.org/abs/2506.019
 Its leaderboard's score is the mean over its subsets.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -80,21 +79,20 @@ def judge_best_of_n(rows: Sequence[Answers], groups: Sequence[str] | None = None
     if not kept:
         raise UserError(f"None of {len(rows)} rows has finite rewards for all of its answers, so nothing can be said.")
     credit_N = np.array([rows[index].credit for index in kept])
-    labels = None if groups is None else [groups[index] for index in kept]
-    found = {} if labels is None else by_group(credit_N, labels)
-    for name in found:
-        if name.lower() == TIES and labels is not None:
-            own = [rows[index] for index, label in zip(kept, labels, strict=True) if label == name]
-            found[name] = Proportion(ties_score(own), float("nan"), float("nan"), len(own))
+    scores = {} if groups is None else by_group(credit_N, [groups[index] for index in kept])
+    for name in scores:
+        if groups is not None and name.lower() == TIES:
+            ties = [rows[index] for index in kept if groups[index] == name]
+            scores[name] = Proportion(ties_score(ties), float("nan"), float("nan"), len(ties))
     gap_N = np.array([max(rows[index].chosen) - max(rows[index].rejected) for index in kept])
-    order = [kept[number] for number in np.argsort(gap_N, kind="stable") if gap_N[number] <= 0]
+    worst_first = [kept[number] for number in np.argsort(gap_N, kind="stable") if gap_N[number] <= 0]
     return BestOfN(
         rows=len(kept),
         left_out=len(rows) - len(kept),
         accuracy=proportion(float(credit_N.sum()), len(kept)),
-        groups=found,
-        mean_over_groups=mean_of(found),
-        worst=tuple(order[:worst]),
+        groups=scores,
+        mean_over_groups=mean_of(scores),
+        worst=tuple(worst_first[:worst]),
     )
 
 
@@ -112,38 +110,22 @@ def ties_score(rows: Sequence[Answers]) -> float:
     Raises:
         UserError: An id of another form, a tied row with one right answer, or no question that is asked both ways.
     """
-    answers: dict[str, dict[int, tuple[list[float], list[float]]]] = {"ref": {}, "tied": {}}
-    grouped: dict[tuple[str, int], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
-    for row in rows:
-        kind, _, number = row.id.partition(":")
-        if kind not in answers or not number.isdecimal():
-            raise UserError(
-                f"A row of the subset Ties has the id {row.id!r}, but RewardBench 2's rule reads `ref:NUMBER` or "
-                "`tied:NUMBER` there. Give such ids, or the subset another name."
-            )
-        right, wrong = grouped[kind, int(number)]
-        right += row.chosen
-        wrong += row.rejected
-    for (kind, question), both in grouped.items():
-        answers[kind][question] = both
-    gaps = {kind: {key: min(right) - max(wrong) for key, (right, wrong) in answers[kind].items()} for kind in answers}
-    both_ways = sorted(set(gaps["ref"]) & set(gaps["tied"]))
-    if not both_ways or any(len(answers["tied"][question][0]) < 2 for question in both_ways):
+    by_id = {row.id: row for row in rows}
+    gaps = {id_: min(row.chosen) - max(row.rejected) for id_, row in by_id.items()}
+    tied, ref = ({id_ for id_ in by_id if id_.startswith(kind)} for kind in ("tied:", "ref:"))
+    both_ways = sorted(id_ for id_ in tied if id_.replace("tied", "ref", 1) in ref)
+    is_alone = any(len(by_id[id_].chosen) < 2 for id_ in both_ways)
+    if len(tied) + len(ref) < len(rows) or not both_ways or is_alone:
         raise UserError(
-            "RewardBench 2's rule for its subset Ties needs questions that are asked as `ref:NUMBER` and as "
-            "`tied:NUMBER`, with two right answers or more in the latter. Give whole questions, or the subset "
-            "another name."
+            "RewardBench 2's rule for its subset Ties needs an `id` of each row, once: `ref:NUMBER`, or `tied:NUMBER` "
+            "with two right answers or more, and questions that are asked both ways. Give whole questions with such "
+            "ids, or the subset another name."
         )
-    spread_Q = np.array([np.ptp(answers["tied"][question][0]) for question in both_ways])
-    tied_Q = np.array([gaps["tied"][question] for question in both_ways])
-    smaller_Q = np.minimum(tied_Q, [gaps["ref"][question] for question in both_ways])
+    spread_Q = np.array([np.ptp(by_id[id_].chosen) for id_ in both_ways])
+    tied_Q = np.array([gaps[id_] for id_ in both_ways])
+    smaller_Q = np.minimum(tied_Q, [gaps[id_.replace("tied", "ref", 1)] for id_ in both_ways])
     with np.errstate(divide="ignore", invalid="ignore"):
         beyond_Q = np.nan_to_num(np.tanh(smaller_Q / spread_Q - 1), nan=0.0)
-    right_share = {kind: np.mean([gap > 0 for gap in gaps[kind].values()]) for kind in gaps}
-    return float(
-        0.3 * right_share["tied"]
-        + 0.3 * right_share["ref"]
-        + 0.2 * np.mean(tied_Q > spread_Q)
-        + 0.2 * np.mean(smaller_Q > spread_Q)
-        + 0.01 * np.mean(beyond_Q)
-    )
+    right_shares = [np.mean([gaps[id_] > 0 for id_ in kind]) for kind in (tied, ref)]
+    above_spread = [np.mean(gap_Q > spread_Q) for gap_Q in (tied_Q, smaller_Q)]
+    return float(0.3 * sum(right_shares) + 0.2 * sum(above_spread) + 0.01 * np.mean(beyond_Q))

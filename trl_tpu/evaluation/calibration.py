@@ -8,7 +8,6 @@ it. The model is calibrated if of the picks with confidence p a share p are the 
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import expit
 
 _BINS = 10
 
@@ -42,9 +41,15 @@ class Calibration:
     bins: tuple[ConfidenceBin, ...]
 
 
+def sigmoid(values_N: np.ndarray) -> np.ndarray:
+    """Return ``1 / (1 + exp(-value))``, which overflows for no value."""
+    result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))
+    return result_N
+
+
 def calibration_of(margins_N: np.ndarray) -> Calibration:
     """Return the calibration of finite margins, chosen less rejected reward, [N] with N > 0."""
-    confidence_N = expit(np.abs(margins_N))
+    confidence_N = sigmoid(np.abs(margins_N))
     right_N = (np.sign(margins_N) + 1) / 2
     edges = np.linspace(0.5, 1.0, _BINS + 1)
     bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _BINS - 1)  # the last one has its upper edge, too
@@ -54,4 +59,4 @@ def calibration_of(margins_N: np.ndarray) -> Calibration:
         low, high = float(edges[number]), float(edges[number + 1])
         bins.append(ConfidenceBin(low, high, len(right), float(confidence.mean()), float(right.mean())))
     ece = sum(each.count * abs(each.accuracy - each.confidence) for each in bins) / len(margins_N)
-    return Calibration(ece, float(np.mean(expit(-margins_N) ** 2)), tuple(bins))
+    return Calibration(ece, float(np.mean(sigmoid(-margins_N) ** 2)), tuple(bins))

@@ -1,22 +1,21 @@
 """The verdict on an evaluation: its rewards, with what the data says of each pair, on the host."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
 from ..data.measure import id_columns, lengths_of, tables_of
 from ..errors import UserError
+from .proportion import check_groups, label_of
+from .verdict import Verdict, judge_pairs
 
 logger = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from .verdict import Verdict
 
-
-def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> "Verdict | None":
+def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> Verdict | None:
     """Return the verdict on the rewards of an evaluation; None if no pair has two finite ones.
 
     Args:
@@ -26,8 +25,6 @@ def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> "Verdict
     Raises:
         UserError: It has no such column.
     """
-    from .verdict import judge_pairs  # imported when there is something to judge
-
     if not np.isfinite(rewards_N2).all(axis=-1).any():
         return None
     if not isinstance(dataset, Dataset):
@@ -39,37 +36,22 @@ def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> "Verdict
     if columns is not None:
         parts = [lengths_of(table, columns) for table in tables_of(dataset, columns)]
         lengths_N2 = np.concatenate(parts, axis=1).T[: len(rewards_N2)]
-    groups = None if eval_by is None else labels_of(dataset, eval_by)[: len(rewards_N2)]
+    groups = None if eval_by is None else _labels(dataset, eval_by)[: len(rewards_N2)]
     return judge_pairs(rewards_N2, lengths_N2, groups=groups)
 
 
-def labels_of(dataset: Dataset, column: str) -> list[str]:
+def _labels(dataset: Dataset, column: str) -> list[str]:
     """Return the label of each row.
 
     Raises:
         UserError: There is no such column.
     """
-    from .proportion import label_of
-
     if column not in dataset.column_names:
         raise UserError(
             f"eval_by={column!r} names no column of the evaluation data, whose columns are "
             f"{', '.join(dataset.column_names)}. Name one of them, or leave it out."
         )
     return [label_of(value) for value in dataset[column]]
-
-
-def groups_of(labels: Sequence[str]) -> list[str]:
-    """Return the names of the groups.
-
-    Raises:
-        UserError: There are so many that the column must name rows.
-    """
-    from .proportion import check_groups
-
-    names = sorted(set(labels))
-    check_groups(names)
-    return names
 
 
 def check_eval_by(args: Any, eval_dataset: Any) -> None:
@@ -86,4 +68,4 @@ def check_eval_by(args: Any, eval_dataset: Any) -> None:
             raise UserError(
                 f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave it out."
             )
-        groups_of(labels_of(dataset, args.eval_by))
+        check_groups(_labels(dataset, args.eval_by))

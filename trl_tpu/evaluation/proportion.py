@@ -3,15 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtri
 
 from ..errors import UserError
 
-CONFIDENCE = 0.95
 MOST_GROUPS = 200  # a column of more labels than this names rows rather than groups
+_Z = NormalDist().inv_cdf(0.975)  # of an interval of 95 %
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,14 @@ class Proportion:
 
 
 def proportion(right: float, count: int) -> Proportion:
-    """Return the share ``right / count`` with its interval of 95 %, by Wilson's score method (1927).
+    """Return the share ``right / count`` with its interval of 95 %, by Wilson's score method.
 
-    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide. For whole
-    numbers it is `scipy.stats.binomtest`'s, which takes no others.
+    The formula is that of Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
+    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide.
     """
-    z = float(ndtri(0.5 + CONFIDENCE / 2))
     value = right / count
-    middle = (value + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * (value * (1 - value) / count + z**2 / (4 * count**2)) ** 0.5
+    middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
+    half = _Z / (1 + _Z**2 / count) * (value * (1 - value) / count + _Z**2 / (4 * count**2)) ** 0.5
     # at the ends rounding would leave the value itself out
     return Proportion(value, max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0), count)
 
@@ -48,18 +47,20 @@ def by_group(right_N: np.ndarray, groups_N: Sequence[str]) -> dict[str, Proporti
     Raises:
         UserError: There are so many groups that the column must name rows.
     """
-    names = sorted(set(groups_N))
-    check_groups(names)
+    check_groups(groups_N)
     labels_N = np.array(groups_N, dtype=object)
-    return {name: proportion(float(right_N[labels_N == name].sum()), int((labels_N == name).sum())) for name in names}
+    return {
+        name: proportion(float(right_N[labels_N == name].sum()), int((labels_N == name).sum()))
+        for name in sorted(set(groups_N))
+    }
 
 
-def check_groups(names: Sequence[str]) -> None:
+def check_groups(groups_N: Sequence[str]) -> None:
     """Raise UserError if there are so many groups that the column must name rows."""
-    if len(names) > MOST_GROUPS:
+    if (count := len(set(groups_N))) > MOST_GROUPS:
         raise UserError(
-            f"{len(names)} groups are too many to compare, {MOST_GROUPS} are the most: does the column name rows, as "
-            f"{names[0]!r}? Choose one that groups them."
+            f"{count} groups are too many to compare, {MOST_GROUPS} are the most: does the column name rows, as "
+            f"{groups_N[0]!r}? Choose one that groups them."
         )
 
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import log_expit
 
 from ..errors import UserError
 from .calibration import Calibration, calibration_of
 from .distribution import Distribution, distribution_of
 from .length_bias import LengthBias, length_bias_of
 from .proportion import Proportion, by_group, mean_of, proportion
+from .reward_sums import sums_of
 
 
 @dataclass(frozen=True)
@@ -82,23 +82,22 @@ def judge_pairs(
     if not len(kept):
         raise UserError(f"None of {len(rewards_N2)} pairs has two finite rewards, so nothing can be said.")
     rewards_K2 = rewards_N2[kept]
+    sums = sums_of(rewards_K2)
     margins_K = rewards_K2[:, 0] - rewards_K2[:, 1]
     right_K = margins_K > 0
-    labels = None if groups is None else [groups[int(index)] for index in kept]
-    found = {} if labels is None else by_group(right_K.astype(float), labels)
-    lengths_K2 = None if lengths_N2 is None else np.asarray(lengths_N2)[kept].astype(np.float64)
-    wrong_first = [int(number) for number in np.argsort(margins_K, kind="stable") if not right_K[number]]
+    accuracies = {} if groups is None else by_group(right_K, [groups[index] for index in kept.tolist()])
+    worst_first = [number for number in np.argsort(margins_K, kind="stable") if not right_K[number]]
     return Verdict(
-        pairs=len(kept),
+        pairs=sums.pairs,
         left_out=len(rewards_N2) - len(kept),
-        accuracy=proportion(int(right_K.sum()), len(kept)),
-        ties=int((margins_K == 0).sum()),
-        loss=float(-np.mean(log_expit(margins_K))),
+        accuracy=proportion(sums.correct, sums.pairs),
+        ties=sums.ties,
+        loss=float(np.logaddexp(0.0, -margins_K).mean()),
         margins=distribution_of(margins_K),
         rewards=distribution_of(rewards_K2.ravel()),
         calibration=calibration_of(margins_K),
-        length=None if lengths_K2 is None else length_bias_of(rewards_K2, lengths_K2, unit),
-        groups=found,
-        mean_over_groups=mean_of(found),
-        worst=tuple(int(kept[number]) for number in wrong_first[:worst]),
+        length=None if lengths_N2 is None else length_bias_of(rewards_K2, lengths_N2[kept].astype(np.float64), unit),
+        groups=accuracies,
+        mean_over_groups=mean_of(accuracies),
+        worst=tuple(int(kept[number]) for number in worst_first[:worst]),
     )

@@ -1,10 +1,10 @@
 """What a training run has logged, read back from the ``trainer_state.json`` of its folder."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,6 @@ from ..evaluation.verdict import Verdict
 from .verdict_file import read_verdict
 
 _STATE = "trainer_state.json"
-_RUN = "_run.json"
-#: What evaluation logs beside the metrics of its datasets, whose names these are not.
-_OF_A_VERDICT = ("length_only", "length_controlled")
-
 Series = tuple[list[int], list[float]]
 
 
@@ -26,106 +22,74 @@ class RunHistory:
     """A run's logs.
 
     Attributes:
-        name: Of its folder.
+        name: What the report calls it.
         records: What was logged, in order; each has its `step`.
         step: The last one.
         max_steps: Of the whole run.
         resumed_at: The steps from which it went on.
-        verdicts: On its evaluation data, by name where there are several, as far as they are beside the model.
+        verdicts: On its evaluation data, as far as they are beside the model, by the run's name and the dataset's.
     """
 
     name: str
     records: Sequence[dict[str, Any]]
     step: int
     max_steps: int
-    resumed_at: tuple[int, ...]
+    resumed_at: Sequence[int]
     verdicts: dict[str, Verdict | BestOfN]
 
     def series(self, key: str) -> Series:
         """Return the steps and the values of what was logged under a name."""
-        found = [(record["step"], record[key]) for record in self.records if is_number(record.get(key))]
+        found = [(each["step"], each[key]) for each in self.records if isinstance(each.get(key), int | float)]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def evaluated(self, metric: str) -> dict[str, Series]:
         """Return a metric of evaluations, by the name of the dataset, which a single one has not."""
-        wanted = re.compile(rf"eval_(?:(.+)_)?{re.escape(metric)}")
-        keys = dict.fromkeys(key for record in self.records for key in record)
-        matches = [match for key in keys if (match := wanted.fullmatch(key))]
-        return {
-            match[1] or "": self.series(match[0])
-            for match in matches
-            if not (match[1] or "").endswith(_OF_A_VERDICT) and self.series(match[0])[0]
-        }
+        # every evaluation logs its runtime
+        prefixes = [key.removesuffix("_runtime") for key in self._keys if re.fullmatch("eval_(.+_)?runtime", key)]
+        named = {each.removeprefix("eval").removeprefix("_"): self.series(f"{each}_{metric}") for each in prefixes}
+        return {dataset: series for dataset, series in named.items() if series[0]}
 
-    def last(self, key: str) -> float | None:
-        """Return the last value that was logged under a name."""
-        _, values = self.series(key)
-        return values[-1] if values else None
+    @property
+    def curves(self) -> list[str]:
+        """The names under which training has logged numbers again and again."""
+        names = (key for key in self._keys if not key.startswith("eval_") and key not in ("step", "epoch"))
+        return [name for name in names if len(self.series(name)[0]) > 1]
 
-    def names(self, pattern: str) -> list[str]:
-        """Return the names under which numbers were logged that a regular expression finds something in."""
-        found = re.compile(pattern)
-        keys = dict.fromkeys(key for record in self.records for key in record)
-        return [key for key in keys if found.search(key) and self.series(key)[0]]
+    @cached_property
+    def _keys(self) -> list[str]:
+        return list(dict.fromkeys(key for record in self.records for key in record))
 
 
-def is_number(value: Any) -> bool:
-    """Tell whether a logged value is a number to draw."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isinf(value)
-
-
-def read_run(folder: Path) -> RunHistory:
+def read_run(folder: Path, name: str) -> RunHistory:
     """Read the logs of a run: of its last checkpoint, or of the folder itself where that goes further.
 
     Raises:
         UserError: There are none, or a file is broken.
     """
-    found = [state for path in [*_checkpoints(folder)[-1:], folder] if (state := _state_of(path)) is not None]
-    if not found:
+    checkpoints = sorted(folder.glob(f"checkpoint-*/{_STATE}"), key=lambda path: int(path.parent.name[11:]))
+    paths = [path for path in (*checkpoints[-1:], folder / _STATE) if path.is_file()]
+    if not paths:
         raise UserError(
             f"{folder} has no {_STATE}, nor has a checkpoint in it. Name the `output_dir` of a run that has saved, or "
             "a file of rows that `trl-tpu score --output` wrote."
         )
-    state = found[0]
-    for other in found[1:]:  # of an earlier run in the same folder, unless it goes on where the checkpoint ended
-        history = state["log_history"]
-        state = other if other["log_history"][: len(history)] == history else state
-    run = _read(folder / _RUN) if (folder / _RUN).is_file() else {}
-    resumed_at = run.get("resumed_at")
-    return RunHistory(
-        name=folder.resolve().name,
-        records=[record for record in state["log_history"] if isinstance(record.get("step"), int)],
-        step=state.get("global_step", 0),
-        max_steps=state.get("max_steps", 0),
-        resumed_at=tuple(filter(is_number, resumed_at)) if isinstance(resumed_at, list) else (),
-        verdicts={
-            path.stem.removeprefix("verdict").removeprefix("-"): read_verdict(path)
-            for path in sorted(folder.glob("verdict*.json"))
-        },
-    )
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return the folders of checkpoints that have a state, the last one last."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted((path for path in found if (path / _STATE).is_file()), key=lambda path: int(path.name[11:]))
-
-
-def _state_of(folder: Path) -> dict[str, Any] | None:
-    if not (folder / _STATE).is_file():
-        return None
-    state = _read(folder / _STATE)
-    history = state.get("log_history")
-    if not isinstance(history, list) or not all(isinstance(record, dict) for record in history):
-        raise UserError(f"{folder / _STATE} has no list of logs (`log_history`). Name another run.")
-    return state
-
-
-def _read(path: Path) -> dict[str, Any]:
+    verdicts = {}
+    for path in sorted(folder.glob("verdict*.json")):
+        dataset = path.stem.removeprefix("verdict").removeprefix("-")
+        verdicts[f"{name}: {dataset}" if dataset else name] = read_verdict(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is no JSON object.")
-    return content
+        state, *later = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        for other in later:  # of an earlier run in the same folder, unless it goes on where the checkpoint ended
+            history = state["log_history"]
+            state = other if other["log_history"][: len(history)] == history else state
+        run = folder / "_run.json"
+        return RunHistory(
+            name=name,
+            records=[record for record in state["log_history"] if "step" in record],
+            step=state["global_step"],
+            max_steps=state["max_steps"],
+            resumed_at=json.loads(run.read_text(encoding="utf-8")).get("resumed_at", []) if run.is_file() else [],
+            verdicts=verdicts,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"The logs of {folder} cannot be read: {type(error).__name__}: {error}.") from error

@@ -5,14 +5,10 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import UserError
 from ..evaluation.best_of_n import BestOfN
-from ..evaluation.calibration import Calibration, ConfidenceBin
-from ..evaluation.distribution import Distribution
-from ..evaluation.length_bias import LengthBias, LengthBin
-from ..evaluation.proportion import Proportion
 from ..evaluation.verdict import Verdict
 
 VERDICT_FILE = "verdict.json"
@@ -24,17 +20,12 @@ def verdict_name(dataset: str) -> str:
     return f"verdict-{re.sub(r'[^A-Za-z0-9.-]', '_', dataset)}.json" if dataset else VERDICT_FILE
 
 
-def as_json(found: Verdict | BestOfN) -> dict[str, Any]:
-    """Return a verdict as JSON has it, with null for what is not finite."""
-    kind = next(name for name, type_ in _KINDS.items() if isinstance(found, type_))
-    return {"kind": kind} | null_for_nonfinite(dataclasses.asdict(found))
-
-
-def write_verdict(found: Verdict | BestOfN, path: Path) -> None:
-    """Write a verdict; the file is whole, or as it was."""
+def write_verdict(verdict: Verdict | BestOfN, path: Path) -> None:
+    """Write a verdict, with null for what is not finite; the file is whole, or as it was."""
+    kind = next(name for name, type_ in _KINDS.items() if isinstance(verdict, type_))
+    content = {"kind": kind} | null_for_nonfinite(dataclasses.asdict(verdict))
     partial = path.with_name(f"{path.name}.partial")
-    text = json.dumps(as_json(found), indent=2, ensure_ascii=False, allow_nan=False)
-    partial.write_text(f"{text}\n", encoding="utf-8")
+    partial.write_text(f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n", encoding="utf-8")
     partial.replace(path)
 
 
@@ -49,38 +40,23 @@ def read_verdict(path: Path) -> Verdict | BestOfN:
         made: Verdict | BestOfN = _made(_KINDS[content.pop("kind")], content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} is no verdict of ours ({reason}). Remove it, and evaluate again.") from error
+        raise UserError(f"{path} cannot be read as a verdict ({reason}). Remove it, and evaluate again.") from error
     return made
 
 
-# what is not a number, a text or a tuple of them, by the names of fields
-_INSIDE: dict[str, type] = {
-    "accuracy": Proportion,
-    "chosen_is_longer": Proportion,
-    "rejected_is_longer": Proportion,
-    "margins": Distribution,
-    "rewards": Distribution,
-    "calibration": Calibration,
-    "length": LengthBias,
-}
-_BINS: dict[type, type] = {Calibration: ConfidenceBin, LengthBias: LengthBin}
-
-
-def _made(kind: type, content: dict[str, Any]) -> Any:
-    fields: dict[str, Any] = {}
-    for name, value in content.items():
-        if name in _INSIDE and isinstance(value, dict):
-            value = _made(_INSIDE[name], value)
-        elif name == "groups":
-            value = {group: _made(Proportion, each) for group, each in value.items()}
-        elif name == "bins":
-            value = tuple(_made(_BINS[kind], each) for each in value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        elif value is None and kind is Proportion:
-            value = math.nan
-        fields[name] = value
-    return kind(**fields)
+def _made(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as one of a type: null is nan for a number that has to be there."""
+    if value is None:
+        return math.nan if kind is float else None
+    if dataclasses.is_dataclass(kind):
+        fields = get_type_hints(kind)
+        return kind(**{name: _made(fields[name], each) for name, each in value.items()})  # type: ignore[operator]
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return tuple(_made(parts[0], each) for each in value)
+    if get_origin(kind) is dict:
+        return {name: _made(parts[1], each) for name, each in value.items()}
+    return _made(parts[0], value) if parts else value  # of `X | None` it is X
 
 
 def null_for_nonfinite(value: Any) -> Any:

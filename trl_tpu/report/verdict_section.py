@@ -3,19 +3,15 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .findings import findings
+from ..evaluation.verdict import Verdict
+from .pictures import pictures_of
+from .sentences import sentences_of
 from .tables import as_markdown, markdown_text, tables_of
 from .verdict_file import verdict_name, write_verdict
 
-if TYPE_CHECKING:
-    from ..evaluation.verdict import Verdict
 
-_PICTURES = ("margins", "reliability")
-
-
-def write_verdicts(verdicts: "Mapping[str, Verdict]", folder: Path, draws: bool) -> str:
+def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -> str:
     """Write the verdicts of evaluations into a model's folder, and return the section of its card.
 
     Args:
@@ -34,17 +30,11 @@ def write_verdicts(verdicts: "Mapping[str, Verdict]", folder: Path, draws: bool)
     parts = ["## Evaluation"]
     for name, verdict in named.items():
         write_verdict(verdict, folder / verdict_name(name))
-        title = [f"### {markdown_text(name)}"] if name else []
-        parts += [
-            *title,
-            "\n".join(f"- {markdown_text(said)}" for said in findings(verdict)),
-            as_markdown(tables_of(verdict)),
-        ]
-    if draws:
-        from .pictures import pictures_of  # matplotlib takes a second to import
-
-        for picture in pictures_of({name or "evaluation": verdict for name, verdict in named.items()}):
-            if picture.name in _PICTURES:
-                (folder / f"verdict_{picture.name}.png").write_bytes(picture.render("png"))
-                parts.append(f"![{picture.title}](verdict_{picture.name}.png)\n\n{picture.words}")
+        parts += [f"### {markdown_text(name)}"] if name else []
+        parts.append("\n".join(f"- {markdown_text(sentence)}" for sentence in sentences_of(verdict)))
+    titled = {name or "value": verdict for name, verdict in named.items()}
+    parts.append(as_markdown(tables_of(titled), markdown_text))
+    for picture in pictures_of(titled) if draws else []:
+        (folder / f"verdict_{picture.name}.png").write_bytes(picture.png)
+        parts.append(f"![{picture.title}](verdict_{picture.name}.png)")
     return "\n\n".join(parts)

@@ -1,0 +1,71 @@
+"""The verdict in sentences: what the numbers rule out, and what they do not."""
+
+import numpy as np
+
+from ..evaluation.best_of_n import BestOfN
+from ..evaluation.proportion import Proportion
+from ..evaluation.verdict import Verdict
+
+_BIAS = 0.05  # of accuracy: less is not worth a line
+
+
+def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
+    """Say, a sentence each, what a verdict means for whoever wants to train a policy on the model."""
+    if isinstance(verdict, BestOfN):
+        said = [f"Its best reward goes to a right answer in {_share(verdict.accuracy)} of {verdict.rows:,} rows."]
+        if verdict.mean_over_groups is not None:
+            said.append(f"Over its {len(verdict.groups)} groups the mean is {verdict.mean_over_groups:.1%}.")
+        return [*said, *_left_out(verdict.left_out, "rows")]
+    accuracy = verdict.accuracy
+    said = [f"It prefers the chosen answer in {_share(accuracy)} of {verdict.pairs:,} pairs."]
+    if accuracy.high < 0.5:
+        said.append("That is worse than chance: see whether chosen and rejected are exchanged.")
+    elif accuracy.low <= 0.5:
+        said.append("That cannot be told from chance: more pairs are needed, or a better model.")
+    said += [*_of_length(verdict), _of_calibration(verdict)]
+    if below := [name for name, each in verdict.groups.items() if each.high < 0.5]:
+        said.append(f"It is worse than chance on: {', '.join(below)}.")
+    if verdict.ties > verdict.pairs / 100:
+        share = verdict.ties / verdict.pairs
+        said.append(f"{share:.1%} of the pairs get equal rewards, from which nothing is learned.")
+    return [*said, *_left_out(verdict.left_out, "pairs")]
+
+
+def _share(share: Proportion) -> str:
+    return f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%} at 95 %)"
+
+
+def _left_out(count: int, of: str) -> list[str]:
+    return [f"{count:,} more {of} have a reward that is not finite, and are left out."] if count else []
+
+
+def _of_length(verdict: Verdict) -> list[str]:
+    length = verdict.length
+    if length is None:
+        return ["Lengths are not known, so what a rule of length alone would reach is not, either."]
+    if not length.says_something:
+        return ["The answers of each pair are of equal length, so length says nothing."]
+    better = "longer" if length.longer_wins >= 0.5 else "shorter"
+    above = "clearly" if verdict.accuracy.low > length.length_only else "not clearly"
+    said = [f"Preferring the {better} answer reaches {length.length_only:.1%}; the model is {above} above that."]
+    chosen, rejected = length.chosen_is_longer, length.rejected_is_longer
+    if chosen is not None and rejected is not None and (chosen.low > rejected.high or rejected.low > chosen.high):
+        favored = "longer" if chosen.value > rejected.value else "shorter"
+        said.append(
+            f"It favors {favored} answers: it is right in {chosen.value:.1%} of the pairs whose chosen answer is "
+            f"longer, and in {rejected.value:.1%} of those whose rejected one is. A policy may learn that."
+        )
+    return said
+
+
+def _of_calibration(verdict: Verdict) -> str:
+    bins = verdict.calibration.bins
+    pairs = np.array([(each.confidence, each.accuracy) for each in bins])
+    confidence, right = np.average(pairs, axis=0, weights=[each.count for each in bins])
+    error = f"(expected calibration error {verdict.calibration.ece:.3f})"
+    if abs(confidence - right) < _BIAS:
+        return f"Its margins say how sure it may be {error}."
+    return (
+        f"Its margins are too {'wide' if confidence > right else 'narrow'}: on average they claim {confidence:.1%} "
+        f"and {right:.1%} is right {error}. Scale rewards before you mix them with others."
+    )
