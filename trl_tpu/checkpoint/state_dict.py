@@ -5,7 +5,7 @@ with every weight under its own name: then they are in that file only, for a res
 """
 
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from operator import getitem
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,6 +32,8 @@ PROGRESS_FILE = "progress.json"
 _IN_PROGRESS = {"processes": list, "logged_step": int, "optimizer": dict, "batches": str, "order": dict}
 _WEIGHT = "model."
 _OPTIMIZER = "optimizer."
+_OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable")
+"""Settings of an optimizer's groups that are those of now, and not those of the checkpoint."""
 _ELEMENTWISE = (Adagrad, Adam, RMSprop, SGD)
 """Optimizers whose state has the parameter's shape; others may keep sums of its rows, or blocks of it."""
 
@@ -162,13 +164,11 @@ def read_optimizer(
     checkpoint: str | Path,
     numbers: Mapping[str, Any],
     runtime: Runtime,
-    keep: Set[str] = frozenset(),
 ) -> None:
     """Load the optimizer's state; where there is none yet, it is made and laid out like its parameters.
 
     Args:
         numbers: What `optimizer_numbers` returned.
-        keep: Names of the groups' settings that stay as they are now.
 
     Raises:
         UserError: It is the state of another optimizer.
@@ -202,9 +202,7 @@ def read_optimizer(
         parameter, kind = _parameter_and_kind(name)
         optimizer.state[parameters[parameter]][kind] = value
     for group, saved_group in zip(optimizer.param_groups, numbers["groups"], strict=True):
-        # JSON made lists of tuples such as Adam's betas
-        restored = {k: tuple(v) if isinstance(v, list) else v for k, v in saved_group.items() if k not in keep}
-        _update_group(group, restored)
+        _update_group(group, saved_group)
 
 
 def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
@@ -228,26 +226,24 @@ def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str |
     runtime.step_boundary()
 
 
-def read_scheduler(scheduler: Any, checkpoint: str | Path, *, keeps_rate: bool = False) -> None:
-    """Load the learning rate schedule's place.
-
-    Args:
-        keeps_rate: Whether the rate that it starts from stays as it is now.
+def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
+    """Load the learning rate schedule's place; the rate that it starts from stays that of now.
 
     Raises:
         UserError: The checkpoint has none, or it cannot be read.
     """
-    rates: Any = getattr(scheduler, "base_lrs", None)
     try:
         place = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise _unreadable(checkpoint, SCHEDULER_NAME, error) from error
-    scheduler.load_state_dict(place)
-    if keeps_rate and isinstance(scheduler, LambdaLR):
-        scheduler.base_lrs = rates
-        scheduler._last_lr = scheduler.get_lr()
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
-            group["lr"] = rate
+    if type(scheduler) is not LambdaLR:  # of any other the rate of now may depend on those before
+        scheduler.load_state_dict(place)
+        return
+    factors = [factor_at(place["last_epoch"]) for factor_at in scheduler.lr_lambdas]
+    rates = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    scheduler.load_state_dict(place | {"base_lrs": scheduler.base_lrs, "_last_lr": rates})
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
@@ -337,8 +333,10 @@ def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[s
 
 
 def _update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    # "capturable" is the device's option, not the run's
-    group.update({key: value for key, value in saved.items() if key not in ("params", "capturable")})
+    """Take a group's settings from a checkpoint, but for those that the run's arguments give."""
+    for name, value in saved.items():
+        if name not in _OF_ARGUMENTS:
+            group[name] = tuple(value) if isinstance(value, list) else value  # JSON makes lists of tuples
 
 
 def _make_state(

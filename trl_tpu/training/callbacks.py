@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -33,28 +32,6 @@ def keeping_all(args: TrainingArguments) -> Iterator[None]:
         yield
     finally:
         args.save_total_limit = limit
-
-
-@contextlib.contextmanager
-def best_found_at(folder: str | None, checkpoint: str | None) -> Iterator[None]:
-    """Let transformers read of ``checkpoint`` that the best one is at ``folder``, where that is not None and is there.
-
-    It looks where that was saved, and says of one that has moved that it is ignored.
-    """
-    own = vars(TrainerState)["load_from_json"]
-    load = TrainerState.load_from_json
-
-    def load_found(path: str) -> TrainerState:
-        state = load(path)
-        if folder is not None and Path(path).parent == Path(str(checkpoint)):
-            state.best_model_checkpoint = folder if Path(folder).is_dir() else None
-        return state
-
-    TrainerState.load_from_json = staticmethod(load_found)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        TrainerState.load_from_json = own  # type: ignore[method-assign]
 
 
 class StepEdges(TrainerCallback):
