@@ -1,7 +1,6 @@
 """Together several hosts see every pair once, in order, on the right devices; and all of them do the same."""
 
 import itertools
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.training import agreement
 from trl_tpu.training.agreement import HostAgreement
-from trl_tpu.training.same_run import check_alike, describe_run
+from trl_tpu.training.same_run import check_alike
 
 HOSTS = (1, 2, 4, 16)
 
@@ -331,15 +330,3 @@ def test_hosts_of_different_runs_are_refused_by_what_differs() -> None:
     assert "the step to resume from is 3 on hosts 0, 1, 2 and null on host 3" in str(error.value)
     assert "train data" not in str(error.value)
     assert "share" in str(error.value)
-
-
-def test_a_damaged_checkpoint_is_described_on_every_host_alike(tmp_path: Path) -> None:
-    """It may be the newest, or the one named; which is whole is asked later."""
-    newest = tmp_path / "checkpoint-4"
-    newest.mkdir()
-    args = SimpleNamespace(output_dir=str(tmp_path), max_steps=6, num_train_epochs=3, mesh=None)
-    for torn in ('{"global_st', "[]", "{}", json.dumps({"global_step": 4})):
-        (newest / "trainer_state.json").write_text(torn)
-        by_name, newest_good = (describe_run(args, None, resume) for resume in (str(newest), True))
-        assert by_name["the step to resume from"] == (4 if "4" in torn else None)
-        assert newest_good["the step to resume from"] is None and newest_good["the checkpoints"] == ["checkpoint-4"]

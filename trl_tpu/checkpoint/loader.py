@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME
+from transformers import TrainerState
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from ..config.urls import is_url
 from ..errors import UserError
@@ -25,7 +26,6 @@ from .state_dict import (
     read_progress,
     read_scheduler,
     read_torch_optimizer,
-    read_trainer_state,
     read_weights,
 )
 
@@ -89,12 +89,18 @@ class CheckpointLoader:
                 logger.warning("Resuming from %s, but the run will not be the one that it is of: %s.", folder, told)
         return folder
 
+    def state(self) -> TrainerState:
+        """Return transformers' state of the run that is resumed; an empty one where none is."""
+        if self.folder is None:
+            return TrainerState()
+        return TrainerState.load_from_json(str(Path(self.folder, TRAINER_STATE_NAME)))
+
     def best_so_far(self, run: RunFolder) -> str | None:
         """Return where the best checkpoint of the run that is resumed is now; None where there is none.
 
         It is beside the checkpoint that is resumed, in the run's folder (or at its URL), or where it was saved.
         """
-        recorded = None if self.folder is None else read_trainer_state(self.folder).best_model_checkpoint
+        recorded = self.state().best_model_checkpoint
         if self.folder is None or recorded is None:
             return None
         name = Path(recorded).name

@@ -150,16 +150,11 @@ def check_given(folder: str, examine: Callable[[str], list[str]] = find_faults) 
     Raises:
         UserError: There is none, or its files are not those of its manifest; one of ours has to have one.
     """
-    if not folder or not Path(folder).is_dir():
-        raise UserError(
-            f"resume_from_checkpoint={folder!r} is no folder. Give the folder of a checkpoint, or True for the "
-            "newest good one of output_dir."
-        )
     ours = is_ours(folder)
     if not ours and not Path(folder, TRAINER_STATE_NAME).is_file():
         raise UserError(
-            f"resume_from_checkpoint={folder!r} has no {TRAINER_STATE_NAME}, so it is no checkpoint to go on "
-            "from. To start from its weights, give it as the model."
+            f"resume_from_checkpoint={folder!r} is no checkpoint: it has no {TRAINER_STATE_NAME}. Give one, "
+            "or True for the newest good one of output_dir. To start from a model's weights, give it as the model."
         )
     if not ours:
         logger.warning("The checkpoint %s has no %s, so its files cannot be checked.", folder, MANIFEST_FILE)

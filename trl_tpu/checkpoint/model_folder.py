@@ -64,8 +64,8 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: It is torn, or something else.
     """
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is broken: {error}. Copy or download it again.") from error
 
 

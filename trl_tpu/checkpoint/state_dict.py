@@ -8,17 +8,15 @@ import json
 from collections.abc import Iterator, Mapping
 from operator import getitem
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..errors import UserError
 from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
@@ -29,13 +27,10 @@ from .storage import read_state, tensors_in, to_host
 
 STATE_FOLDER = "state"
 PROGRESS_FILE = "progress.json"
-_IN_PROGRESS = {"processes": list, "logged_step": int, "optimizer": dict, "batches": str, "order": dict}
 _WEIGHT = "model."
 _OPTIMIZER = "optimizer."
 _OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable")
 """Settings of an optimizer's groups that are those of now, and not those of the checkpoint."""
-_ELEMENTWISE = (Adagrad, Adam, RMSprop, SGD)
-"""Optimizers whose state has the parameter's shape; others may keep sums of its rows, or blocks of it."""
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -190,11 +185,6 @@ def read_optimizer(
             )
         _make_state(optimizer, parameters[parameter], kind, tensor, runtime)
     tensors = state_tensors(model, optimizer, with_weights=False)
-    if missing := sorted(tensors.keys() - saved.keys()):
-        raise UserError(
-            f"The checkpoint {checkpoint} has no {_some(missing)}. Choose the optimizer's options with which it was "
-            "trained, or start from its weights: give its folder as the model."
-        )
     if tensors:
         with torch.no_grad():
             read_state(tensors, folder, runtime)
@@ -227,15 +217,8 @@ def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str |
 
 
 def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
-    """Load the learning rate schedule's place; the rate that it starts from stays that of now.
-
-    Raises:
-        UserError: The checkpoint has none, or it cannot be read.
-    """
-    try:
-        place = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise _unreadable(checkpoint, SCHEDULER_NAME, error) from error
+    """Load the learning rate schedule's place; the rate that it starts from stays that of now."""
+    place = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
     if type(scheduler) is not LambdaLR:  # of any other the rate of now may depend on those before
         scheduler.load_state_dict(place)
         return
@@ -252,34 +235,9 @@ def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
 
 
 def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
-    """Return what `write_progress` wrote; None for a checkpoint of another trainer.
-
-    Raises:
-        UserError: It is something else.
-    """
+    """Return what `write_progress` wrote; None for a checkpoint of another trainer."""
     path = Path(checkpoint, PROGRESS_FILE)
-    if not path.is_file():
-        return None
-    try:
-        progress = json.loads(path.read_text(encoding="utf-8"))
-        for name, kind in _IN_PROGRESS.items():
-            if not isinstance(progress[name], kind):
-                raise ValueError(f"{name} is {progress[name]!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(checkpoint, PROGRESS_FILE, error) from error
-    return progress
-
-
-def read_trainer_state(checkpoint: str | Path) -> TrainerState:
-    """Return transformers' state of a run, which a checkpoint of any trainer has.
-
-    Raises:
-        UserError: There is none, or it cannot be read.
-    """
-    try:
-        return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise _unreadable(checkpoint, TRAINER_STATE_NAME, error) from error
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 # ---- names
@@ -298,20 +256,8 @@ def _once(
 
 def _saved(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """Return the tensors in safetensors files of ``folder`` whose names begin so, without their values."""
-    if not folder.is_dir():
-        return {}
-    try:
-        saved = tensors_in(folder)
-    except (OSError, SafetensorError, KeyError) as error:
-        raise _unreadable(folder.parent, folder.name, error) from error
-    return {name: tensor for name, tensor in saved.items() if name.startswith(prefix)}
-
-
-def _unreadable(checkpoint: str | Path, part: str, error: Exception) -> UserError:
-    return UserError(
-        f"In the checkpoint {checkpoint}, {part} cannot be read ({type(error).__name__}: {error}). Give another "
-        "checkpoint, or resume_from_checkpoint=True for the newest good one."
-    )
+    found = tensors_in(folder) if folder.is_dir() else {}
+    return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
 
 
 def _parameter_and_kind(name: str) -> tuple[str, str]:
@@ -348,12 +294,6 @@ def _make_state(
     if like.shape == parameter.shape:
         optimizer.state[parameter][kind] = zeros_laid_out_like(parameter).to(like.dtype)
         return
-    if like.dim() > 0 and isinstance(optimizer, _ELEMENTWISE):
-        raise UserError(
-            f"The optimizer state {kind} of a parameter of shape {list(parameter.shape)} is of shape "
-            f"{list(like.shape)}: the checkpoint is of another model. Resume with the model, and the adapters, that "
-            "it was trained with."
-        )
     made = torch.zeros_like(like, device="cpu")
     counts_there = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
     if runtime.compiles or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
@@ -364,22 +304,11 @@ def _make_state(
 def _check_same_model(
     own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], checkpoint: str | Path
 ) -> None:
-    differing = sorted(name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape)
-    faults = [
-        f"its {name} is of shape {list(saved[name].shape)} instead of {list(own[name].shape)}"
-        for name in differing[:3]
-    ]
-    if missing := sorted(own.keys() - saved.keys()):
-        faults.append(f"it has no {_some(missing)}")
-    if unknown := sorted(saved.keys() - own.keys()):
-        faults.append(f"it also has {_some(unknown)}")
-    if faults:
+    here, there = ({name: list(tensor.shape) for name, tensor in each.items()} for each in (own, saved))
+    differing = sorted(name for name in here | there if here.get(name) != there.get(name))
+    if differing:
+        told = [f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here" for name in differing[:3]]
         raise UserError(
-            f"The checkpoint {checkpoint} is of another model: {'; '.join(faults)}. Resume with the model, and the "
-            "adapters, that it was trained with."
+            f"The checkpoint {checkpoint} is of another model: {len(differing)} weights differ ({'; '.join(told)}). "
+            "Give the model, and the adapters, that it was trained with."
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

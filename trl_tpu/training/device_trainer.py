@@ -50,7 +50,7 @@ from ..checkpoint.manifest import files_in, is_ours
 from ..checkpoint.remote import RemoteRun
 from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
-from ..checkpoint.state_dict import give_weights_on_host, read_trainer_state, whole_weights
+from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..checkpoint.storage import older_weights
 from ..config.urls import is_url, private_folder
 from ..data.loader import collating_with, outlive_sigterm, skip_batches, skipping_with
@@ -218,7 +218,7 @@ class DeviceTrainer(Trainer):
             check_alike(self.agreement.all_gather_object(own))
         self._together(run.claim)
         checkpoint = self.checkpoints.find(resume, run, self.batch_plan.layout, self.order)
-        step = 0 if checkpoint is None else read_trainer_state(checkpoint).global_step
+        step = self.checkpoints.state().global_step
         self._together(lambda: run.begin(self.checkpoints.place, step))
         return checkpoint
 
