@@ -112,9 +112,9 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
     """Return the trained model, in the dtype that is asked for."""
     if any((checkpoint / file).is_file() for file in MODEL_FILES):
         dtype = _dtype_of(checkpoint, "", dtype)
-        model, missing = _load(str(checkpoint), dtype=dtype, trust_remote_code=trust_remote_code)
-        if missing:
-            raise UserError(f"{checkpoint} lacks weights: {', '.join(missing[:5])}. Copy it anew.")
+        model, info = load_classifier(str(checkpoint), dtype=dtype, trust_remote_code=trust_remote_code)
+        if missing := sorted(info["missing_keys"])[:5]:
+            raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it anew.")
         return model
     dtype = _dtype_of(checkpoint / STATE_FOLDER, "model.", dtype)
     model = _without_memory(str(checkpoint), dtype, trust_remote_code).to_empty(device="cpu")
@@ -149,11 +149,11 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     """Return the base model with the trained adapters merged in float32, then rounded once."""
     with tempfile.TemporaryDirectory() as adapters:
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        model, missing = _load(base, dtype=torch.float32, num_labels=1, trust_remote_code=trust_remote_code)
+        model, info = load_classifier(base, dtype=torch.float32, num_labels=1, trust_remote_code=trust_remote_code)
         trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
-        if random := [name for name in missing if name not in trained]:
+        if random := sorted(set(info["missing_keys"]) - trained)[:5]:
             raise UserError(
-                f"{', '.join(random[:5])}: neither the adapters nor the base model {base} have a value, so it would "
+                f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would "
                 "be random. A reward head is saved with the adapters when it is trained whole: "
                 "`modules_to_save` or `task_type='SEQ_CLS'` in the peft config."
             )
@@ -167,12 +167,6 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
     _check_range(merged.named_parameters(), dtype)
     return merged.to(dtype)
-
-
-def _load(name: str, **kwargs: Any) -> tuple[PreTrainedModel, list[str]]:
-    """Return a model on the host, and which of its weights its files lack."""
-    model, info = load_classifier(name, **kwargs)
-    return model, sorted(info["missing_keys"])
 
 
 def _without_memory(name: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

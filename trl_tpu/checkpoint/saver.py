@@ -73,14 +73,6 @@ class Contents:
         return staging_of(self.run.path / self.name)
 
 
-@dataclass(frozen=True)
-class _OnHost:
-    """Copies of tensors, of each what this process's devices hold."""
-
-    weights: dict[str, Any]  # for model files
-    state: dict[str, Any]
-
-
 class Checkpointer:
     """Saves checkpoints of a run beside its training.
 
@@ -122,7 +114,7 @@ class Checkpointer:
         began = time.monotonic()
         self.wait()
         self.latest = contents.place
-        on_host: list[_OnHost] = []
+        on_host: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
         def take() -> None:
             self._runtime.step_boundary()
@@ -132,7 +124,7 @@ class Checkpointer:
         if self._all_could(lambda: self._make_room(contents), contents) and self._all_could(take, contents):
             waited = time.monotonic() - began
             if self._takes_part:
-                self._background.submit(contents.place, lambda: self._write(contents, on_host[0], waited))
+                self._background.submit(contents.place, lambda: self._write(contents, *on_host[0], waited))
 
     def keep_best_alone(self, run: RunFolder, best: str) -> None:
         """Delete the last checkpoint at the end of training, where one may stay and the best is another."""
@@ -146,11 +138,14 @@ class Checkpointer:
         if self._makes_folder:
             contents.staging.mkdir(parents=True)
 
-    def _copy_to_host(self, contents: Contents) -> _OnHost:
-        """Copy tensors, each once, and name those of every layer after it."""
+    def _copy_to_host(self, contents: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return copies of what this process's devices hold, each tensor once: the model files' weights, and the state.
+
+        Tensors of stacked layers are named after each layer.
+        """
         model, optimizer, runtime = contents.model, contents.optimizer, self._runtime
         if model is None or not self._takes_part:
-            return _OnHost({}, {})
+            return {}, {}
         one_process = runtime.topology().process_count == 1
         files = trained_weights(model) if one_process else {}
         only_in_files = one_process and are_in_model_files(model)
@@ -158,7 +153,7 @@ class Checkpointer:
         marked = {f"file {name}": tensor for name, tensor in files.items()}
         marked |= {f"state {name}": tensor for name, tensor in state.items()}
         shards = by_layer(model, runtime.local_shards(marked), getitem)
-        return _OnHost(_marked("file ", shards), _marked("state ", shards))
+        return _marked("file ", shards), _marked("state ", shards)
 
     def _all_could(self, action: Callable[[], None], contents: Contents) -> bool:
         """Return whether every process could do its part; else the save has failed on all."""
@@ -170,10 +165,10 @@ class Checkpointer:
 
     # ---- beside training, on a thread; on several hosts all take part
 
-    def _write(self, contents: Contents, on_host: _OnHost, waited: float) -> None:
+    def _write(self, contents: Contents, weights: dict[str, Any], state: dict[str, Any], waited: float) -> None:
         began, staging = time.monotonic(), contents.staging
         try:
-            self._together(lambda: self._write_tensors(contents, on_host))
+            self._together(lambda: self._write_tensors(contents, weights, state))
             files = self._describe_files(contents)
             if (remote := contents.run.remote) is not None:
                 # what a run on another mesh left there would be read with these files
@@ -186,11 +181,11 @@ class Checkpointer:
         took = time.monotonic() - began
         logger.info("%s: training waited %.2f s, writing took %.2f s beside it.", contents.place, waited, took)
 
-    def _write_tensors(self, contents: Contents, on_host: _OnHost) -> None:
-        if on_host.weights:
-            write_model(contents.model, join_shards(on_host.weights), contents.staging)
-        if on_host.state:
-            write_state(on_host.state, contents.staging / STATE_FOLDER, self._runtime)
+    def _write_tensors(self, contents: Contents, weights: dict[str, Any], state: dict[str, Any]) -> None:
+        if weights:
+            write_model(contents.model, join_shards(weights), contents.staging)
+        if state:
+            write_state(state, contents.staging / STATE_FOLDER, self._runtime)
 
     def _describe_files(self, contents: Contents) -> Files:
         """Return sizes and checksums of all files of all hosts; of its own alone where each seals its own disk."""

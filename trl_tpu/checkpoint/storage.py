@@ -55,15 +55,11 @@ def older_weights(there: list[str], new: list[str]) -> list[str]:
 def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> None:
     """Write what `Runtime.local_shards` gave to ``folder``; all processes take part, from any thread."""
     folder.mkdir(parents=True, exist_ok=True)
-    planners = runtime.checkpoint_planners()
+    planners, writer = runtime.checkpoint_planners(), _ShardWriter(str(folder), save_distributed=True)
     group = planners.group
     with _without_warnings():
         dcp.save(
-            dict(shards),
-            storage_writer=_ShardWriter(folder),
-            planner=planners.save,
-            process_group=group,
-            no_dist=group is None,
+            dict(shards), storage_writer=writer, planner=planners.save, process_group=group, no_dist=group is None
         )
 
 
@@ -73,16 +69,12 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     Raises:
         CheckpointException: A tensor is missing, or has another shape.
     """
-    planners = runtime.checkpoint_planners()
+    planners, files = runtime.checkpoint_planners(), HuggingFaceStorageReader(str(folder))
     group = planners.group
     runtime.step_boundary()
     with _without_warnings():
         dcp.load(
-            dict(tensors),
-            storage_reader=HuggingFaceStorageReader(str(folder)),
-            planner=planners.load,
-            process_group=group,
-            no_dist=group is None,
+            dict(tensors), storage_reader=files, planner=planners.load, process_group=group, no_dist=group is None
         )
     runtime.step_boundary()
     runtime.all_gather_object(None)
@@ -126,9 +118,6 @@ def _without_warnings() -> Iterator[None]:
 
 class _ShardWriter(HuggingFaceStorageWriter):
     """Writes a file for each host and device: torch's has one a host, in which shards of a tensor would collide."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         of_device: dict[int, list[WriteItem]] = {}
