@@ -22,9 +22,7 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint import saver
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.errors import UserError
 from trl_tpu.scripts import reward, synthetic
-from trl_tpu.training import device_trainer
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +82,6 @@ def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
     assert find_faults(folder) == []
 
 
-def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
-    peft = LoraConfig(task_type="SEQ_CLS", r=4)
-    whole = make_trainer(model_folder, tmp_path / "whole", peft=peft)
-    whole.train()
-    resumed = make_trainer(model_folder, tmp_path / "resumed", peft=peft)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    (file,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
-    assert all("lora" in name or "score" in name for name in load_file(file))
-    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
-
-
 class ProjectedSGD(torch.optim.SGD):
     """Keeps an object in its state, as GaLore does."""
 
@@ -106,13 +92,22 @@ class ProjectedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_with_sums_of_rows_and_columns_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [{"peft": LoraConfig(task_type="SEQ_CLS", r=4)}, {"optimizer": (torch.optim.Adafactor, {"lr": 1e-2})}],
+    ids=["adapters", "adafactor"],
+)
+def test_adapters_and_sums_of_rows_and_columns_resume_to_the_bit(
+    changed: dict[str, Any], model_folder: str, tmp_path: Path
+) -> None:
     """torch's Adafactor makes its state in step 1, some of it of other shapes than its parameter's."""
-    optimizer = (torch.optim.Adafactor, {"lr": 1e-2})
-    whole = make_trainer(model_folder, tmp_path / "whole", optimizer=optimizer)
+    whole = make_trainer(model_folder, tmp_path / "whole", **changed)
     whole.train()
-    resumed = make_trainer(model_folder, tmp_path / "resumed", optimizer=optimizer)
+    resumed = make_trainer(model_folder, tmp_path / "resumed", **changed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    if "peft" in changed:
+        (file,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
+        assert all("lora" in name or "score" in name for name in load_file(file))
     for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
 
@@ -131,13 +126,12 @@ def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(
     assert alone.checkpointer.failed == [] and find_faults(tmp_path / "alone" / "checkpoint-2") == []
 
 
-@pytest.mark.parametrize("saves", ["steps", "epoch"])
 def test_a_run_that_is_resumed_at_its_end_trains_no_more(
-    saves: str, run: RewardTrainer, model_folder: str, tmp_path: Path
+    run: RewardTrainer, model_folder: str, tmp_path: Path
 ) -> None:
     """transformers would take a seventh step of six, and save that."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", tmp_path / "checkpoint-6")
-    resumed = make_trainer(model_folder, tmp_path, save_strategy=saves)
+    resumed = make_trainer(model_folder, tmp_path)
     result = resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == result.global_step == 6
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
@@ -551,15 +545,6 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) 
     by_name.train(resume_from_checkpoint=f"{url}/checkpoint-4")
     assert torch.equal(by_name.model.score.weight, whole.model.score.weight)
     assert not list(staged.glob("downloaded*/checkpoint-*"))
-
-
-def test_a_url_is_refused_where_every_process_writes_a_part(
-    model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As accelerate's FSDP does, which needs GPUs."""
-    monkeypatch.setattr(device_trainer, "keeps_state", lambda trainer: False)
-    with pytest.raises(UserError, match="FSDP and DeepSpeed .* memory://bucket/run, is written to from one. Give a"):
-        make_trainer(model_folder, "memory://bucket/run")
 
 
 def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:

@@ -1,4 +1,4 @@
-"""How a checkpoint is saved: one road, from the devices to the disk, beside training.
+"""How a checkpoint is saved: one way, from the devices to the disk, beside training.
 
 1. The save before it is waited for, and the staging folder is made.
 2. Training stops: what is small is written (config, tokenizer, numbers, random states), and the tensors are copied to
@@ -139,7 +139,7 @@ class Checkpointer:
             contents.staging.mkdir(parents=True)
 
     def _copy_to_host(self, contents: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return copies of what this process's devices hold, each tensor once: the model files' weights, and the state.
+        """Return copies of what this process's devices hold, each tensor once: weights for model files, and the state.
 
         Tensors of stacked layers are named after each layer.
         """

@@ -25,7 +25,11 @@ def watches_saves(callback: TrainerCallback) -> bool:
 
 @contextlib.contextmanager
 def keeping_all(args: TrainingArguments) -> Iterator[None]:
-    """Let a Trainer that ends delete no checkpoint, which it does with a limit of 1, and by how names begin."""
+    """Let a Trainer that ends delete no checkpoint: with a limit of 1 it would delete all but the best.
+
+    Also the one to resume from after a stop, and whatever else is named ``checkpoint-*``. There is no other way to
+    tell it, as it reads the limit in the middle of its last method.
+    """
     limit = args.save_total_limit
     args.save_total_limit = None
     try:
