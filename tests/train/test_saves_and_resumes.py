@@ -22,7 +22,9 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint import saver
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.errors import UserError
 from trl_tpu.scripts import reward, synthetic
+from trl_tpu.training import device_trainer
 
 
 @pytest.fixture(scope="module")
@@ -545,6 +547,24 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) 
     by_name.train(resume_from_checkpoint=f"{url}/checkpoint-4")
     assert torch.equal(by_name.model.score.weight, whole.model.score.weight)
     assert not list(staged.glob("downloaded*/checkpoint-*"))
+
+
+def test_a_url_is_refused_where_every_process_writes_a_part(
+    model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As accelerate's FSDP does, which needs GPUs."""
+    monkeypatch.setattr(device_trainer, "keeps_state", lambda accelerator: False)
+    with pytest.raises(UserError, match="FSDP and DeepSpeed .* memory://bucket/run, is written to from one. Give a"):
+        make_trainer(model_folder, "memory://bucket/run")
+
+
+def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    url = "memory://bucket/damaged"
+    make_trainer(model_folder, url).train()
+    fsspec.filesystem("memory").pipe_file("/bucket/damaged/checkpoint-6/config.json", b"{}")
+    resumed = make_trainer(model_folder, url)
+    resumed.train(resume_from_checkpoint=True)
+    assert "config.json has 2 bytes" in caplog.text and resumed.checkpointer.failed == []
 
 
 def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
