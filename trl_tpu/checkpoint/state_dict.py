@@ -5,7 +5,7 @@ with every weight under its own name: then they are in that file only, for a res
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .storage import read_state, tensors_in, to_host
 
 STATE_FOLDER = "state"
 PROGRESS_FILE = "progress.json"
+Tensors = Mapping[str, torch.Tensor]
 _WEIGHT = "model."
 _OPTIMIZER = "optimizer."
 _OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable")
@@ -83,15 +84,11 @@ def are_in_model_files(model: nn.Module) -> bool:
     It does not for adapters, whose names it shortens, nor where transformers merges or splits weights as it loads
     them (the experts of a mixture).
     """
-    if (
-        not isinstance(model, PreTrainedModel)
-        or is_peft_model(model)
-        or getattr(model, "_keys_to_ignore_on_save", None)
-    ):
+    leaves_out = is_peft_model(model) or getattr(model, "_keys_to_ignore_on_save", None)
+    if leaves_out or not isinstance(model, PreTrainedModel):
         return False
-    shapes = {
-        name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    tensors = model.state_dict(keep_vars=True)
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     return revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys()
 
 
@@ -154,11 +151,7 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
 
 
 def read_optimizer(
-    optimizer: Optimizer,
-    model: nn.Module,
-    checkpoint: str | Path,
-    numbers: Mapping[str, Any],
-    runtime: Runtime,
+    optimizer: Optimizer, model: nn.Module, checkpoint: str | Path, numbers: Mapping[str, Any], runtime: Runtime
 ) -> None:
     """Load the optimizer's state; where there is none yet, it is made and laid out like its parameters.
 
@@ -222,9 +215,7 @@ def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
 # ---- names
 
 
-def _once(
-    tensors: Mapping[str, torch.Tensor], prefer: set[str] | frozenset[str] = frozenset()
-) -> dict[str, torch.Tensor]:
+def _once(tensors: Tensors, prefer: Set[str] = frozenset()) -> dict[str, torch.Tensor]:
     """Return each tensor once: under its first name, or where tied under one that is in ``prefer``."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -280,9 +271,7 @@ def _make_state(
     optimizer.state[parameter][kind] = made
 
 
-def _check_same_model(
-    own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], checkpoint: str | Path
-) -> None:
+def _check_same_model(own: Tensors, saved: Tensors, checkpoint: str | Path) -> None:
     here, there = ({name: list(tensor.shape) for name, tensor in each.items()} for each in (own, saved))
     differing = sorted(name for name in here | there if here.get(name) != there.get(name))
     if differing:

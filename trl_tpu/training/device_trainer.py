@@ -41,7 +41,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, has_length
 
 from ..batching.mesh_loader import mesh_loader
 from ..checkpoint.aside import fill_aside
@@ -494,7 +494,7 @@ class DeviceTrainer(Trainer):
             logger.error("The model card could not be written: %s", error)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""
+        """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver`."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._write_card()
@@ -505,9 +505,11 @@ class DeviceTrainer(Trainer):
         final = contents.run.path / contents.name
         if self.args.push_to_hub or any(map(watches_saves, self.callback_handler.callbacks)):
             self.checkpointer.wait()  # they look for the folder
-        if self.args.push_to_hub and final.is_dir():
+        if self.args.push_to_hub and any(final.glob("*.safetensors")):
             report_pushes(self)
             self._push_from_checkpoint(str(final))
+        elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            logger.warning("%s is not pushed: it has no model's files here. The model is, at the end.", contents.place)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.checkpoints.load_weights(self.model, resume_from_checkpoint):
