@@ -12,15 +12,13 @@ import pytest
 from trl_tpu.checkpoint.manifest import (
     MANIFEST_FILE,
     check_given,
-    checkpoints_in,
     describe_files,
     files_in,
     find_faults,
     newest_good,
     publish,
-    retire,
-    surplus_checkpoints,
 )
+from trl_tpu.checkpoint.run_folder import RunFolder
 
 
 def made_checkpoint(output_dir: Path, step: int) -> Path:
@@ -28,8 +26,13 @@ def made_checkpoint(output_dir: Path, step: int) -> Path:
     (aside / "inner").mkdir(parents=True)
     (aside / "weights").write_bytes(bytes(range(100)))
     (aside / "inner" / "state.json").write_text("{}")
-    publish(aside, output_dir / aside.name, describe_files(aside, files_in(aside), {}))
+    publish(aside, output_dir / aside.name, describe_files(aside, files_in(aside)))
     return output_dir / aside.name
+
+
+def found(output_dir: Path) -> list[str]:
+    folder = RunFolder(output_dir, None, writes=True)
+    return [folder.place_of(name) for name in folder.checkpoints()]
 
 
 def truncate(folder: Path) -> None:
@@ -75,7 +78,7 @@ def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
         made_checkpoint(tmp_path, step)
     damage(tmp_path / "checkpoint-10")  # type: ignore[operator]
     with caplog.at_level(logging.WARNING):
-        assert newest_good(checkpoints_in(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
+        assert newest_good(found(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
     assert "checkpoint-10" in caplog.text and fault in caplog.text
     assert find_faults(tmp_path / "checkpoint-2") == []
 
@@ -112,48 +115,12 @@ def test_links_within_a_checkpoint_are_followed(tmp_path: Path) -> None:
 
 def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no folder checkpoint-N at all"):
-        newest_good(checkpoints_in(tmp_path))
+        newest_good(found(tmp_path))
     truncate(made_checkpoint(tmp_path, 4))
     with pytest.raises(ValueError, match="checkpoint-4: weights has 50 bytes"):
-        newest_good(checkpoints_in(tmp_path))
+        newest_good(found(tmp_path))
     with pytest.raises(ValueError, match="is damaged: weights has 50 bytes"):
-        check_given(tmp_path / "checkpoint-4")
-
-
-@pytest.mark.parametrize("ages", [(0, 1, 2, 3), (3, 2, 1, 0)])
-def test_the_first_steps_are_deleted_but_for_the_best(ages: tuple[int, ...], tmp_path: Path) -> None:
-    """Whatever their dates are."""
-    for age, step in zip(ages, (2, 4, 6, 8), strict=True):
-        os.utime(made_checkpoint(tmp_path, step), (1000 + 10 * age,) * 2)
-    assert surplus(tmp_path, 8, None) == surplus(tmp_path, 8, 0) == surplus(tmp_path, 8, 4) == []
-    assert surplus(tmp_path, 8, 2) == [2, 4]
-    assert surplus(tmp_path, 8, 2, best=2) == [4, 6]
-    assert surplus(tmp_path, 8, 1, best=4) == [2, 6]
-    assert surplus(tmp_path, 8, 1, best=8) == [2, 4, 6]
-
-
-def test_what_only_begins_like_a_checkpoint_is_nobody_s_to_delete(tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        made_checkpoint(tmp_path, step)
-    (tmp_path / "checkpoint-1-my-backup").mkdir()
-    assert surplus(tmp_path, 6, 1) == [2, 4]
-
-
-def surplus(folder: Path, saved: int, limit: int | None, best: int | None = None) -> list[int]:
-    best_folder = None if best is None else folder / f"checkpoint-{best}"
-    found = surplus_checkpoints(folder / f"checkpoint-{saved}", limit, best_folder)
-    return [int(path.name.split("-")[1]) for path in found]
-
-
-def test_a_checkpoint_is_invisible_before_its_first_file_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = made_checkpoint(tmp_path, 2)
-    seen: list[list[Path]] = []
-    monkeypatch.setattr("shutil.rmtree", lambda path, **_: seen.append([Path(path), *tmp_path.glob("checkpoint-*")]))
-    retire(folder, tmp_path / "_unfinished")
-    ((deleted,),) = seen
-    assert deleted.is_dir() and deleted.parent == tmp_path / "_unfinished"
+        check_given(str(tmp_path / "checkpoint-4"))
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.long)])

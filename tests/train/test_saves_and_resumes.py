@@ -1,7 +1,6 @@
 """Saves that fail, saves that someone watches, and checkpoints that must be refused: each for real, in plain torch."""
 
 import json
-import logging
 import os
 import pickle
 import resource
@@ -11,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pytest
 import tiny
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint import saver
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.errors import UserError
@@ -72,7 +70,7 @@ def reseal(folder: Path) -> None:
     """A manifest that agrees with whatever the files are now."""
     (folder / MANIFEST_FILE).unlink()
     aside = folder.rename(folder.with_name("aside"))
-    publish(aside, folder, describe_files(aside, files_in(aside), {}))
+    publish(aside, folder, describe_files(aside, files_in(aside)))
 
 
 # ---- what is in a checkpoint
@@ -86,28 +84,6 @@ def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
     assert find_faults(folder) == []
 
 
-def test_a_run_that_is_resumed_at_its_end_takes_no_more_steps(
-    run: RewardTrainer, model_folder: str, tmp_path: Path
-) -> None:
-    resumed = make_trainer(model_folder, tmp_path)
-    resumed.train(resume_from_checkpoint=f"{run.args.output_dir}/checkpoint-6")
-    assert resumed.state.global_step == 6 and not list(tmp_path.glob("checkpoint-*"))
-    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
-
-
-def test_lora_checkpoint_has_only_the_adapters_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
-    peft = LoraConfig(task_type="SEQ_CLS", r=4)
-    whole = make_trainer(model_folder, tmp_path / "whole", peft=peft)
-    whole.train()
-    resumed = make_trainer(model_folder, tmp_path / "resumed", peft=peft)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    (file,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
-    assert all("lora" in name or "score" in name for name in load_file(file))
-    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
-
-
 class ProjectedSGD(torch.optim.SGD):
     """Keeps an object in its state, as GaLore does."""
 
@@ -118,13 +94,22 @@ class ProjectedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_with_sums_of_rows_and_columns_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [{"peft": LoraConfig(task_type="SEQ_CLS", r=4)}, {"optimizer": (torch.optim.Adafactor, {"lr": 1e-2})}],
+    ids=["adapters", "adafactor"],
+)
+def test_adapters_and_sums_of_rows_and_columns_resume_to_the_bit(
+    changed: dict[str, Any], model_folder: str, tmp_path: Path
+) -> None:
     """torch's Adafactor makes its state in step 1, some of it of other shapes than its parameter's."""
-    optimizer = (torch.optim.Adafactor, {"lr": 1e-2})
-    whole = make_trainer(model_folder, tmp_path / "whole", optimizer=optimizer)
+    whole = make_trainer(model_folder, tmp_path / "whole", **changed)
     whole.train()
-    resumed = make_trainer(model_folder, tmp_path / "resumed", optimizer=optimizer)
+    resumed = make_trainer(model_folder, tmp_path / "resumed", **changed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    if "peft" in changed:
+        (file,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
+        assert all("lora" in name or "score" in name for name in load_file(file))
     for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
 
@@ -143,29 +128,17 @@ def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(
     assert alone.checkpointer.failed == [] and find_faults(tmp_path / "alone" / "checkpoint-2") == []
 
 
-@pytest.mark.parametrize("saves", ["steps", "epoch"])
 def test_a_run_that_is_resumed_at_its_end_trains_no_more(
-    saves: str, run: RewardTrainer, model_folder: str, tmp_path: Path
+    run: RewardTrainer, model_folder: str, tmp_path: Path
 ) -> None:
     """transformers would take a seventh step of six, and save that."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", tmp_path / "checkpoint-6")
-    resumed = make_trainer(model_folder, tmp_path, save_strategy=saves)
+    resumed = make_trainer(model_folder, tmp_path)
     result = resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == result.global_step == 6
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
     for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
-
-
-def test_best_model_is_loaded_from_its_state(model_folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(
-        model_folder, tmp_path, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True, save_total_limit=1
-    )
-    trainer.train()
-    best = str(trainer.state.best_model_checkpoint)
-    assert Path(best).parent == tmp_path
-    loaded = AutoModelForSequenceClassification.from_pretrained(best, num_labels=1).state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in trainer.model.state_dict().items())
 
 
 def test_save_only_model_leaves_state_out_and_a_resume_says_so(
@@ -190,13 +163,6 @@ def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_pat
 
     make_trainer(model_folder, tmp_path, callbacks=[Watcher()]).train()
     assert found == [[], [], []]
-
-
-def test_at_a_url_what_was_just_saved_stays(model_folder: str) -> None:
-    url = "memory://bucket/again"
-    make_trainer(model_folder, url, save_total_limit=1).train()
-    make_trainer(model_folder, url, save_total_limit=1, max_steps=2).train()
-    assert RemoteRun(url).checkpoints() == ["checkpoint-2"]
 
 
 # ---- the run that a folder is of
@@ -249,23 +215,12 @@ def test_new_settings_hold_in_a_resumed_run_and_are_named(
     changed = {"learning_rate": 5e-4, "weight_decay": 0.1, "adam_beta2": 0.9, "center_rewards_coefficient": 0.1}
     resumed = make_trainer(model_folder, tmp_path, **changed)
     resumed.train(resume_from_checkpoint=True)
-    for name, value in changed.items():
-        assert f"{name} was {getattr(run.args, name)} and is {value}" in caplog.text
+    assert all(
+        f"{name} was {getattr(run.args, name)} and is {value}" in caplog.text for name, value in changed.items()
+    )
     assert resumed.state.log_history[-2]["learning_rate"] == pytest.approx(5e-4 / 6)
     group = resumed.optimizer.param_groups[0]
     assert group["betas"] == (0.9, 0.9) and group["weight_decay"] == 0.1
-
-
-def test_one_row_that_was_swapped_is_told(
-    run: RewardTrainer, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(f"{run.args.output_dir}/checkpoint-4", tmp_path / "checkpoint-4")
-    resumed = make_trainer(model_folder, tmp_path)
-    rows = resumed.train_dataset.to_list()
-    rows[33] = rows[34]
-    resumed.train_dataset = Dataset.from_list(rows, features=resumed.train_dataset.features)
-    resumed.train(resume_from_checkpoint=True)
-    assert "train data was 64 pairs" in caplog.text
 
 
 @pytest.mark.parametrize("settings", [{"dataloader_drop_last": True, "per_device_train_batch_size": 100}, {}])
@@ -285,17 +240,15 @@ BEST |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 
 
 def test_the_best_model_is_found_by_another_path(
-    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing is said of one that is ignored."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make_trainer(model_folder, "./out//", max_steps=4, **BEST | {"load_best_model_at_end": False}).train()
     (tmp_path / "out").rename(tmp_path / "moved")
     (tmp_path / "out").mkdir()
     resumed = make_trainer(model_folder, tmp_path / "moved", **BEST)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.best_model_lost is None and "best checkpoint" not in caplog.text
+    assert resumed.best_model_lost is None
     assert [path.name for path in (tmp_path / "moved").glob("checkpoint-*")] == ["checkpoint-2"]
     best = load_file(tmp_path / "moved" / "checkpoint-2" / "model.safetensors")
     assert torch.equal(best["score.weight"], resumed.model.score.weight)
@@ -313,20 +266,6 @@ def test_the_best_models_config_says_how_large_its_own_rewards_are(model_folder:
     assert config["mean"] == pytest.approx(of_best["eval_mean_reward"]) != of_last["eval_mean_reward"]
     trainer.create_model_card()
     assert f"mean of {config['mean']:.4g}" in (tmp_path / "README.md").read_text()
-
-
-def test_without_an_evaluation_the_last_pairs_of_training_say_how_large_rewards_are(
-    model_folder: str, tmp_path: Path
-) -> None:
-    trainer = make_trainer(model_folder, tmp_path, max_steps=4, logging_steps=2)
-    trainer.train()
-    trainer.save_model()
-    logged = [row["mean_reward"] for row in trainer.state.log_history if "mean_reward" in row]
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert len(logged) == 2 and config["mean"] == pytest.approx(np.mean(logged), rel=1e-5)
-    assert config["std"] > 0
-    trainer.create_model_card()
-    assert "dialogues of the last pairs of training" in (tmp_path / "README.md").read_text()
 
 
 class Spoils(TrainerCallback):
@@ -523,14 +462,10 @@ def change_shape(checkpoint: Path) -> None:
     save_file({name: part[:1].clone() for name, part in load_file(file).items()}, file)
 
 
-def change_state(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "state").iterdir()
-    save_file({f"optimizer.other.{name}": part for name, part in load_file(file).items()}, file)
-
-
-def change_state_shape(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "state").iterdir()
-    save_file({name: part[:1].clone() if part.dim() else part for name, part in load_file(file).items()}, file)
+def change_optimizer(checkpoint: Path) -> None:
+    progress = json.loads((checkpoint / "progress.json").read_text())
+    progress["optimizer"]["class"] = "SGD"
+    (checkpoint / "progress.json").write_text(json.dumps(progress))
 
 
 def change_packing(checkpoint: Path) -> None:
@@ -538,39 +473,11 @@ def change_packing(checkpoint: Path) -> None:
     (checkpoint / "progress.json").write_text(json.dumps(progress | {"batches": "padded"}))
 
 
-def tear_state(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "state").iterdir()
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def empty_progress(checkpoint: Path) -> None:
-    (checkpoint / "progress.json").write_text("")
-
-
-def odd_progress(checkpoint: Path) -> None:
-    progress = json.loads((checkpoint / "progress.json").read_text())
-    (checkpoint / "progress.json").write_text(json.dumps(progress | {"order": []}))
-
-
-def odd_state(checkpoint: Path) -> None:
-    (checkpoint / "trainer_state.json").write_text("[]")
-
-
-def no_schedule(checkpoint: Path) -> None:
-    (checkpoint / "scheduler.pt").unlink()
-
-
 REFUSED: dict[Callable[[Path], None], str] = {
-    change_model: "is of another model: it has no model.",
-    change_shape: "is of another model: its model.*is of shape",
-    change_state: "has optimizer state of other.*which is not trained now",
-    change_state_shape: "exp_avg of a parameter of shape .* is of shape",
+    change_model: "is of another model: .* is not there and",
+    change_shape: "is of another model: 20 weights differ",
     change_packing: "was trained on padded batches, and these are packed",
-    tear_state: "state",
-    empty_progress: "progress.json",
-    odd_progress: "progress.json cannot be read .ValueError: order is \\[\\]",
-    odd_state: "trainer_state.json cannot be read",
-    no_schedule: "scheduler.pt cannot be read",
+    change_optimizer: "is of another optimizer, SGD, and this is AdamW",
 }
 
 
@@ -583,12 +490,6 @@ def test_checkpoint_that_does_not_fit_is_refused(
     reseal(checkpoint)
     trainer = make_trainer(model_folder, tmp_path / "out")
     with pytest.raises(ValueError, match=message):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-
-
-def test_another_optimizer_is_refused(checkpoint: Path, model_folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(model_folder, tmp_path / "out", optim="sgd")
-    with pytest.raises(ValueError, match="another optimizer"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -605,8 +506,9 @@ def test_a_copy_that_was_broken_off_is_refused(
 
 
 def test_a_model_is_no_checkpoint_to_go_on_from(model_folder: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no trainer_state.json.*give it as the model"):
-        make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=model_folder)
+    for folder in (model_folder, str(tmp_path / "checkpoint-9")):
+        with pytest.raises(ValueError, match=r"has no trainer_state.json.*give it as the model"):
+            make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=folder)
 
 
 def test_a_resume_that_is_another_run_says_so(
@@ -617,15 +519,8 @@ def test_a_resume_that_is_another_run_says_so(
     other = make_trainer(model_folder, tmp_path / "other", seed=1, per_device_train_batch_size=4)
     other.train_dataset = other.train_dataset.select(range(40))
     other.train(resume_from_checkpoint=str(checkpoint))
-    assert (
-        "not be the one that it is of: seed was 42 and is 1, the batch was 2 and is 4, train data was" in caplog.text
-    )
-
-
-def test_a_checkpoint_that_is_not_there_is_refused(model_folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(model_folder, tmp_path / "out")
-    with pytest.raises(ValueError, match="is no folder"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    for told in ("seed was 42 and is 1", "the batch was 2 and is 4", "train data was 64 pairs"):
+        assert told in caplog.text
 
 
 # ---- runs at a URL
@@ -658,17 +553,9 @@ def test_a_url_is_refused_where_every_process_writes_a_part(
     model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As accelerate's FSDP does, which needs GPUs."""
-    monkeypatch.setattr(device_trainer, "keeps_state", lambda trainer: False)
+    monkeypatch.setattr(device_trainer, "keeps_state", lambda accelerator: False)
     with pytest.raises(UserError, match="FSDP and DeepSpeed .* memory://bucket/run, is written to from one. Give a"):
         make_trainer(model_folder, "memory://bucket/run")
-
-
-def test_a_checkpoint_replaces_all_that_was_left_of_an_upload(model_folder: str) -> None:
-    url, files = "memory://bucket/left", fsspec.filesystem("memory")
-    left = "/bucket/left/checkpoint-2/state/host-00000-device-007.safetensors"
-    files.pipe_file(left, b"of a larger mesh")
-    make_trainer(model_folder, url, max_steps=2).train()
-    assert RemoteRun(url).checkpoints() == ["checkpoint-2"] and not files.exists(left)
 
 
 def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -699,8 +586,10 @@ def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
     assert torch.equal(weights["score.weight"], trainer.model.score.weight)
 
 
-def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(tmp_path: Path) -> None:
-    (tmp_path / "_unfinished").write_text("a file where a folder has to be")
+def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "publish", lambda *_: os.mkdir(tmp_path))  # which is there
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers"]
     words += ["--output_dir", str(tmp_path), "--max_steps", "4", "--save_steps", "2", "--report_to", "none"]
     with pytest.raises(SystemExit) as end:

@@ -15,8 +15,8 @@ import torch
 from places import SUPPORT
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
 
+from trl_tpu.checkpoint.aside import STAGING_FOLDER
 from trl_tpu.checkpoint.background import NOT_SAVED
-from trl_tpu.checkpoint.run_folder import STAGING_FOLDER
 from trl_tpu.cli import main as command
 from trl_tpu.scripts import reward
 from trl_tpu.training import preemption

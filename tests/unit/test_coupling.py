@@ -158,9 +158,7 @@ def test_the_loop_adds_losses_up_in_place_and_looks_at_the_gradient_before_the_u
     assert places == sorted(places)
 
 
-def test_the_best_checkpoint_is_read_from_the_state_of_the_one_that_is_resumed() -> None:
-    """`training/callbacks.py` says there where it is now."""
-    assert "TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))" in TRAINER
+def test_the_hubs_repository_is_made_with_the_trainer() -> None:
     assert "self.init_hf_repo()" in inspect.getsource(Trainer.__init__)
 
 

@@ -17,17 +17,13 @@ import exports
 import fsspec
 import pytest
 import torch
-import transformers
 from export_memory import make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from trl_tpu import cli, runtime
+from trl_tpu import cli
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
-from trl_tpu.checkpoint.model_folder import companions
-from trl_tpu.checkpoint.state_dict import whole_weights
-from trl_tpu.errors import UserError
 from trl_tpu.modeling.readers import write_old_rope_names
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
@@ -73,19 +69,6 @@ def test_a_sharded_state_becomes_the_files_that_transformers_writes(
 
 def _unique(model: PreTrainedModel) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values())
-
-
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_whole_weights_on_the_host_are_saved_as_the_model_is(
-    make: Callable[[], PreTrainedModel], tmp_path: Path
-) -> None:
-    model = make()
-    weights = whole_weights(model, runtime.current(), keeps=True)
-    model.save_pretrained(tmp_path / "whole", state_dict=weights)
-    model.save_pretrained(tmp_path / "model")
-    ours, theirs = ((tmp_path / way / "model.safetensors").read_bytes() for way in ("whole", "model"))
-    assert ours == theirs
-    assert whole_weights(model, runtime.current(), keeps=False) == {}
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -135,16 +118,6 @@ def test_what_belongs_to_a_model_goes_along_and_nothing_else(tmp_path: Path) -> 
     assert written == {"model.safetensors", "config.json", "tokenizer_config.json", "own.py", *along}
 
 
-def test_every_vocabulary_that_a_tokenizer_of_transformers_reads_goes_along(tmp_path: Path) -> None:
-    sources = Path(transformers.__file__).parent.glob("models/*/tokenization_*.py")
-    tables = re.findall(r"^VOCAB_FILES_NAMES = {(.*?)}", "".join(map(Path.read_text, sources)), re.M | re.S)
-    names = {name for table in tables for name in re.findall(r': "([^"]+)"', table)}
-    assert len(names) > 20
-    for name in names:
-        (tmp_path / name).write_text("{}")
-    assert set(companions(tmp_path)) == names
-
-
 @pytest.mark.parametrize("kind", ["empty", "link", "current"])
 def test_a_folder_that_is_there_stays_and_is_filled(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +126,7 @@ def test_a_folder_that_is_there_stays_and_is_filled(
     model = exports.llama()
     model.save_pretrained(tmp_path / "c")
     (folder := tmp_path / "out").mkdir()
-    (folder / ".out.unfinished").mkdir()  # of an export that was killed
+    (folder / "_unfinished" / "model").mkdir(parents=True)  # of an export that was killed
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
     before = folder.stat().st_ino
@@ -161,20 +134,6 @@ def test_a_folder_that_is_there_stays_and_is_filled(
     assert folder.stat().st_ino == before and (tmp_path / "link").is_symlink()
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
     assert exports.same_weights(loaded(folder), model.state_dict())
-
-
-def test_a_whole_model_that_cannot_be_moved_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model := exports.llama()).save_pretrained(tmp_path / "c")
-    save = PreTrainedModel.save_pretrained
-
-    def save_late(*args: Any, **kwargs: Any) -> None:
-        save(*args, **kwargs)
-        (tmp_path / "out" / "of another").mkdir(parents=True)
-
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", save_late)
-    with pytest.raises(UserError, match="The model is whole, but cannot be moved to .*out: .*Move it from"):
-        export_checkpoint(tmp_path / "c", tmp_path / "out")
-    assert exports.same_weights(loaded(tmp_path / ".out.unfinished"), model.state_dict())
 
 
 # ---- configs for transformers 4
@@ -249,42 +208,14 @@ def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, mo
     assert not list(temporary.iterdir())
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/escaped/../../escaped", "..", "a/../../escaped"])
-def test_names_that_lead_out_of_the_copy_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (inner := tmp_path / "a" / "b" / "tmp").mkdir(parents=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(inner))
-    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
-        archive.writestr("config.json", "{}")
-        archive.writestr(name, "hostile")
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(SystemExit) as refused:
-        cli.main(["export", f"zip://::{tmp_path}/c.zip", str(tmp_path / "out")])
-    assert refused.value.code == 2 and "so nothing was copied" in capsys.readouterr().err
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_archive_with_files_below_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
-        archive.writestr("a", "a file")
-        archive.writestr("a/b", "below it")
-    with pytest.raises(SystemExit) as refused:
-        cli.main(["export", f"zip://::{tmp_path}/c.zip", str(tmp_path / "out")])
-    told = capsys.readouterr().err
-    assert refused.value.code == 2 and "has a file named 'a/b' below another file" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["c.zip"]
-
-
 @pytest.mark.parametrize(
     ("checkpoint", "out", "message"),
     [
         ("zip://c::{folder}/no.zip", "out", "no.zip cannot be opened: File is not a zip file. Correct the URL"),
-        ("zip://c::{folder}/gone.zip", "out", "gone.zip cannot be opened: [Errno 2] No such file"),
         ("zip://c::{folder}/damaged.zip", "out", "damaged.zip cannot be copied: Bad CRC-32 for file 'c/a'"),
-        ("github://a", "out", "github://a cannot be opened: GithubFileSystem"),
         ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a cannot be opened: [Errno 111] Connection refused"),
-        ("memory://exported/nothing", "out", "There is nothing at memory://exported/nothing"),
+        ("zip://::{folder}/hostile.zip", "out", "'../../escaped' would be written outside of the folder"),
+        ("memory://exported/nothing", "out", "memory://exported/nothing cannot be copied: there is nothing"),
         ("nosuch://exported", "out", "nosuch://exported cannot be opened: Protocol not known"),
         ("c", "memory://out", "memory://out is a URL. Give a new folder of this machine"),
     ],
@@ -293,6 +224,9 @@ def test_urls_that_cannot_be_used_are_refused(
     checkpoint: str, out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "no.zip").write_text("not a zip")
+    with zipfile.ZipFile(tmp_path / "hostile.zip", "w") as archive:
+        archive.writestr("config.json", "{}")
+        archive.writestr("../../escaped", "hostile")
     with zipfile.ZipFile(damaged := tmp_path / "damaged.zip", "w") as archive:
         archive.writestr("c/a", "whole")
     damaged.write_bytes(damaged.read_bytes().replace(b"whole", b"spoil"))
@@ -353,12 +287,12 @@ def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds_without_torc
     checkpoint, out = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
     killed = apart.python("-c", KILLED, str(checkpoint), str(out), environment=dict(os.environ))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not out.exists() and (tmp_path / ".out.unfinished").is_dir()
+    assert not out.exists() and (tmp_path / "_unfinished" / "out").is_dir()
     words = ("-c", WITHOUT_TORCH_XLA, "export", str(checkpoint), str(out))
     done = apart.python(*words, environment=os.environ | {"USE_TORCH_XLA": "0"})
     assert done.returncode == 0, done.stderr
     assert exports.same_weights(loaded(out), model.state_dict())
-    assert not (tmp_path / ".out.unfinished").exists()
+    assert not (tmp_path / "_unfinished").exists()
 
 
 # ---- refusals
@@ -379,15 +313,9 @@ def _pickled(folder: Path) -> list[str]:
 
 def _torn(folder: Path) -> list[str]:
     aside = folder.rename(folder.with_name("aside"))
-    publish(aside, folder, describe_files(aside, files_in(aside), {}))
+    publish(aside, folder, describe_files(aside, files_in(aside)))
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
-    return []
-
-
-def _other_config(folder: Path) -> list[str]:
-    (folder / "model.safetensors").unlink()
-    exports.write_state(folder / "state", exports.llama(hidden_size=16).state_dict())
     return []
 
 
@@ -421,11 +349,6 @@ def _existing(folder: Path) -> list[str]:
     return []
 
 
-def _truncated(folder: Path, name: str = "model.safetensors") -> list[str]:
-    os.truncate(folder / name, 1000)
-    return []
-
-
 def _linked(name: str) -> Callable[[Path], list[str]]:
     """A file of the user's under a name of the model's."""
 
@@ -436,26 +359,6 @@ def _linked(name: str) -> Callable[[Path], list[str]]:
         return []
 
     return link
-
-
-def _linked_folder(folder: Path) -> list[str]:
-    (secret := folder.parent / "secret").mkdir()
-    (secret / "key.jinja").write_text("{}")
-    (folder / "additional_chat_templates").symlink_to(secret)
-    return []
-
-
-def _pipe(folder: Path) -> list[str]:
-    os.mkfifo(folder / "generation_config.json")
-    return []
-
-
-def _weights_elsewhere(folder: Path) -> list[str]:
-    (folder / "model.safetensors").rename(folder.parent / "private.safetensors")
-    index = {"metadata": {}, "weight_map": {name: "../private.safetensors" for name in exports.llama().state_dict()}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    save_file({"unused": torch.zeros(1)}, folder / "model-00001-of-00001.safetensors")
-    return []
 
 
 def _large(form: str) -> Callable[[Path], list[str]]:
@@ -482,33 +385,20 @@ def _adapters(config: str) -> Callable[[Path], list[str]]:
 
 
 REFUSED: list[tuple[Callable[[Path], list[str]], str]] = [
-    (lambda folder: ["--merge"], "nothing to merge: .* has no adapter_config.json"),
+    (lambda folder: ["--merge"], "has no adapter_config.json: there is nothing to merge"),
     (lambda folder: ["--base", "x"], "`--base` has no use"),
     (_existing, "out exists, and nothing is written over"),
     (_pickled, "no weights in safetensors, and pickled ones are not read"),
     (_torn, "damaged: model.safetensors has 1000 bytes instead of"),
-    (_truncated, "A file in .*c is torn: .*Copy it anew"),
-    (_other_config, "c is of another model: its .* is of shape .* instead of"),
     (_part_missing, "state lacks shards of the weight model.*A file is missing"),
-    (_incomplete, "c is of another model: it has no model.score.weight"),
+    (_incomplete, "c is of another model: 1 weights differ .model.score.weight is not there and"),
     (_headless, "c lacks weights: score.weight"),
     (_linked("tokenizer.json"), "c/tokenizer.json is a link or no regular file, and neither is exported.*cp -rL"),
     (_linked("model.safetensors"), "c/model.safetensors is a link"),
     (_linked("adapter_config.json"), "c/adapter_config.json is a link"),
-    (_linked_folder, "c/additional_chat_templates/key.jinja is a link"),
-    (_pipe, "c/generation_config.json is a link or no regular file"),
-    (_weights_elsewhere, "index.json names '../private.safetensors', a file elsewhere"),
     (_large("files"), "score.weight has values up to 100000, .*float16 ends at 65504. Give `--dtype bfloat16`"),
     (_large("state"), "score.weight has values up to 100000"),
-    (lambda folder: ["--max_shard_size", "abc"], "max_shard_size='abc' is no size: .*Give one such as 5GB"),
-    (lambda folder: ["--max_shard_size", "infGB"], "max_shard_size='infGB' is no size"),
-    (
-        lambda folder: _adapters("{}")(folder) + _truncated(folder, "adapter_model.safetensors"),
-        "A file in .*c is torn: .*Copy it anew",
-    ),
     (_adapters('{"r": 4'), "c/adapter_config.json is broken: .*Copy or download it again"),
-    (_adapters("[]"), "c/adapter_config.json is broken: it is no JSON object"),
-    (lambda folder: (folder / "config.json").unlink() or [], "has no config.json"),  # type: ignore[func-returns-value]
 ]
 
 
@@ -531,17 +421,14 @@ def test_what_cannot_be_exported_is_refused(
     assert re.search(message, capsys.readouterr().err)
     assert (sorted(out.iterdir()) if out.exists() else None) == before
     assert not (tmp_path / "hostile").exists()
-    assert not (tmp_path / ".out.unfinished").exists()
+    assert not (tmp_path / "_unfinished").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["out", "--private"], "--private is of the repository that --push_to_hub REPO names"),
-        *(
-            (["--push_to_hub", "user/repo", *flag.split()], f"{flag.split()[0]} is for an export: give OUT")
-            for flag in ("--merge", "--base x", "--dtype float16", "--max_shard_size 1MB", "--trust_remote_code")
-        ),
+        (["--push_to_hub", "user/repo", "--dtype", "float16"], "--dtype is for an export: give OUT"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(

@@ -1,6 +1,5 @@
 """Adapters out of a checkpoint: as peft saves them, and merged into their base."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -110,12 +109,8 @@ def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> 
     checkpoint = state_checkpoint(adapted, tmp_path / "c")
     with pytest.raises(ValueError, match="score.weight.*neither the adapters nor the base"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True)
-    with pytest.raises(ValueError, match="do not fit the base model .*narrow: .*q_proj.*`--base`"):
+    with pytest.raises(UserError, match="is of another model: 2 weights differ .*q_proj.lora_A"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "narrow"))
-    config = json.loads((checkpoint / "adapter_config.json").read_text())
-    (checkpoint / "adapter_config.json").write_text(json.dumps(config | {"r": "two"}))
-    with pytest.raises(UserError, match="do not fit the base model .*base: "):
-        export_checkpoint(checkpoint, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()
 
 

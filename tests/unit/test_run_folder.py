@@ -8,32 +8,31 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
 
-from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish, run_in
+from trl_tpu.checkpoint.aside import STAGING_FOLDER
+from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish
 from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, STAGING_FOLDER, RunFolder
+from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, RunFolder
 from trl_tpu.config.urls import private_folder
 from trl_tpu.errors import UserError
 
-OLD, MINE, NEW = "0" * 12, "1" * 12, "2" * 12
 HOLDS = """
 import fcntl, os, sys
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.lockf(file, fcntl.LOCK_EX)
-print(os.pwrite(file, b'{"run": "abc", "host": "there", "process": 7, "since": "noon"}', 0), flush=True)
+print(os.pwrite(file, b'{"host": "there", "process": 7, "since": "noon"}', 0), flush=True)
 sys.stdin.read()
 """
 
 
-def checkpoint(folder: Path, step: int, run: str | None = None) -> Path:
+def checkpoint(folder: Path, step: int) -> Path:
     aside = folder / "aside" / f"checkpoint-{step}"
     aside.mkdir(parents=True)
     (aside / "weights").write_text("of a model")
-    publish(aside, folder / aside.name, describe_files(aside, files_in(aside), {}), run)
+    publish(aside, folder / aside.name, describe_files(aside, files_in(aside)))
     aside.parent.rmdir()
     return folder / aside.name
 
@@ -43,13 +42,12 @@ def names(folder: Path) -> set[str]:
 
 
 @contextmanager
-def training(folder: Path, run: str, resumed: Path | None = None, step: int = 0) -> Iterator[RunFolder]:
-    """As a process does that trains ``run``, here on from a checkpoint."""
+def training(folder: Path, resumed: Path | None = None, step: int = 0) -> Iterator[RunFolder]:
+    """As a process does that trains, here on from a checkpoint."""
     found = RunFolder(folder, None, writes=True)
     found.claim()
     try:
-        of = None if resumed is None else run_in((resumed / MANIFEST_FILE).read_text())
-        found.begin(run, None if resumed is None else str(resumed), step, of)
+        found.begin(None if resumed is None else str(resumed), step)
         yield found
     finally:
         found.release()
@@ -64,55 +62,58 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
             RunFolder(tmp_path, None, writes=True).claim()
         RunFolder(tmp_path, None, writes=False).claim()  # one that does not write may look
         other.kill()
-    with training(tmp_path, MINE):
-        assert json.loads((tmp_path / RUN_FILE).read_text())["run"] == MINE
+    with training(tmp_path):
+        assert json.loads((tmp_path / RUN_FILE).read_text())["process"] == os.getpid()
 
 
 def test_a_new_run_moves_aside_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (20, 60):
-        checkpoint(tmp_path, step, OLD)
+        checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-1-my-backup").mkdir()
-    with training(tmp_path, NEW):
+    with training(tmp_path):
         assert names(tmp_path) == {"checkpoint-1-my-backup"}
     (earlier,) = (tmp_path / EARLIER_FOLDER).iterdir()
     assert names(earlier) == {"checkpoint-20", "checkpoint-60"} and earlier.name in caplog.text
 
 
 def test_a_resumed_run_keeps_its_own_up_to_there(tmp_path: Path) -> None:
-    checkpoints = {
-        step: checkpoint(tmp_path, step, run) for step, run in ((10, MINE), (20, OLD), (40, MINE), (60, MINE))
-    }
-    with training(tmp_path, MINE, checkpoints[40], 40):
+    checkpoints = {step: checkpoint(tmp_path, step) for step in (10, 40, 60)}
+    with training(tmp_path, checkpoints[40], 40):
         assert names(tmp_path) == {"checkpoint-10", "checkpoint-40"}
 
 
 def test_all_steps_that_a_run_went_on_from_are_told(tmp_path: Path) -> None:
-    def resumed_at(run: str, step: int | None = None) -> list[int]:
-        resumed = None if step is None else checkpoint(tmp_path, step, run)
-        with training(tmp_path, run, resumed, step or 0):
+    def resumed_at(step: int | None = None) -> list[int]:
+        with training(tmp_path, None if step is None else checkpoint(tmp_path, step), step or 0):
             return json.loads((tmp_path / RUN_FILE).read_text())["resumed_at"]
 
-    assert resumed_at(MINE) == []
-    assert resumed_at(MINE, 10) == [10]
-    assert resumed_at(MINE, 40) == resumed_at(MINE, 40) == [10, 40]
-    assert resumed_at(MINE, 20) == [10, 20], "what came after 20 is not this run's any more"
-    assert resumed_at(NEW) == []
+    assert resumed_at() == []
+    assert resumed_at(10) == [10]
+    assert resumed_at(40) == resumed_at(40) == [10, 40]
+    assert resumed_at(20) == [10, 20], "what came after 20 is not this run's any more"
+    assert resumed_at() == []
 
 
-def test_what_is_of_another_run_is_told(tmp_path: Path) -> None:
-    old = checkpoint(tmp_path, 10)
-    with training(tmp_path, MINE, old, 10):
-        mine = checkpoint(tmp_path, 20, MINE)
-    found = RunFolder(tmp_path, None, writes=False)
-    found.claim()
-    assert not found.is_foreign(old), "the run went on from it"
-    assert not found.is_foreign(mine) and found.is_foreign(checkpoint(tmp_path, 60, OLD))
+@pytest.mark.parametrize(
+    ("limit", "needed", "left"),
+    [(None, 8, {2, 4, 6, 8}), (0, 8, {2, 4, 6, 8}), (2, 8, {6, 8}), (1, 4, {4}), (3, 2, {2, 6, 8})],
+)
+def test_the_first_steps_are_deleted_but_for_what_is_needed(
+    limit: int | None, needed: int, left: set[int], tmp_path: Path
+) -> None:
+    """Whatever their dates are; what only begins like a checkpoint is nobody's to delete."""
+    for age, step in enumerate((8, 6, 4, 2)):
+        os.utime(checkpoint(tmp_path, step), (1000 + age,) * 2)
+    (tmp_path / "checkpoint-1-my-backup").mkdir()
+    RunFolder(tmp_path, None, writes=True).rotate(limit, {f"checkpoint-{needed}"})
+    assert names(tmp_path) == {f"checkpoint-{step}" for step in left} | {"checkpoint-1-my-backup"}
+    assert not (tmp_path / STAGING_FOLDER).exists()
 
 
 def test_a_run_whose_end_cannot_be_written_down_is_trained_all_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with training(tmp_path, MINE) as found:
+    with training(tmp_path) as found:
         file, found._file = found._file, os.open(tmp_path / RUN_FILE, os.O_RDONLY)  # as on a disk that fails
         found.end()
         os.close(found._file)
@@ -122,7 +123,7 @@ def test_a_run_whose_end_cannot_be_written_down_is_trained_all_the_same(
 
 
 def test_what_was_killed_while_it_was_replaced_is_put_back(tmp_path: Path) -> None:
-    staging = tmp_path / STAGING_FOLDER / "0123456789ab"
+    staging = tmp_path / STAGING_FOLDER
     whole = checkpoint(tmp_path, 4)
     staging.mkdir(parents=True)
     whole.rename(staging / "checkpoint-4.replaced")
@@ -133,47 +134,23 @@ def test_what_was_killed_while_it_was_replaced_is_put_back(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / STAGING_FOLDER).iterdir()] == ["my notes"]
 
 
-def test_where_nothing_can_be_locked_the_last_to_begin_has_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError("no locks here")
-
-    monkeypatch.setattr("fcntl.lockf", refuse)
-    with training(tmp_path, MINE) as first:
-        assert "cannot be locked (no locks here)" in caplog.text
-        first.check_owner()
-        with training(tmp_path, NEW) as second:
-            second.check_owner()
-            with pytest.raises(OSError, match=r"process \d+ on .+ trains there since"):
-                first.check_owner()
-
-
-def test_a_folder_that_cannot_be_written_to_is_found_before_training(tmp_path: Path) -> None:
-    (tmp_path / "a file").write_text("")
-    with pytest.raises(UserError, match="cannot be written to"):
-        RunFolder(tmp_path / "a file", None, writes=True).claim()
-
-
 def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
     files, url = fsspec.filesystem("memory"), "memory://runs/shared"
     for name, text in (
-        (MANIFEST_FILE, f'{{"run": "{OLD}"}}'),
+        (MANIFEST_FILE, "{}"),
         ("progress.json", ""),
         ("state/host-0.safetensors", ""),
     ):
         files.pipe_file(f"/runs/shared/checkpoint-60/{name}", text.encode())
-    first, second = (RunFolder(tmp_path, RemoteRun(url), writes=True) for _ in range(2))
-    first.claim()
-    first.begin(NEW, None)
-    assert RemoteRun(url).checkpoints() == []
+    run = RunFolder(tmp_path, RemoteRun(url), writes=True)
+    run.claim()
+    run.begin(None)
+    assert run.checkpoints() == []
     (moved,) = files.glob("/runs/shared/_earlier/*/checkpoint-60")
     assert len(files.find(moved)) == 3
-    first.check_owner()
-    second.claim()
-    second.begin(MINE, None)
-    with pytest.raises(OSError, match="trains there since"):
-        first.check_owner()
+    again = RunFolder(tmp_path, RemoteRun(url), writes=False)
+    again.claim()
+    assert again.began_without_a_checkpoint
 
 
 def test_a_url_that_cannot_be_written_to_is_found_before_training(tmp_path: Path) -> None:
@@ -189,27 +166,16 @@ def test_files_of_a_url_pass_through_a_folder_that_is_nobody_elses() -> None:
     assert stat.S_IMODE(one.parent.stat().st_mode) == 0o700 and not one.is_symlink()
 
 
-@pytest.mark.parametrize("run", ['"/home/somebody"', '"../../x"', "[1]", "7", '"ABCDEFABCDEF"', "null"])
-def test_a_manifest_names_a_run_or_none(run: str) -> None:
-    """A folder is named by it, and removed in the end."""
-    assert run_in(f'{{"run": {run}}}') is None
-    assert run_in(f'{{"run": "{MINE}"}}') == MINE
-
-
 def test_what_is_resumed_from_elsewhere_is_no_reason_to_keep_what_is_here(tmp_path: Path) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     for step in (10, 20):
-        checkpoint(here, step, MINE)
-    with training(here, MINE, checkpoint(elsewhere, 30, MINE), 30):
+        checkpoint(here, step)
+    with training(here, checkpoint(elsewhere, 30), 30):
         assert names(here) == set()
     found = RunFolder(here, None, writes=False)
     found.claim()
     assert not found.began_without_a_checkpoint, "it did not begin from nothing"
-
-
-def test_a_run_that_has_ended_does_not_begin_anew(tmp_path: Path) -> None:
-    with training(tmp_path, MINE) as run:
+    with training(here) as run:
         run.end()
-    found = RunFolder(tmp_path, None, writes=False)
     found.claim()
-    assert not found.began_without_a_checkpoint
+    assert not found.began_without_a_checkpoint, "it has ended"

@@ -50,13 +50,13 @@ class BackgroundSaves:
         self._pending = self._pool.submit(self._try, name, write)
 
     def wait(self) -> None:
-        """Until what was submitted is written, or has failed."""
+        """Wait until what was submitted is written, or has failed."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
 
     def fail(self, name: str, error: BaseException) -> None:
-        """Count a save that came to nothing."""
+        """Count a save that has failed."""
         self.failed.append(name)
         logger.error(
             "%s was NOT saved (%s: %s). Training goes on, and earlier checkpoints stay; make room or mend the folder.",

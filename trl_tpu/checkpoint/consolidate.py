@@ -10,13 +10,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -25,11 +23,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from ..config.urls import is_url
 from ..errors import UserError
-from ..modeling import broken
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers, write_old_rope_names
 from ..runtime.native import Runtime
+from .aside import STAGING_FOLDER, fill_aside, write_aside
 from .manifest import MANIFEST_FILE, find_faults
 from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
 from .remote import local_copy
@@ -69,22 +67,26 @@ def export_checkpoint(
         UserError: The checkpoint is damaged, has no weights in safetensors, or lacks some; `out` has files; `merge` or
             `base` do not fit what the checkpoint is; `dtype` cannot hold a weight.
     """
-    _check_size(max_shard_size)
-    out, staging = _new_folder(out)
+    if is_url(str(out)):
+        raise UserError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
+    out = Path(os.path.realpath(out))
+    # a folder that is there stays: a mount point cannot be replaced, and a shell may be in it
+    is_there = out.is_dir()
+    if os.path.lexists(out) and not (is_there and set(out.iterdir()) <= {out / STAGING_FOLDER}):
+        raise UserError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
     with local_copy(checkpoint) as folder:
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
         _check(folder, merge, base, has_adapters)
         going_along = companions(folder)
-        shutil.rmtree(staging, ignore_errors=True)
-        try:
-            staging.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(f"{staging} cannot be made: {error}. Give a folder that can be written to.") from error
-        try:
-            _copy(folder, [name for name in going_along if not (merge and name == BASE_CONFIG)], staging)
+        with fill_aside(out) if is_there else write_aside(out) as staging:
+            staging.mkdir(exist_ok=True)
+            for name in going_along:
+                if not (merge and name == BASE_CONFIG):
+                    (staging / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(folder / name, staging / name)
             if not has_adapters:
                 model = _whole_model(folder, dtype, trust_remote_code)
-                tell_readers(model.config)  # whoever trained it
+                tell_readers(model.config)  # a model of another trainer may not tell them
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             elif merge:
                 merged = _merged_model(folder, _base_name(folder, base), dtype, trust_remote_code)
@@ -92,48 +94,6 @@ def export_checkpoint(
             else:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
             write_old_rope_names(staging)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-    _publish(staging, out)
-
-
-def _check_size(max_shard_size: int | str) -> None:
-    try:
-        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"max_shard_size={max_shard_size!r} is no size: {error}. Give one such as 5GB.") from error
-
-
-def _new_folder(out: str | Path) -> tuple[Path, Path]:
-    """Return where the model goes, and the folder in which it is written until it is whole."""
-    if is_url(str(out)):
-        raise UserError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
-    out = Path(os.path.realpath(out))
-    # a folder that is there stays: a mount point cannot be replaced, and a shell may be in it
-    staging = (out if out.exists() else out.parent) / f".{out.name}.unfinished"
-    if os.path.lexists(out) and (not out.is_dir() or set(out.iterdir()) - {staging}):
-        raise UserError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
-    return out, staging
-
-
-def _publish(staging: Path, out: Path) -> None:
-    """Move a whole model to its place.
-
-    Raises:
-        UserError: It cannot be moved, and is whole where it was written.
-    """
-    try:
-        if staging.parent != out:
-            os.replace(staging, out)
-            return
-        # nothing loads a folder without the config
-        for path in sorted(staging.iterdir(), key=lambda path: path.name in ("config.json", ADAPTER_CONFIG)):
-            os.replace(path, out / path.name)
-        staging.rmdir()
-    except OSError as error:
-        told = f"The model is whole, but cannot be moved to {out}: {error}. Move it from {staging}."
-        raise UserError(told) from error
 
 
 def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
@@ -141,34 +101,23 @@ def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) 
         raise UserError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
     read = (path for pattern in _READ for path in checkpoint.glob(pattern))
     check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in read))
-    if merge and not has_adapters:
-        raise UserError(f"There is nothing to merge: {checkpoint} has no {ADAPTER_CONFIG}. Leave `--merge` out.")
-    if base is not None and not has_adapters:
-        raise UserError(f"{checkpoint} is a whole model, so `--base` has no use. Leave it out.")
-    if not has_adapters and not (checkpoint / "config.json").is_file():
-        raise UserError(f"{checkpoint} has no config.json, by which the model is built. Copy it there.")
+    if not has_adapters and (merge or base is not None):
+        told = "there is nothing to merge" if merge else "`--base` has no use"
+        raise UserError(f"{checkpoint} is a whole model, it has no {ADAPTER_CONFIG}: {told}. Leave the flag out.")
     if (checkpoint / MANIFEST_FILE).exists() and (wrong := find_faults(checkpoint)):
         raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(wrong)}. Export another one.")
-
-
-def _copy(checkpoint: Path, names: Iterable[str], folder: Path) -> None:
-    for name in names:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(checkpoint / name, folder / name)
 
 
 def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the trained model, in the dtype that is asked for."""
     if any((checkpoint / file).is_file() for file in MODEL_FILES):
-        stored_dtype = _stored_dtype(checkpoint)
-        _check_range(_stored(checkpoint), dtype)
-        model, missing = _load(str(checkpoint), dtype=dtype or stored_dtype, trust_remote_code=trust_remote_code)
-        if missing:
-            raise UserError(f"{checkpoint} lacks weights: {', '.join(missing[:5])}. Copy it anew.")
+        dtype = _dtype_of(checkpoint, "", dtype)
+        model, info = load_classifier(str(checkpoint), dtype=dtype, trust_remote_code=trust_remote_code)
+        if missing := sorted(info["missing_keys"])[:5]:
+            raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it anew.")
         return model
-    stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
-    _check_range(_stored(checkpoint / STATE_FOLDER, "model."), dtype)
-    model = _without_memory(str(checkpoint), dtype or stored_dtype, trust_remote_code).to_empty(device="cpu")
+    dtype = _dtype_of(checkpoint / STATE_FOLDER, "model.", dtype)
+    model = _without_memory(str(checkpoint), dtype, trust_remote_code).to_empty(device="cpu")
     model.tie_weights()
     read_weights(model, checkpoint, Runtime())
     return model
@@ -185,9 +134,8 @@ def _write_adapters(
         stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
         name = _base_name(checkpoint, base)
         model = _without_memory(name, stored_dtype, trust_remote_code)
-        with _explaining_misfit(checkpoint, name):
-            adapted = empty_adapters(model, str(checkpoint), stored_dtype)
-            read_weights(adapted, checkpoint, Runtime())
+        adapted = empty_adapters(model, str(checkpoint), stored_dtype)
+        read_weights(adapted, checkpoint, Runtime())
         weights = adapter_weights(adapted)
     _check_range(weights.items(), dtype)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
@@ -201,16 +149,15 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     """Return the base model with the trained adapters merged in float32, then rounded once."""
     with tempfile.TemporaryDirectory() as adapters:
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        model, missing = _load(base, dtype=torch.float32, num_labels=1, trust_remote_code=trust_remote_code)
+        model, info = load_classifier(base, dtype=torch.float32, num_labels=1, trust_remote_code=trust_remote_code)
         trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
-        if random := [name for name in missing if name not in trained]:
+        if random := sorted(set(info["missing_keys"]) - trained)[:5]:
             raise UserError(
-                f"{', '.join(random[:5])}: neither the adapters nor the base model {base} have a value, so it would "
+                f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would "
                 "be random. A reward head is saved with the adapters when it is trained whole: "
                 "`modules_to_save` or `task_type='SEQ_CLS'` in the peft config."
             )
-        with _explaining_misfit(checkpoint, base):
-            merged: Any = merge_adapters(model, adapters)
+        merged: Any = merge_adapters(model, adapters)
     if (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
@@ -222,18 +169,19 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     return merged.to(dtype)
 
 
-def _load(name: str, **kwargs: Any) -> tuple[PreTrainedModel, list[str]]:
-    """Return a model on the host, and which of its weights its files lack."""
-    model, info = load_classifier(name, **kwargs)
-    return model, sorted(info["missing_keys"])
-
-
 def _without_memory(name: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model that a config describes, on the meta device."""
     trust = {"trust_remote_code": trust_remote_code}
-    with broken.explaining(name), torch.device("meta"):
+    with torch.device("meta"):
         config = AutoConfig.from_pretrained(name, num_labels=1, **trust)
         return AutoModelForSequenceClassification.from_config(config, dtype=dtype, **trust)
+
+
+def _dtype_of(folder: Path, prefix: str, asked: torch.dtype | None) -> torch.dtype:
+    """Return the dtype to write a folder's weights in: the one ``asked`` for, if all fit in it, or as it is stored."""
+    stored = _stored_dtype(folder, prefix)
+    _check_range(_stored(folder, prefix), asked)
+    return asked or stored
 
 
 def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
@@ -293,15 +241,3 @@ def _base_name(checkpoint: Path, base: str | None) -> str:
     if not (name := base or named) or not isinstance(name, str):
         raise UserError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Give its folder or Hub id: `--base`.")
     return name
-
-
-@contextmanager
-def _explaining_misfit(checkpoint: Path, base: str) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, RuntimeError, TypeError, UserWarning, ValueError) as error:
-        reason = str(error).rstrip(".")
-        raise UserError(
-            f"The adapters in {checkpoint} do not fit the base model {base}: {reason}. Give the one that they were "
-            "trained on: `--base`."
-        ) from error

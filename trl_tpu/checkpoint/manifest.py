@@ -1,10 +1,9 @@
 """What makes a folder a checkpoint: a manifest, written last, of every file with its size and SHA-256.
 
-A checkpoint is written in the staging folder, sealed, flushed to disk and renamed: it is complete or invisible.
-Checksums of large files are made while they are written; all files are checked before a checkpoint is loaded.
+A checkpoint is written in the staging folder, sealed, flushed to disk and renamed: it is complete or invisible. All
+files are checked before a checkpoint is loaded.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -12,9 +11,9 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -25,10 +24,8 @@ MANIFEST_FILE = "manifest.json"
 REPLACED = ".replaced"
 """How the folder of a checkpoint's older version ends, in the staging folder, while a newer one takes its place."""
 _FORMAT = 2
-RUN_ID = re.compile("[0-9a-f]{12}")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
-Named = TypeVar("Named", str, Path)
 Files = dict[str, dict[str, Any]]
 """Size and SHA-256 of each file, by its path below the folder."""
 
@@ -43,37 +40,32 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def describe_files(folder: Path, names: Iterable[str], known: Mapping[str, str]) -> Files:
-    """Flush files below ``folder`` to disk and return their sizes and checksums.
-
-    Args:
-        known: The SHA-256 of files that were computed while they were written; others are read.
-    """
+def describe_files(folder: Path, names: Iterable[str]) -> Files:
+    """Flush files below ``folder`` to disk and return their sizes and checksums."""
     files = {}
     for name in sorted(names):
         path = folder / name
         flush(path)
-        files[name] = {"size": path.stat().st_size, "sha256": known.get(name) or _sha256(path)}
+        files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     return files
 
 
-def seal(folder: Path, files: Mapping[str, Mapping[str, Any]], run: str | None = None) -> None:
-    """Write the manifest of ``files``, which says that they are all, and which run's."""
+def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the manifest of ``files``, which says that they are all."""
     manifest = folder / MANIFEST_FILE
-    content = {"format": _FORMAT, "run": run, "files": dict(files)}
-    manifest.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
     flush(manifest)
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         flush(path)
 
 
-def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]], run: str | None = None) -> None:
+def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Seal the folder ``staging`` with a manifest of ``files`` and rename it to ``final``; an older one is replaced.
 
     A kill at any moment leaves ``final`` absent or complete. Where it existed, it may be left absent for the instant
     between two renames; its older version then still lies in the staging folder, and is put back by the next run.
     """
-    seal(staging, files, run)
+    seal(staging, files)
     replaced = staging.with_name(f"{staging.name}{REPLACED}")
     if final.exists():
         final.rename(replaced)
@@ -91,51 +83,13 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# ---- rotation
-
-
-def surplus_checkpoints(saved: Path, limit: int | None, best: Path | None) -> list[Path]:
-    """Return the checkpoints to delete so that ``limit`` are left, first steps first, never ``saved`` or ``best``."""
-    found = checkpoints_in(saved.parent)[::-1]
-    return surplus(found, limit, {each for each in found if each in (saved, best)})
-
-
-def surplus(found: Sequence[Named], limit: int | None, needed: Set[Named]) -> list[Named]:
-    """Return the first of ``found``, without any that is ``needed``, to delete so that ``limit`` are left."""
-    if limit is None or limit <= 0:
-        return []
-    deletable = [each for each in found if each not in needed]
-    return deletable[: max(len(found) - max(limit, len(needed)), 0)]
-
-
-def retire(folder: Path, staging: Path) -> None:
-    """Delete a checkpoint, invisible first: a kill leaves no folder with some of its files, and with a new date."""
-    staging.mkdir(parents=True, exist_ok=True)
-    retired = staging / f"{folder.name}.retired"
-    folder.rename(retired)
-    shutil.rmtree(retired, ignore_errors=True)
-
-
 # ---- finding
 
 
-def newest_first(found: Iterable[Named]) -> list[Named]:
-    """Return those that are named as checkpoints, the last step first."""
-    steps = {each: int(match[1]) for each in found if (match := _CHECKPOINT.fullmatch(Path(each).name))}
+def newest_first(names: Iterable[str]) -> list[str]:
+    """Return those that are names of checkpoints, the last step first."""
+    steps = {name: int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
     return sorted(steps, key=steps.__getitem__, reverse=True)
-
-
-def checkpoints_in(output_dir: str | Path) -> list[Path]:
-    """Return the folders of checkpoints, the last step first, whole or not."""
-    return newest_first(path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir())
-
-
-def run_in(manifest: str) -> str | None:
-    """Return the run that a checkpoint with this manifest is of; None where it does not say, or no id of a run."""
-    with contextlib.suppress(ValueError, AttributeError, TypeError):
-        run = json.loads(manifest).get("run")
-        return run if RUN_ID.fullmatch(run) else None  # a folder is named by it
-    return None
 
 
 def is_ours(folder: str | Path) -> bool:
@@ -168,7 +122,7 @@ def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str
     return [fault for fault in found if fault]
 
 
-def newest_good(checkpoints: Iterable[Path], examine: Callable[[Path], list[str]] = find_faults) -> str:
+def newest_good(checkpoints: Iterable[str], examine: Callable[[str], list[str]] = find_faults) -> str:
     """Return the first of ``checkpoints`` that is whole; those before it are named in warnings.
 
     Args:
@@ -180,7 +134,7 @@ def newest_good(checkpoints: Iterable[Path], examine: Callable[[Path], list[str]
     rejected = []
     for folder in checkpoints:
         if not (wrong := examine(folder)):
-            return str(folder)
+            return folder
         rejected.append(f"{folder}: {'; '.join(wrong)}")
         logger.warning("Skipping the checkpoint %s", rejected[-1])
     listing = "".join(f"\n  {line}" for line in rejected) or " no folder checkpoint-N at all"
@@ -190,26 +144,21 @@ def newest_good(checkpoints: Iterable[Path], examine: Callable[[Path], list[str]
     )
 
 
-def check_given(folder: str | Path, examine: Callable[[Path], list[str]] = find_faults) -> None:
+def check_given(folder: str, examine: Callable[[str], list[str]] = find_faults) -> None:
     """Refuse a damaged checkpoint that was asked for by name; one of another trainer has no manifest and may pass.
 
     Raises:
         UserError: There is none, or its files are not those of its manifest; one of ours has to have one.
     """
-    if not str(folder) or not Path(folder).is_dir():
-        raise UserError(
-            f"resume_from_checkpoint={str(folder)!r} is no folder. Give the folder of a checkpoint, or True for the "
-            "newest good one of output_dir."
-        )
     ours = is_ours(folder)
     if not ours and not Path(folder, TRAINER_STATE_NAME).is_file():
         raise UserError(
-            f"resume_from_checkpoint={str(folder)!r} has no {TRAINER_STATE_NAME}, so it is no checkpoint to go on "
-            "from. To start from its weights, give it as the model."
+            f"resume_from_checkpoint={folder!r} is no checkpoint: it has no {TRAINER_STATE_NAME}. Give one, "
+            "or True for the newest good one of output_dir. To start from a model's weights, give it as the model."
         )
     if not ours:
         logger.warning("The checkpoint %s has no %s, so its files cannot be checked.", folder, MANIFEST_FILE)
-    elif wrong := examine(Path(folder)):
+    elif wrong := examine(folder):
         raise UserError(
             f"The checkpoint {folder} is damaged: {'; '.join(wrong)}. "
             "Give another folder, or resume_from_checkpoint=True for the newest good one."

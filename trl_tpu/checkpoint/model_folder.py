@@ -5,7 +5,7 @@ A folder may hold anything beside them, and links to anything. What is in no lis
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -64,18 +64,19 @@ def read_config(path: Path) -> dict[str, Any]:
         UserError: It is torn, or something else.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is broken: {error}. Copy or download it again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} is broken: it is no JSON object. Copy or download it again.")
-    return config
 
 
 def _own_code(folder: Path, configs: Iterable[str]) -> set[str]:
     """Return the names of the files of code that ``configs`` name in their ``auto_map``, and of what those import."""
-    waiting = [reference.partition(".")[0] for name in configs for reference in _auto_classes(folder / name)]
     found: set[str] = set()
+    waiting: list[str] = []
+    for name in configs:
+        for each in (read_config(folder / name).get("auto_map") or {}).values():
+            # of a tokenizer, the slow class and the fast one, or None
+            waiting += [str(name).partition(".")[0] for name in (each if isinstance(each, list) else [each])]
     while waiting:
         module = waiting.pop()
         # the code of another repository is `owner/name--module`, and what is missing here is for its reader to say
@@ -84,10 +85,3 @@ def _own_code(folder: Path, configs: Iterable[str]) -> set[str]:
             found.add(f"{module}.py")
             waiting += get_relative_imports(folder / f"{module}.py")
     return found
-
-
-def _auto_classes(config: Path) -> Iterator[str]:
-    auto_map = read_config(config).get("auto_map")
-    for each in auto_map.values() if isinstance(auto_map, dict) else ():
-        # of a tokenizer, the slow class and the fast one, or None
-        yield from (name for name in (each if isinstance(each, list) else [each]) if isinstance(name, str))

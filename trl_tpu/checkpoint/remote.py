@@ -14,7 +14,7 @@ import fsspec
 
 from ..config.urls import is_url
 from ..errors import UserError
-from .manifest import MANIFEST_FILE, newest_first, path_below, surplus
+from .manifest import MANIFEST_FILE, newest_first, path_below
 
 
 @contextmanager
@@ -108,38 +108,23 @@ class RemoteRun:
         """Download what is below ``name``, or all if that is empty, to below ``folder``.
 
         Raises:
-            UserError: There is nothing, it cannot be read, or a name there leads elsewhere or below a file: an archive
-                or a store may have any.
+            UserError: There is nothing, it cannot be read, or a name there leads elsewhere: an archive or a store may
+                have any.
         """
-        url = "/".join(filter(None, (self.url, name)))
+        url, target = "/".join(filter(None, (self.url, name))), folder / name
+        beginning = "/".join(filter(None, (self._root, name))) + "/"
         try:
-            return self._copy("/".join(filter(None, (self._root, name))) + "/", folder / name, url)
-        except UserError:
-            raise
+            found = self._files.find(beginning)
+            copies = [path_below(target, path.removeprefix(beginning)) for path in found]
+            if None in copies:
+                raise ValueError(f"its file {found[copies.index(None)]!r} would be written outside of the folder")
+            if not copies:
+                raise FileNotFoundError("there is nothing")
+            for path, copy in zip(found, filter(None, copies), strict=True):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                self._files.get_file(path, str(copy))
         except Exception as error:  # as in opening
             raise _refusal(url, "copied", error) from error
-
-    def _copy(self, beginning: str, target: Path, url: str) -> Path:
-        copies: dict[str, Path] = {}
-        for path in self._files.find(beginning):
-            if (copy := path_below(target, path.removeprefix(beginning))) is None:
-                raise UserError(
-                    f"{url} has a file named {path!r}, which would be written outside of the folder that it is copied "
-                    "to, so nothing was copied. Give a URL whose names have no `..` and begin with no `/`."
-                )
-            copies[path] = copy
-        if not copies:
-            raise UserError(f"There is nothing at {url}.")
-        files = set(copies.values())
-        if below := next((path for path, copy in copies.items() if not files.isdisjoint(copy.parents)), None):
-            raise UserError(
-                f"{url} has a file named {below!r} below another file, which no folder can have, so nothing was "
-                "copied. Rename one of them."
-            )
-        target.mkdir(parents=True, exist_ok=True)
-        for path, copy in copies.items():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            self._files.get_file(path, str(copy))
         return target
 
     def delete(self, name: str) -> None:
@@ -155,9 +140,3 @@ class RemoteRun:
             else:
                 with suppress(OSError):  # object stores have no folders
                     self._files.rmdir(path)
-
-    def rotate(self, limit: int | None, best: str | None, saved: str) -> None:
-        """Keep ``limit`` checkpoints, among them the one just ``saved`` and the ``best``, then those of last steps."""
-        names = self.checkpoints()
-        for name in surplus(names[::-1], limit, {name for name in (saved, best) if name in names}):
-            self.delete(name)

@@ -8,17 +8,15 @@ import json
 from collections.abc import Iterator, Mapping, Set
 from operator import getitem
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME
 
 from ..errors import UserError
 from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
@@ -29,11 +27,11 @@ from .storage import read_state, tensors_in, to_host
 
 STATE_FOLDER = "state"
 PROGRESS_FILE = "progress.json"
-_IN_PROGRESS = {"processes": list, "logged_step": int, "optimizer": dict, "batches": str, "order": dict}
+Tensors = Mapping[str, torch.Tensor]
 _WEIGHT = "model."
 _OPTIMIZER = "optimizer."
-_ELEMENTWISE = (Adagrad, Adam, RMSprop, SGD)
-"""Optimizers whose state has the parameter's shape; others may keep sums of its rows, or blocks of it."""
+_OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable")
+"""Settings of an optimizer's groups that are those of now, and not those of the checkpoint."""
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -86,15 +84,11 @@ def are_in_model_files(model: nn.Module) -> bool:
     It does not for adapters, whose names it shortens, nor where transformers merges or splits weights as it loads
     them (the experts of a mixture).
     """
-    if (
-        not isinstance(model, PreTrainedModel)
-        or is_peft_model(model)
-        or getattr(model, "_keys_to_ignore_on_save", None)
-    ):
+    leaves_out = is_peft_model(model) or getattr(model, "_keys_to_ignore_on_save", None)
+    if leaves_out or not isinstance(model, PreTrainedModel):
         return False
-    shapes = {
-        name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    tensors = model.state_dict(keep_vars=True)
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     return revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys()
 
 
@@ -157,18 +151,12 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
 
 
 def read_optimizer(
-    optimizer: Optimizer,
-    model: nn.Module,
-    checkpoint: str | Path,
-    numbers: Mapping[str, Any],
-    runtime: Runtime,
-    keep: Set[str] = frozenset(),
+    optimizer: Optimizer, model: nn.Module, checkpoint: str | Path, numbers: Mapping[str, Any], runtime: Runtime
 ) -> None:
     """Load the optimizer's state; where there is none yet, it is made and laid out like its parameters.
 
     Args:
         numbers: What `optimizer_numbers` returned.
-        keep: Names of the groups' settings that stay as they are now.
 
     Raises:
         UserError: It is the state of another optimizer.
@@ -190,11 +178,6 @@ def read_optimizer(
             )
         _make_state(optimizer, parameters[parameter], kind, tensor, runtime)
     tensors = state_tensors(model, optimizer, with_weights=False)
-    if missing := sorted(tensors.keys() - saved.keys()):
-        raise UserError(
-            f"The checkpoint {checkpoint} has no {_some(missing)}. Choose the optimizer's options with which it was "
-            "trained, or start from its weights: give its folder as the model."
-        )
     if tensors:
         with torch.no_grad():
             read_state(tensors, folder, runtime)
@@ -202,52 +185,20 @@ def read_optimizer(
         parameter, kind = _parameter_and_kind(name)
         optimizer.state[parameters[parameter]][kind] = value
     for group, saved_group in zip(optimizer.param_groups, numbers["groups"], strict=True):
-        # JSON made lists of tuples such as Adam's betas
-        restored = {k: tuple(v) if isinstance(v, list) else v for k, v in saved_group.items() if k not in keep}
-        _update_group(group, restored)
-
-
-def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
-    """Load what transformers' Trainer wrote into existing state, which keeps its layout; nothing if there is none."""
-    path = Path(checkpoint, OPTIMIZER_NAME)
-    if not path.is_file():
-        return
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with torch.no_grad():
-        for index, values in saved["state"].items():
-            own = optimizer.state[parameters[index]]
-            for kind, value in values.items():
-                if isinstance(own.get(kind), torch.Tensor):
-                    own[kind].copy_(value)
-                else:
-                    own[kind] = value
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         _update_group(group, saved_group)
-    read_scheduler(scheduler, checkpoint)
-    runtime.step_boundary()
 
 
-def read_scheduler(scheduler: Any, checkpoint: str | Path, *, keeps_rate: bool = False) -> None:
-    """Load the learning rate schedule's place.
-
-    Args:
-        keeps_rate: Whether the rate that it starts from stays as it is now.
-
-    Raises:
-        UserError: The checkpoint has none, or it cannot be read.
-    """
-    rates: Any = getattr(scheduler, "base_lrs", None)
-    try:
-        place = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise _unreadable(checkpoint, SCHEDULER_NAME, error) from error
-    scheduler.load_state_dict(place)
-    if keeps_rate and isinstance(scheduler, LambdaLR):
-        scheduler.base_lrs = rates
-        scheduler._last_lr = scheduler.get_lr()
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
-            group["lr"] = rate
+def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
+    """Load the learning rate schedule's place; the rate that it starts from stays that of now."""
+    place = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+    if type(scheduler) is not LambdaLR:  # of any other the rate of now may depend on those before
+        scheduler.load_state_dict(place)
+        return
+    factors = [factor_at(place["last_epoch"]) for factor_at in scheduler.lr_lambdas]
+    rates = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    scheduler.load_state_dict(place | {"base_lrs": scheduler.base_lrs, "_last_lr": rates})
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
@@ -256,42 +207,15 @@ def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
 
 
 def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
-    """Return what `write_progress` wrote; None for a checkpoint of another trainer.
-
-    Raises:
-        UserError: It is something else.
-    """
+    """Return what `write_progress` wrote; None for a checkpoint of another trainer."""
     path = Path(checkpoint, PROGRESS_FILE)
-    if not path.is_file():
-        return None
-    try:
-        progress = json.loads(path.read_text(encoding="utf-8"))
-        for name, kind in _IN_PROGRESS.items():
-            if not isinstance(progress[name], kind):
-                raise ValueError(f"{name} is {progress[name]!r}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(checkpoint, PROGRESS_FILE, error) from error
-    return progress
-
-
-def read_trainer_state(checkpoint: str | Path) -> TrainerState:
-    """Return transformers' state of a run, which a checkpoint of any trainer has.
-
-    Raises:
-        UserError: There is none, or it cannot be read.
-    """
-    try:
-        return TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise _unreadable(checkpoint, TRAINER_STATE_NAME, error) from error
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 # ---- names
 
 
-def _once(
-    tensors: Mapping[str, torch.Tensor], prefer: set[str] | frozenset[str] = frozenset()
-) -> dict[str, torch.Tensor]:
+def _once(tensors: Tensors, prefer: Set[str] = frozenset()) -> dict[str, torch.Tensor]:
     """Return each tensor once: under its first name, or where tied under one that is in ``prefer``."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -302,20 +226,8 @@ def _once(
 
 def _saved(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """Return the tensors in safetensors files of ``folder`` whose names begin so, without their values."""
-    if not folder.is_dir():
-        return {}
-    try:
-        saved = tensors_in(folder)
-    except (OSError, SafetensorError, KeyError) as error:
-        raise _unreadable(folder.parent, folder.name, error) from error
-    return {name: tensor for name, tensor in saved.items() if name.startswith(prefix)}
-
-
-def _unreadable(checkpoint: str | Path, part: str, error: Exception) -> UserError:
-    return UserError(
-        f"In the checkpoint {checkpoint}, {part} cannot be read ({type(error).__name__}: {error}). Give another "
-        "checkpoint, or resume_from_checkpoint=True for the newest good one."
-    )
+    found = tensors_in(folder) if folder.is_dir() else {}
+    return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
 
 
 def _parameter_and_kind(name: str) -> tuple[str, str]:
@@ -337,8 +249,10 @@ def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[s
 
 
 def _update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    # "capturable" is the device's option, not the run's
-    group.update({key: value for key, value in saved.items() if key not in ("params", "capturable")})
+    """Take a group's settings from a checkpoint, but for those that the run's arguments give."""
+    for name, value in saved.items():
+        if name not in _OF_ARGUMENTS:
+            group[name] = tuple(value) if isinstance(value, list) else value  # JSON makes lists of tuples
 
 
 def _make_state(
@@ -350,12 +264,6 @@ def _make_state(
     if like.shape == parameter.shape:
         optimizer.state[parameter][kind] = zeros_laid_out_like(parameter).to(like.dtype)
         return
-    if like.dim() > 0 and isinstance(optimizer, _ELEMENTWISE):
-        raise UserError(
-            f"The optimizer state {kind} of a parameter of shape {list(parameter.shape)} is of shape "
-            f"{list(like.shape)}: the checkpoint is of another model. Resume with the model, and the adapters, that "
-            "it was trained with."
-        )
     made = torch.zeros_like(like, device="cpu")
     counts_there = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
     if runtime.compiles or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
@@ -363,25 +271,12 @@ def _make_state(
     optimizer.state[parameter][kind] = made
 
 
-def _check_same_model(
-    own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], checkpoint: str | Path
-) -> None:
-    differing = sorted(name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape)
-    faults = [
-        f"its {name} is of shape {list(saved[name].shape)} instead of {list(own[name].shape)}"
-        for name in differing[:3]
-    ]
-    if missing := sorted(own.keys() - saved.keys()):
-        faults.append(f"it has no {_some(missing)}")
-    if unknown := sorted(saved.keys() - own.keys()):
-        faults.append(f"it also has {_some(unknown)}")
-    if faults:
+def _check_same_model(own: Tensors, saved: Tensors, checkpoint: str | Path) -> None:
+    here, there = ({name: list(tensor.shape) for name, tensor in each.items()} for each in (own, saved))
+    differing = sorted(name for name in here | there if here.get(name) != there.get(name))
+    if differing:
+        told = [f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here" for name in differing[:3]]
         raise UserError(
-            f"The checkpoint {checkpoint} is of another model: {'; '.join(faults)}. Resume with the model, and the "
-            "adapters, that it was trained with."
+            f"The checkpoint {checkpoint} is of another model: {len(differing)} weights differ ({'; '.join(told)}). "
+            "Give the model, and the adapters, that it was trained with."
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -1,17 +1,14 @@
-"""Tensors on disk by torch.distributed.checkpoint's plans, every part of a tensor in a safetensors file.
+"""Tensors on disk: a model's files as transformers writes them, and shards in safetensors files by torch's plans.
 
-torch's own files would need pickle to be read. Here each file is one of safetensors, which says the place of its
-parts, so nothing in a checkpoint can run code, and any mesh, or plain torch, reads what any other wrote. Each file's
-SHA-256 is made while it is written.
+torch's own files of a distributed checkpoint would need pickle to be read. Here each file is one of safetensors,
+which says the place of its parts: nothing in a checkpoint can run code, and any mesh, or plain torch, reads what any
+other wrote.
 """
 
-import hashlib
-import json
-import os
 import re
-import shutil
+import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -19,10 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -30,28 +24,43 @@ from torch.futures import Future
 
 from ..runtime import Runtime
 
-# one process saves alone on purpose, and torch looks at its own deprecated storage
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch.distributed.checkpoint")
-
-_MODEL_FILE = "model{suffix}.safetensors"
-_MODEL_INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 _FILE_SIZE = "5GB"
-"""Of a model file: serialized, each is in host memory once more."""
+"""The largest model file: while one is written, the host holds it twice."""
 
 
-def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> dict[str, str]:
-    """Write what `Runtime.local_shards` gave to ``folder``; all processes take part, from any thread.
+# ---- a model's files
 
-    Returns:
-        The SHA-256 of each file that this process wrote, by its name.
-    """
+
+def write_model(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write whole weights on the host as ``model.save_pretrained`` does, beside a config that is there already."""
+    with tempfile.TemporaryDirectory(dir=folder) as aside:
+        model.save_pretrained(aside, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
+        for path in Path(aside).rglob("*"):
+            if path.is_file() and path.name != "config.json":  # which may have changed since the weights were copied
+                (target := folder / path.relative_to(aside)).parent.mkdir(exist_ok=True)
+                path.rename(target)
+
+
+def older_weights(there: list[str], new: list[str]) -> list[str]:
+    """Return which files of ``there`` are weights of the kinds of ``new``, and not among them: of an older model."""
+    kinds = {match[1] for name in new if (match := _WEIGHTS.fullmatch(name))}
+    found = [match for name in there if (match := _WEIGHTS.fullmatch(name)) and name not in new]
+    return [match[0] for match in found if match[1] in kinds]
+
+
+# ---- shards
+
+
+def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> None:
+    """Write what `Runtime.local_shards` gave to ``folder``; all processes take part, from any thread."""
     folder.mkdir(parents=True, exist_ok=True)
-    planners, writer = runtime.checkpoint_planners(), _ShardWriter(folder)
+    planners, writer = runtime.checkpoint_planners(), _ShardWriter(str(folder), save_distributed=True)
     group = planners.group
-    dcp.save(dict(shards), storage_writer=writer, planner=planners.save, process_group=group, no_dist=group is None)
-    return writer.checksums
+    with _without_warnings():
+        dcp.save(
+            dict(shards), storage_writer=writer, planner=planners.save, process_group=group, no_dist=group is None
+        )
 
 
 def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime) -> None:
@@ -60,16 +69,13 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     Raises:
         CheckpointException: A tensor is missing, or has another shape.
     """
-    planners = runtime.checkpoint_planners()
+    planners, files = runtime.checkpoint_planners(), HuggingFaceStorageReader(str(folder))
     group = planners.group
     runtime.step_boundary()
-    dcp.load(
-        dict(tensors),
-        storage_reader=HuggingFaceStorageReader(str(folder)),
-        planner=planners.load,
-        process_group=group,
-        no_dist=group is None,
-    )
+    with _without_warnings():
+        dcp.load(
+            dict(tensors), storage_reader=files, planner=planners.load, process_group=group, no_dist=group is None
+        )
     runtime.step_boundary()
     runtime.all_gather_object(None)
 
@@ -82,40 +88,6 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
         for name, saved in found.items()
         if isinstance(saved, TensorStorageMetadata)
     }
-
-
-def write_model_files(weights: Mapping[str, torch.Tensor], folder: Path) -> dict[str, str]:
-    """Write whole weights to safetensors files that ``from_pretrained`` reads; returns the SHA-256 of each file."""
-    split = split_torch_state_dict_into_shards(dict(weights), filename_pattern=_MODEL_FILE, max_shard_size=_FILE_SIZE)
-    checksums = {}
-    for file, names in split.filename_to_tensors.items():
-        content = save({name: weights[name].contiguous() for name in names}, {"format": "pt"})
-        (folder / file).write_bytes(content)
-        checksums[file] = hashlib.sha256(content).hexdigest()
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / _MODEL_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return checksums
-
-
-def older_weights(there: Iterable[str], new: Iterable[str]) -> list[str]:
-    """Return which files of ``there`` are weights of the kinds of ``new``, and not among them: of an older model."""
-    new = set(new)
-    kinds = {match[1] for name in new if (match := _WEIGHTS.fullmatch(name))}
-    found = [match for name in there if (match := _WEIGHTS.fullmatch(name)) and name not in new]
-    return [match[0] for match in found if match[1] in kinds]
-
-
-def replace_model_files(staging: Path, folder: Path) -> None:
-    """Move a saved model's files to ``folder``, and remove weights of an older one there that are not among them."""
-    new = [path.name for path in staging.iterdir()]
-    for name in older_weights([path.name for path in folder.iterdir()], new):
-        (folder / name).unlink()
-    for path in list(staging.iterdir()):
-        target = folder / path.name
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)  # another adapter's
-        path.replace(target)
 
 
 def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -135,13 +107,17 @@ def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime) -> dict[str, to
     return join_shards(runtime.local_shards(state))
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out that one process saves alone, which is meant, and that torch looks at its own deprecated storage."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        yield
+
+
 class _ShardWriter(HuggingFaceStorageWriter):
     """Writes a file for each host and device: torch's has one a host, in which shards of a tensor would collide."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), save_distributed=True)
-        self.checksums: dict[str, str] = {}
-        self.fs = _HashingFileSystem(self.checksums)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         of_device: dict[int, list[WriteItem]] = {}
@@ -152,36 +128,3 @@ class _ShardWriter(HuggingFaceStorageWriter):
             name = f"host-{plan.storage_data['shard_index'] - 1:05d}-device-{device:03d}.safetensors"
             files.put((self.fs.concat_path(self.path, name), name, items))
         return self._write_data(planner, files)
-
-
-class _HashingFileSystem(FileSystem):
-    """torch's local file system, which makes the SHA-256 of what is written."""
-
-    def __init__(self, checksums: dict[str, str]) -> None:
-        self._checksums = checksums
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashing = _HashingStream(stream)
-            yield hashing
-        self._checksums[Path(path).name] = hashing.sha256.hexdigest()
-
-
-class _HashingStream:
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.sha256 = hashlib.sha256()
-
-    def write(self, content: bytes) -> int:
-        self.sha256.update(content)
-        return self._stream.write(content)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-__all__ = [
-    *("join_shards", "older_weights", "read_state", "replace_model_files", "tensors_in"),
-    *("to_host", "write_model_files", "write_state"),
-]

@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from trl_tpu.errors import UserError
 
@@ -18,7 +19,7 @@ _STATE_OF_TRAINING = ("state", "trainer_state.json", "optimizer.pt", "manifest.j
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command's words."""
+    """Return the parser of the command's words."""
     parser = argparse.ArgumentParser(
         prog="trl-tpu export",
         description="Write the model in a checkpoint to a new folder, as from_pretrained reads it.",
@@ -50,23 +51,17 @@ def run(argv: list[str]) -> int:
         parser.error("give OUT, the new folder, or --push_to_hub REPO to push an earlier export")
     if args.push_to_hub is None and args.private:
         parser.error("--private is of the repository that --push_to_hub REPO names")
-    changes = ("merge", "base", "dtype", "max_shard_size", "trust_remote_code")
-    if args.out is None and (unused := [name for name in changes if getattr(args, name) != parser.get_default(name)]):
+    names = ("merge", "base", "dtype", "max_shard_size", "trust_remote_code")
+    how: dict[str, Any] = {name: getattr(args, name) for name in names}
+    if args.out is None and (unused := [name for name in names if how[name] != parser.get_default(name)]):
         parser.error(f"--{unused[0]} is for an export: give OUT, since CHECKPOINT is pushed as it is")
     if args.out is not None:
         import torch
 
         from trl_tpu.checkpoint.consolidate import export_checkpoint
 
-        export_checkpoint(
-            args.checkpoint,
-            args.out,
-            merge=args.merge,
-            base=args.base,
-            dtype=None if args.dtype is None else getattr(torch, args.dtype),
-            max_shard_size=args.max_shard_size,
-            trust_remote_code=args.trust_remote_code,
-        )
+        how["dtype"] = None if args.dtype is None else getattr(torch, args.dtype)
+        export_checkpoint(args.checkpoint, args.out, **how)
         print(f"Model exported to {args.out}")
     if args.push_to_hub is not None:
         url = push(Path(args.out or args.checkpoint), args.push_to_hub, private=args.private)
@@ -100,12 +95,8 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
     try:
         name = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
         earlier = [file for file in api.list_repo_files(name) if _OF_A_MODEL.fullmatch(file)]
-        commit = api.upload_folder(
-            repo_id=name,
-            folder_path=folder,
-            commit_message="Upload reward model",
-            delete_patterns=earlier,
-        )
+        told = "Upload reward model"
+        commit = api.upload_folder(repo_id=name, folder_path=folder, commit_message=told, delete_patterns=earlier)
     except (HTTPError, OSError) as error:
         raise UserError(
             f"Pushing to {repo} FAILED: {error}\nIt is one commit, so no part of the model is visible there. The "

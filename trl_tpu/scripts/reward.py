@@ -165,7 +165,7 @@ def be_resumable(args: RewardConfig, checkpoint: str | bool | None) -> str:
         remote = None if args.output_url is None else RemoteRun(args.output_url)
         folder = RunFolder(Path(str(args.output_dir)), remote, args.should_save)
         folder.claim()
-        folder.begin(folder.run, None)
+        folder.begin(None)
         folder.release()
     if isinstance(checkpoint, str):
         return "start the same command again"

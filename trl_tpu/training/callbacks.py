@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -22,35 +21,17 @@ def watches_saves(callback: TrainerCallback) -> bool:
 
 @contextlib.contextmanager
 def keeping_all(args: TrainingArguments) -> Iterator[None]:
-    """Let a Trainer that ends delete no checkpoint, which it does with a limit of 1, and by how names begin."""
+    """Let a Trainer that ends delete no checkpoint: with a limit of 1 it would delete all but the best.
+
+    Also the one to resume from after a stop, and whatever else is named ``checkpoint-*``. There is no other way to
+    tell it, as it reads the limit in the middle of its last method.
+    """
     limit = args.save_total_limit
     args.save_total_limit = None
     try:
         yield
     finally:
         args.save_total_limit = limit
-
-
-@contextlib.contextmanager
-def best_found_at(folder: str | None, checkpoint: str | None) -> Iterator[None]:
-    """Let transformers read of ``checkpoint`` that the best one is at ``folder``, where that is not None and is there.
-
-    It looks where that was saved, and says of one that has moved that it is ignored.
-    """
-    own = vars(TrainerState)["load_from_json"]
-    load = TrainerState.load_from_json
-
-    def load_found(path: str) -> TrainerState:
-        state = load(path)
-        if folder is not None and Path(path).parent == Path(str(checkpoint)):
-            state.best_model_checkpoint = folder if Path(folder).is_dir() else None
-        return state
-
-    TrainerState.load_from_json = staticmethod(load_found)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        TrainerState.load_from_json = own  # type: ignore[method-assign]
 
 
 class StepCallback(TrainerCallback):

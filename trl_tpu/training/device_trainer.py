@@ -29,7 +29,6 @@ _finalize_training                  wait for saves; leave nonfinite steps out of
 
 import contextlib
 import logging
-import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -39,17 +38,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerState
+from transformers import PreTrainedModel, ProgressCallback, Trainer
+from transformers.trainer_utils import HubStrategy
 
 from ..batching.batch_plan import BatchPlan
 from ..batching.mesh_loader import mesh_loader
+from ..checkpoint.aside import fill_aside
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
 from ..checkpoint.remote import RemoteRun
-from ..checkpoint.run_folder import SAVING, RunFolder
+from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.saver import Checkpointer, failure_anywhere
-from ..checkpoint.state_dict import give_weights_on_host, read_trainer_state, whole_weights
-from ..checkpoint.storage import older_weights, replace_model_files
+from ..checkpoint.state_dict import give_weights_on_host, whole_weights
+from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
 from ..data.loader import outlive_sigterm, rows_of_step, skip_batches, skipping_with
@@ -60,7 +61,7 @@ from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
 from ..runtime import Runtime, current
 from .agreement import HostAgreement
-from .callbacks import StepCallback, best_found_at, keeping_all, watches_saves
+from .callbacks import StepCallback, keeping_all, watches_saves
 from .contents import contents_of, keeps_state
 from .hub import report_pushes
 from .log_interval import LogInterval, StepMetrics
@@ -69,7 +70,7 @@ from .optimizer import bare
 from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
 from .progress import Progress
 from .recompile_guard import RecompileGuard
-from .same_run import check_alike, describe_run, order_of_pairs, settings_of
+from .same_run import check_alike, describe_run, order_of_pairs
 from .step_state import StepState
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class DeviceTrainer(Trainer):
         self.label_names = []
         args = self.args
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
-        if self.remote is not None and not keeps_state(self):
+        if self.remote is not None and not keeps_state(self.accelerator):
             raise UserError(
                 f"FSDP and DeepSpeed of accelerate write a part of a checkpoint in every process, and a URL, "
                 f"{args.output_url}, is written to from one. Give a folder that all processes share as output_dir."
@@ -117,7 +118,7 @@ class DeviceTrainer(Trainer):
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, self.accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
-        counts_nonfinite = keeps_state(self) and not computes_in_float16(args, self.model)
+        counts_nonfinite = keeps_state(self.accelerator) and not computes_in_float16(args, self.model)
         limit = args.nonfinite_limit if counts_nonfinite else 0
         self.nonfinite = NonfiniteGuard(limit, runtime, args.device, self.accelerator)
         self.log_interval = LogInterval(runtime, args.device, self.accelerator, metrics, self.nonfinite)
@@ -129,17 +130,15 @@ class DeviceTrainer(Trainer):
             writes=args.should_save,
             shares_disk=shares_disk,
             limit=args.save_total_limit,
-            remote=self.remote,
         )
-        self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk, remote=self.remote)
+        self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk)
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
         self.best_model_lost: str | None = None
         """Why the last `train()` ended with its last model in the place of its best; None if it did not."""
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
         """What is done where a SIGTERM came too late for training to stop."""
-        self._best: str | None = None  # the best checkpoint of a run that is resumed, where it is now
         self.order: dict[str, Any] = {}
-        """What the pairs of each step of this training depend on."""
+        """What each step of this training depends on."""
         self._accumulates = args.gradient_accumulation_steps > 1
         self._step_state = StepState(
             runtime,
@@ -177,8 +176,7 @@ class DeviceTrainer(Trainer):
             self.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), self.remote, self.args.should_save)
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
-                with best_found_at(self._best, checkpoint):
-                    output = super().train(checkpoint, trial, ignore_keys_for_eval)
+                output = super().train(checkpoint, trial, ignore_keys_for_eval)
                 if self.stopped_by is None and self.args.should_save:
                     run.end()
             finally:
@@ -206,21 +204,9 @@ class DeviceTrainer(Trainer):
             own = self.order | describe_run(self.args, self.eval_dataset, resume)
             check_alike(self.agreement.all_gather_object(own))
         self._together(run.claim)
-        settings, layout = settings_of(self.args), self.batch_plan.layout
-        checkpoint = self.checkpoints.find(resume, run, layout, self.order, settings)
-        state = TrainerState() if checkpoint is None else read_trainer_state(checkpoint)
-        best = state.best_model_checkpoint
-        name_of_best = None if checkpoint is None or best is None else Path(best).name
-        saved = self.checkpoints.run
-        name_of_run: str = self.agreement.all_gather_object(saved or run.run)[0]
-        place = self.checkpoints.place
-        self._together(lambda: run.begin(name_of_run, place, state.global_step, saved, name_of_best))
-        self._best = None
-        if checkpoint is not None and best is not None:  # the folder may have had another path
-            places = [Path(checkpoint).with_name(Path(best).name), run.path / Path(best).name, Path(best)]
-            self._best = str(next((place for place in places if place.is_dir()), places[1]))
-            if self.remote is None and not Path(self._best).is_dir():
-                logger.warning("The best checkpoint so far, %s, is not there any more.", self._best)
+        checkpoint = self.checkpoints.find(resume, run, self.batch_plan.layout, self.order)
+        step = self.checkpoints.state().global_step
+        self._together(lambda: run.begin(self.checkpoints.place, step))
         return checkpoint
 
     def _begin(self) -> None:
@@ -468,28 +454,31 @@ class DeviceTrainer(Trainer):
         remote = self.remote if folder == str(self.args.output_dir) else None
         if is_url(folder):
             folder, remote = private_folder(folder), RemoteRun(folder)
-        staging = Path(folder, f"{SAVING}{self.run_folder.run}")
 
         def write() -> None:
+            weights = None
             if self.runtime.compiles:
-                self._save(str(staging), whole_weights(self.model, self.runtime, keeps=self.args.should_save))
-            else:
-                super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
+                weights = whole_weights(self.model, self.runtime, keeps=self.args.should_save)
             if not self.args.should_save:
+                if weights is None:  # accelerate's FSDP and DeepSpeed gather them
+                    super(DeviceTrainer, self).save_model(folder, _internal_call=True)
                 return
-            complete_config(self.model, staging)
-            if remote is not None:
-                remote.put(staging, names := files_in(staging))
-                remote.delete_files(older_weights(remote.names(), names))
-            replace_model_files(staging, Path(folder))
+            with fill_aside(Path(folder)) as staging:
+                if weights is not None:
+                    self._save(str(staging), weights)
+                else:
+                    super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
+                complete_config(self.model, staging)
+                names = files_in(staging)
+                if remote is not None:
+                    remote.put(staging, names)
+                    remote.delete_files(older_weights(remote.names(), names))
+                for name in older_weights([path.name for path in Path(folder).iterdir()], names):
+                    Path(folder, name).unlink()
 
-        try:
-            # the other hosts wait here, since they may read it next
-            if (failure := failure_anywhere(write, self.runtime.all_gather_object)) is not None:
-                raise failure
-        finally:
-            if self.args.should_save:  # others may be here earlier
-                shutil.rmtree(staging, ignore_errors=True)
+        # the other hosts wait here, since they may read it next
+        if (failure := failure_anywhere(write, self.runtime.all_gather_object)) is not None:
+            raise failure
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -500,7 +489,7 @@ class DeviceTrainer(Trainer):
             logger.error("The model card could not be written: %s", error)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver` for its road."""
+        """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver`."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         self._write_card()
@@ -511,27 +500,29 @@ class DeviceTrainer(Trainer):
         final = contents.run.path / contents.name
         if self.args.push_to_hub or any(map(watches_saves, self.callback_handler.callbacks)):
             self.checkpointer.wait()  # they look for the folder
-        if self.args.push_to_hub and final.is_dir():
+        if self.args.push_to_hub and any(final.glob("*.safetensors")):
             report_pushes(self)
             self._push_from_checkpoint(str(final))
+        elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            logger.warning("%s is not pushed: it has no model's files here. The model is, at the end.", contents.place)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.checkpoints.load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def find_best_again(self) -> None:
-        """Say where a resumed run's best checkpoint is now."""
-        if self._best is not None:
-            self.state.best_model_checkpoint = self._best
+        """Say where a resumed run's best checkpoint is now: transformers looks only where it was saved."""
+        if (best := self.checkpoints.best_so_far(self.run_folder)) is not None:
+            self.state.best_model_checkpoint = best
 
     def _load_best_model(self) -> None:
         if self.stopped_by == SIGTERM:
             return
         best = str(self.state.best_model_checkpoint)
-        if not keeps_state(self) or (self.remote is None and Path(best).is_dir() and not is_ours(best)):
+        if not keeps_state(self.accelerator) or (self.remote is None and Path(best).is_dir() and not is_ours(best)):
             super()._load_best_model()
             return
-        folder, faults = self.checkpoints.find_best(best)
+        folder, faults = self.checkpoints.find_best(best, self.run_folder)
         if faults:
             self.best_model_lost = f"{best}: {'; '.join(faults)}"
             logger.error("The best model is LOST, and the last one is in its place: %s.", self.best_model_lost)
@@ -550,7 +541,7 @@ class DeviceTrainer(Trainer):
         if checkpoint is None:
             return
         with self._step_state.one_by_one():
-            ours = keeps_state(self) and self.checkpoints.load_optimizer(
+            ours = keeps_state(self.accelerator) and self.checkpoints.load_optimizer(
                 self.model, bare(self.optimizer), self.lr_scheduler, checkpoint
             )
             if not ours:

@@ -1,6 +1,5 @@
 """What makes a run the same run: on every host that takes part in it, and when it is resumed."""
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,11 +7,11 @@ from typing import Any
 from zlib import crc32
 
 from datasets import Dataset
-from transformers.trainer import TRAINER_STATE_NAME
 
 from ..errors import UserError
 
 _SETTINGS = (
+    *("seed", "data_seed", "gradient_accumulation_steps"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("center_rewards_coefficient", "disable_dropout", "bf16", "nonfinite_limit"),
@@ -46,33 +45,18 @@ def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, Any]:
-    """Return what the pairs of each step depend on: a resumed run in which it differs is not the same run."""
-    order: dict[str, Any] = {
-        name: getattr(args, name) for name in ("seed", "data_seed", "gradient_accumulation_steps")
-    }
+    """Return what each step depends on, its pairs and how it trains: a run in which it differs is not the same run."""
+    order: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
     order["the batch"] = args.train_batch_size * processes
     return order | {"train data": digest(train_dataset)}
 
 
-def settings_of(args: Any) -> dict[str, Any]:
-    """Return how a step trains: in a resumed run new values hold, and are named."""
-    return {name: getattr(args, name) for name in _SETTINGS}
-
-
 def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
-    """Return what else has to be the same on every host of a mesh: how long, over what mesh, from which checkpoint."""
-    run: dict[str, Any] = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
-    run |= {"mesh": args.mesh, "eval data": digest(eval_dataset)}
-    run["the step to resume from"] = _step_of(resume) if isinstance(resume, str) else None
+    """Return what else has to be the same on every host of a mesh: over what mesh, and from which checkpoint."""
+    run: dict[str, Any] = {"mesh": args.mesh, "eval data": digest(eval_dataset)}
+    run["the checkpoint to resume from"] = Path(resume).name if isinstance(resume, str) else bool(resume)
     run["the checkpoints"] = sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*"))
     return run
-
-
-def _step_of(checkpoint: str) -> int | None:
-    """Return the step of a checkpoint; None where it does not say: whether it is whole is asked later."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())["global_step"]
-    return None
 
 
 def digest(dataset: Any) -> Any:
