@@ -191,13 +191,13 @@ def test_our_score(saved: Saved) -> None:
     assert score_texts(saved.folder, saved.messages) == pytest.approx(saved.of_messages, **CLOSE)
 
 
-def test_our_score_standardises_by_the_saved_mean_and_std(saved: Saved, tmp_path: Path) -> None:
+def test_our_score_standardizes_by_the_saved_mean_and_std(saved: Saved, tmp_path: Path) -> None:
     mean, std = np.mean(saved.of_messages), np.std(saved.of_messages)
-    rows = list(trl_tpu.score(saved.folder, saved.messages, standardise=True))
-    standardised = [(reward - mean) / std for reward in saved.of_messages]
-    assert [row["reward"] for row in rows] == pytest.approx(standardised, rel=1e-4, abs=1e-4 / std)
+    rows = list(trl_tpu.score(saved.folder, saved.messages, standardize=True))
+    standardized = [(reward - mean) / std for reward in saved.of_messages]
+    assert [row["reward"] for row in rows] == pytest.approx(standardized, rel=1e-4, abs=1e-4 / std)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in saved.texts))
-    words = ["--model_name_or_path", saved.folder, "--dataset_name", str(tmp_path / "rows.jsonl"), "--standardise"]
+    words = ["--model_name_or_path", saved.folder, "--dataset_name", str(tmp_path / "rows.jsonl"), "--standardize"]
     assert cli.main(["score", *words, "--output", str(tmp_path / "out.jsonl")]) == 0
     written = [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     expected = [(reward - mean) / std for reward in saved.of_texts]

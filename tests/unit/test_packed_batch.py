@@ -84,7 +84,7 @@ def test_a_loader_pins_every_tensor(kind: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_batch_is_split_into_what_is_computed_at_a_time() -> None:
     packed = COLLATORS["planned"](PAIRS)
     some = micro_batches_of(packed | {"more": 1})
-    assert [each["packed"] for each in some] == list(packed["packed"].micro_batches)
+    assert [each["rows"] for each in some] == list(packed["packed"].micro_batches)
     assert {each["more"] for each in some} == {1}
     padded = DataCollatorForPreference(0)(PAIRS)
     assert micro_batches_of(padded) == [padded]
@@ -92,8 +92,8 @@ def test_a_batch_is_split_into_what_is_computed_at_a_time() -> None:
 
 def test_both_layouts_are_read_alike() -> None:
     packed, padded = COLLATORS["tight"](PAIRS), DataCollatorForPreference(0)(PAIRS)
-    assert packed.keys() | padded.keys() <= OWN_KEYS
     (rows,) = micro_batches_of(packed)
+    assert packed.keys() | rows.keys() | padded.keys() <= OWN_KEYS
     ours, theirs = read_batch(rows, 0, "right"), read_batch(padded, 0, "right")
     assert isinstance(ours, PackedPairs) and isinstance(theirs, PairBatch)
     losses_P = torch.tensor([1.0, 2.0, 6.0])

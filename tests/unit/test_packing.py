@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trl_tpu.packing.pack import pack, pack_tight
 from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape, plan_shapes, rows_needed, snake
+from trl_tpu.packing.shapes import RowShape, plan_shapes, rows_needed, zigzag
 
 PAD = 0
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
@@ -176,7 +176,7 @@ def test_rows_dealt_the_largest_pairs_hold_any_smaller_ones(sizes: list[int], ro
     """What makes the last shape hold every batch, whatever best fit does."""
     largest = np.sort(sizes)[::-1]
     smaller = np.sort([data.draw(st.integers(0, int(size))) for size in largest])[::-1]
-    dealt = snake(len(sizes), rows)
+    dealt = zigzag(len(sizes), rows)
     assert dealt.max() < rows
     assert (np.bincount(dealt, smaller, rows) <= np.bincount(dealt, largest, rows)).all()
 

@@ -163,10 +163,10 @@ def test_margins_are_not_read(good_model: Path, tmp_path: Path) -> None:
     assert [row["margin"] for row in scored] == [1.0, None, None] and scored[0].keys() >= {"reward_chosen"}
 
 
-def test_nothing_is_standardised_without_mean_and_std(good_model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_nothing_is_standardized_without_mean_and_std(good_model: Path, tmp_path: Path, capsys: Any) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"text": "b"}])
-    told = refusal([*words(good_model, rows), "--standardise"], capsys)
-    assert "has no `mean` and `std`" in told and "Leave `--standardise` out" in told
+    told = refusal([*words(good_model, rows), "--standardize"], capsys)
+    assert "has no `mean` and `std`" in told and "Leave `--standardize` out" in told
 
 
 def test_an_index_of_files_elsewhere_is_refused(own_model: Path, tmp_path: Path, capsys: Any) -> None:

@@ -28,8 +28,8 @@ from ..errors import UserError
 from .expand import expand_rows
 from .rows import PackedRows
 from .schedule import RowPlan, Schedule
-from .shapes import RowShape, snake
-from .trie import common_prefixes, grow_groups, joins_where_cheaper, lay_out, tree_sizes
+from .shapes import RowShape, zigzag
+from .trie import common_prefixes, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
@@ -197,7 +197,7 @@ def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.n
     # Best fit may fail by bad luck where a plain deal, by which the last shape was made, cannot.
     last = plan.update[-1]
     rows_P = np.empty(len(sizes_P), np.int64)
-    rows_P[np.argsort(-sizes_P, kind="stable")] = snake(len(sizes_P), last.rows)
+    rows_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
     if np.bincount(rows_P, sizes_P).max() > last.length:
         raise UserError(
             f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
@@ -218,7 +218,8 @@ def _place(
     free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
     shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
     rows_P = np.empty(len(sizes_P), np.int64)
-    for pair in np.argsort(-sizes_P, kind="stable"):
+    leader_P = np.where(2 * shared_PP >= sizes_P[:, None], sizes_P, 0).argmax(axis=1)
+    for pair in np.lexsort((-sizes_P, leader_P, -sizes_P[leader_P])):
         added_R = sizes_P[pair] - shared_RP[:, pair]
         full_R = added_R > free_R
         if lengths_P2 is not None:
@@ -238,9 +239,17 @@ def _place(
 
 def _grow_trees(batch: _Batch, attention_crossover_length: float) -> np.ndarray:
     """Return each dialogue's tree [D]: neighbors in lexicographic order share one while that costs less than two."""
-    neighbors = batch.prefix_DD[batch.order[:-1], batch.order[1:]]
-    joins = joins_where_cheaper(attention_crossover_length)
+
+    def work(size: int) -> float:
+        return size * (1 + size / attention_crossover_length)
+
     trees_D = np.zeros(len(batch.dialogues), np.int64)
-    for tree, group in enumerate(grow_groups(batch.order, neighbors, batch.lengths_D, joins)):
-        trees_D[group.members] = tree
+    tree, size, before = -1, 0, 0
+    for index, length in zip(batch.order.tolist(), batch.lengths_D[batch.order].tolist(), strict=True):
+        together = size + length - int(batch.prefix_DD[before, index])
+        if tree >= 0 and work(together) < work(size) + work(length):
+            size = together
+        else:
+            tree, size = tree + 1, length
+        trees_D[index], before = tree, index
     return trees_D

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import UserError
-from .shapes import RowShape, best_fit, draw_batches, least_work, plan_shapes, round_up, rows_needed, snake
+from .shapes import RowShape, best_fit, draw_batches, least_work, plan_shapes, round_up, rows_needed, zigzag
 
 Schedule = tuple[RowShape, ...]
 """The row shapes of one batch's micro-batches, in order; the last one's updates."""
@@ -159,7 +159,7 @@ def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_pre
         )
     worst_P = np.sort(np.maximum(sizes - shared_prefix, 0))[::-1][:pairs]
     rows = shards
-    while np.bincount(snake(len(worst_P), rows), worst_P).max() + shared_prefix > length:
+    while np.bincount(zigzag(len(worst_P), rows), worst_P).max() + shared_prefix > length:
         rows += shards
     return RowShape(rows, length)
 

@@ -73,7 +73,7 @@ class Form:
     @property
     def reward_columns(self) -> dict[str, str]:
         """The column of the rewards for each column of dialogues."""
-        plain = "reward" if self.best_only or self.columns != ("completions",) else "rewards"
+        plain = "rewards" if self.columns == ("completions",) and not self.best_only else "reward"
         return {each: f"reward_{each}" if each in checks.RAW_COLUMNS else plain for each in self.columns}
 
     @property
@@ -95,6 +95,10 @@ class Item:
     reward: float | None = None
     fault: str | None = None
     """Why it has no reward."""
+
+    @property
+    def tokens(self) -> int | None:
+        return None if self.ids is None else len(self.ids)
 
 
 @dataclass
@@ -137,54 +141,40 @@ class AskedRow:
         reason = {REASON: f"{faults[0]}{more}" if faults else None}
         if self.form.best_only:
             return self._best() | reason
-        rewards = {to: _each(self.items.get(key), _reward) for key, to in self.form.reward_columns.items()}
-        tokens = {to: _each(self.items.get(key), _tokens) for key, to in self.form.token_columns.items()}
+        rewards = {to: self._column(column, "reward") for column, to in self.form.reward_columns.items()}
+        tokens = {to: self._column(column, "tokens") for column, to in self.form.token_columns.items()}
         return {**self.row, **rewards, **tokens, **reason}
+
+    def _column(self, column: str, of: str) -> Any:
+        items = self.items.get(column)
+        return [getattr(item, of) for item in items] if isinstance(items, list) else getattr(items, of, None)
 
     def _best(self) -> dict[str, Any]:
         """Return the row with the first of its answers that has the highest reward in the place of all of them."""
         others = {key: value for key, value in self.row.items() if key != "completions"}
-        rewards = [-np.inf if item.reward is None else item.reward for item in self]
-        if not rewards or max(rewards) == -np.inf:
+        scored = [(item.reward, -place, item.tokens) for place, item in enumerate(self) if item.reward is not None]
+        if not scored:
             return {**others, "completion": None, "reward": None, "tokens": None}
-        best = int(np.argmax(rewards))
-        item = list(self)[best]
-        return {**others, "completion": self.row["completions"][best], "reward": item.reward, "tokens": _tokens(item)}
-
-
-def _reward(item: Item) -> float | None:
-    return item.reward
-
-
-def _tokens(item: Item) -> int | None:
-    return None if item.ids is None else len(item.ids)
-
-
-def _each(items: Item | list[Item] | None, of: Any) -> Any:
-    if items is None:
-        return None
-    return [of(item) for item in items] if isinstance(items, list) else of(items)
+        reward, place, tokens = max(scored)
+        return {**others, "completion": self.row["completions"][-place], "reward": reward, "tokens": tokens}
 
 
 # ---- rows
 
 
 def _items(row: Mapping[str, Any], form: Form, where: str, tokenizer: Any) -> dict[str, Item | list[Item]]:
-    missing = [column for column in form.columns if column not in row]
-    if missing:
+    if missing := [column for column in form.columns if column not in row]:
         raise UserError(f"{where} has no `{missing[0]}`; the first row has {' and '.join(form.columns)}.")
-    has_lists = form.columns == ("completions",) or any(_is_answers(row[column]) for column in form.columns)
-    if has_lists:
+    if form.columns == ("completions",) or any(_is_answers(row[column]) for column in form.columns):
         return {column: _answers(row, column, where, tokenizer) for column in form.columns}
     if form.columns == checks.RAW_COLUMNS:
         checks.check_raw_row(row, where)
-        return {
-            column: Item(_whole(row, row[column], tokenizer), column, f"{where}: `{column}`")
-            for column in form.columns
-        }
-    column = form.columns[0]
-    checks.check_dialogue(row[column], column, where)
-    return {column: Item(with_eos(row[column], tokenizer), column, f"{where}: `{column}`")}
+    else:
+        checks.check_dialogue(row[form.columns[0]], form.columns[0], where)
+    dialogues = {
+        column: _whole(row if len(form.columns) > 1 else {}, row[column], tokenizer) for column in form.columns
+    }
+    return {column: Item(dialogue, column, f"{where}: `{column}`") for column, dialogue in dialogues.items()}
 
 
 def _is_answers(value: Any) -> bool:
@@ -194,31 +184,20 @@ def _is_answers(value: Any) -> bool:
 
 def _answers(row: Mapping[str, Any], column: str, where: str, tokenizer: Any) -> list[Item]:
     answers = row[column]
-    if not isinstance(answers, list) or not answers or isinstance(answers[0], dict):
+    if not _is_answers(answers):
         raise UserTypeError(
             f"{where}: `{column}` must be a list of answers, each a text or a list of messages, got {answers!r:.80}."
         )
-    items = []
-    for number, answer in enumerate(answers):
-        name = f"{column}[{number}]"
-        item = Item(None, name, f"{where}: `{name}`")
+    items = [Item(None, f"{column}[{n}]", f"{where}: `{column}[{n}]`") for n in range(len(answers))]
+    for item, answer in zip(items, answers, strict=True):
         try:
             checks.check_dialogue(answer, item.name, where)
-            _check_kinds(row, answer, item.where)
+            if type(row.get("prompt", answer)) is not type(answer):
+                raise UserError(f"{item.where} and `prompt` must both be texts, or lists of messages.")
             item.dialogue = _whole(row, answer, tokenizer)
         except UserError as error:
             item.fault = str(error)
-        items.append(item)
     return items
-
-
-def _check_kinds(row: Mapping[str, Any], answer: Any, where: str) -> None:
-    prompt = row.get("prompt", answer)
-    if type(prompt) is not type(answer):
-        kinds = ["text" if isinstance(each, str) else "no text" for each in (answer, prompt)]
-        raise UserError(f"{where} is {kinds[0]} and `prompt` {kinds[1]}: both must be texts, or lists of messages.")
-    if not prompt and not answer:
-        raise UserError(f"{where} is empty; a dialogue needs at least one character or message.")
 
 
 def _whole(row: Mapping[str, Any], answer: Any, tokenizer: Any) -> Dialogue:

@@ -5,7 +5,6 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,11 @@ from transformers.utils import find_adapter_config_file
 
 from .. import runtime as runtimes
 from ..data import checks
+from ..data.packed_batch import micro_batches_of
 from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
-from ..modeling.attention.masked import goes_tree_by_tree, packed_rewards
+from ..modeling.attention.masked import goes_tree_by_tree
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
 from ..modeling.attention.stock import PackingImpossible
@@ -25,16 +25,20 @@ from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.positions import learned_positions
 from ..modeling.readers import RewardScale, saved_scale, scale_of
+from ..modeling.rewards import read_batch
 from ..modeling.score_head import keep_score_head_in_float32
-from ..packing.dialogues import Pass, PlannedPasses, TightPasses
-from ..packing.padded import PaddedPass, PaddedPasses
 from ..parallel.mesh import parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..runtime import Runtime
+from .batches import Batches, PaddedBatches, PlannedBatches, TightBatches
 
 logger = logging.getLogger(__name__)
 
 Dialogue = str | list[dict[str, Any]]
+
+#: Of a micro-batch: which two dialogues each pair of its batch is [N, 2], which pairs it holds [N], and on the device
+#: their rewards [P, 2].
+Computed = tuple[np.ndarray, np.ndarray, torch.Tensor]
 
 TOKENS_A_PASS = 4096
 
@@ -48,8 +52,7 @@ class Scorer:
         bf16: Whether to compute in bfloat16, over float32 weights; the score head stays in float32.
         mesh: How PyTorch/XLA's devices share the weights, as in training.
         tokens_per_pass: Tokens that each device computes at a time.
-        batch_size: Most dialogues computed at a time in plain torch; no limit when None.
-        standardise: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
+        standardize: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
         runtime: What computes; training's choice when None.
 
     Raises:
@@ -65,13 +68,11 @@ class Scorer:
         bf16: bool = False,
         mesh: str = "fsdp=-1",
         tokens_per_pass: int = TOKENS_A_PASS,
-        batch_size: int | None = None,
-        standardise: bool = False,
+        standardize: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "tokens_per_pass": tokens_per_pass}.items():
-            if value is not None and value < 1:
-                raise UserError(f"`{name}` must be 1 or more, not {value}.")
+        if tokens_per_pass < 1:
+            raise UserError(f"`tokens_per_pass` must be 1 or more, not {tokens_per_pass}.")
         self.runtime = runtime or runtimes.current()
         topology = self.runtime.topology()
         if topology.process_count > 1:
@@ -86,7 +87,7 @@ class Scorer:
         self.model: Any = _load(model_folder, trust_remote_code).eval()
         self.model.config.get_text_config().use_cache = False  # keys and values of what is read only once
         self.pad_token_id = self._settle_pad_token(model_folder)
-        self.scale = self._scale_of(model_folder) if standardise else None
+        self.scale = self._scale_of(model_folder) if standardize else None
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
         self.fingerprint = _fingerprint(self.model, self.tokenizer)
@@ -95,7 +96,9 @@ class Scorer:
         if self.runtime.compiles:
             use_static_attention(without_adapters(self.model))
             use_static_experts(without_adapters(self.model))
-        self.passes = self._plan_passes(tokens_per_pass, batch_size)
+        compiles = self.runtime.compiles
+        self.padded = PaddedBatches(self.pad_token_id, tokens_per_pass, self.mesh.batch_shards, compiles)
+        self.batches = self._choose_batches(tokens_per_pass)
         self._place()
 
     def _settle_pad_token(self, model_folder: str) -> int:
@@ -114,23 +117,22 @@ class Scorer:
         scale = saved_scale(model_folder) if is_peft_model(self.model) else scale_of(self.model.config)
         if scale is None:
             raise UserError(
-                f"The config of {model_folder} has no `mean` and `std` of rewards to standardise by: models that were "
-                "trained here have them. Leave `--standardise` out, or write both into its config.json."
+                f"The config of {model_folder} has no `mean` and `std` of rewards to standardize by: models that were "
+                "trained here have them. Leave `--standardize` out, or write both into its config.json."
             )
         return scale
 
-    def _plan_passes(self, tokens: int, most: int | None) -> TightPasses | PlannedPasses | PaddedPasses:
+    def _choose_batches(self, tokens: int) -> Batches:
         """Choose packed rows where they are exact, else padded ones; static shapes where the device compiles."""
-        shards, compiles = self.mesh.batch_shards, self.runtime.compiles
         try:
             make_packable(self.model, self.pad_token_id)  # on the host still, where trying it compiles nothing
         except PackingImpossible as reason:
             logger.warning(f"Dialogues are padded, not packed: {reason}.")
-            return PaddedPasses(self.pad_token_id, tokens, shards, compiles, most)
+            return self.padded
         crossover = 6 * self.model.config.get_text_config().hidden_size
-        if not compiles and goes_tree_by_tree(without_adapters(self.model)):
-            return TightPasses(self.pad_token_id, tokens, crossover, most)
-        return PlannedPasses(self.pad_token_id, tokens, crossover, shards)
+        if not self.runtime.compiles and goes_tree_by_tree(without_adapters(self.model)):
+            return TightBatches(self.pad_token_id, tokens, crossover)
+        return PlannedBatches(self.pad_token_id, tokens, crossover, self.mesh.batch_shards)
 
     def _place(self) -> None:
         plan = plan_model(self.model, self.mesh)
@@ -138,11 +140,6 @@ class Scorer:
         report = place_model(self.model, plan, self.runtime, self.device)
         if self.runtime.compiles:
             keep_activations_split(self.model, plan, report.placements, self.runtime)
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether the device computes while the host goes on."""
-        return self.device.type != "cpu"
 
     # ---- tokens
 
@@ -171,16 +168,6 @@ class Scorer:
 
     # ---- rewards
 
-    @property
-    def row_length(self) -> int | None:
-        """The length of the usual rows, where it is chosen for the first dialogues: what comes after depends on it."""
-        return self.passes.length if isinstance(self.passes, PlannedPasses) else None
-
-    @row_length.setter
-    def row_length(self, length: int | None) -> None:
-        if isinstance(self.passes, PlannedPasses):
-            self.passes.length = length
-
     def rewards(self, ids: Sequence[Sequence[int]], max_length: int | None = None) -> list[float]:
         """Compute the rewards of tokenized dialogues, in order; nan for those of more than ``max_length`` tokens.
 
@@ -197,44 +184,31 @@ class Scorer:
                     f"{self.positions} positions (`max_position_embeddings`). Shorten it, or set "
                     f"max_length={self.positions} to give such dialogues no reward."
                 )
-        computed = self.start([np.asarray(ids[index], np.int32) for index in fitting]).rewards()
-        for index, reward in zip(fitting, computed.tolist(), strict=True):
+        dialogues = [np.asarray(ids[index], np.int32) for index in fitting]
+        for index, reward in zip(fitting, Pending(self, dialogues).rewards().tolist(), strict=True):
             rewards[index] = reward
         return rewards
 
-    def start(self, dialogues: Sequence[np.ndarray]) -> "Pending":
-        """Begin to compute the rewards of tokenized dialogues."""
-        return Pending(self, dialogues)
-
-    def compute(self, dialogues: Sequence[np.ndarray], alone: bool = False) -> list[tuple[list[int], torch.Tensor]]:
-        """Compute the rewards of some dialogues at a time: which ones, and their rewards on the device."""
+    def compute(self, dialogues: Sequence[np.ndarray], batches: Batches) -> list[Computed]:
+        """Start to compute the rewards of some dialogues."""
         computed = []
-        for each in self.passes(dialogues, alone):
-            with torch.no_grad(), self._precision():
-                rewards_D = self._packed(each) if isinstance(each, Pass) else self._padded(each)
-            computed.append((each.members, self.runtime.constrain(rewards_D.float(), (None,))))
-            self.runtime.step_boundary()
+        for members_N2, batch in batches(dialogues):
+            for inputs in micro_batches_of(batch):
+                mask_P = read_batch(inputs, self.pad_token_id, "right").mask_P
+                here_N = np.ones(len(members_N2), bool) if mask_P is None else mask_P.numpy()[: len(members_N2)]
+                sent = {name: self._sent(value) for name, value in inputs.items()}
+                with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                    rewards_P2, _ = read_batch(sent, self.pad_token_id, "right").rewards(self.model)
+                computed.append((members_N2, here_N, self.runtime.constrain(rewards_P2.float(), (None, None))))
+                self.runtime.step_boundary()
         return computed
 
-    def _precision(self) -> ExitStack:
-        stack = ExitStack()
-        if self.bf16:
-            stack.enter_context(torch.autocast(self.device.type, dtype=torch.bfloat16))
-        return stack
-
-    def _packed(self, some: Pass) -> torch.Tensor:
-        return packed_rewards(self.model, some.rows.map_tensors(self._sent))
-
-    def _padded(self, some: PaddedPass) -> torch.Tensor:
-        columns_L = np.arange(some.input_ids_RL.shape[1])
-        attention_mask_RL = (columns_L < some.lengths_R[:, None]).astype(np.int64)
-        inputs = {"input_ids": some.input_ids_RL, "attention_mask": attention_mask_RL}
-        return self.model(**{name: self._sent(array) for name, array in inputs.items()}).logits.squeeze(-1)
-
-    def _sent(self, array: np.ndarray) -> torch.Tensor:
-        """Copy an array to the devices: rows over the batch axes, and whole what has one number a dialogue."""
-        axes = (self.mesh.batch_axes, None) if array.ndim == 2 else (None,)
-        return self.runtime.place(torch.from_numpy(array), axes, self.device)
+    def _sent(self, value: Any) -> Any:
+        """Copy what a collator made to the devices: rows and pairs over the batch axes, lists of numbers whole."""
+        if not isinstance(value, torch.Tensor):
+            return value.map_tensors(self._sent)
+        axes = (None,) if value.ndim == 1 else (self.mesh.batch_axes, *[None] * (value.ndim - 1))
+        return self.runtime.place(value, axes, self.device)
 
 
 class Pending:
@@ -247,27 +221,26 @@ class Pending:
 
     def __init__(self, scorer: Scorer, dialogues: Sequence[np.ndarray]) -> None:
         self._scorer, self._dialogues = scorer, dialogues
-        self._computed = scorer.compute(dialogues)
+        self._computed = scorer.compute(dialogues, scorer.batches)
 
     def rewards(self) -> np.ndarray:
         """Wait for the rewards, and return them in order, float64.
 
         What is computed beside a dialogue with nan or inf may have become nan too, as a masked-out nan is still one.
-        So such dialogues are computed once more, each alone in its row.
+        So such dialogues are computed once more, each in a padded row of its own.
         """
         rewards_D = np.full(len(self._dialogues), math.nan)
         self._fetch(self._computed, rewards_D, np.arange(len(rewards_D)))
         again = np.flatnonzero(~np.isfinite(rewards_D))
-        if len(again):
-            alone = self._scorer.compute([self._dialogues[index] for index in again.tolist()], alone=True)
-            self._fetch(alone, rewards_D, again)
+        alone = self._scorer.compute([self._dialogues[index] for index in again.tolist()], self._scorer.padded)
+        self._fetch(alone, rewards_D, again)
         scale = self._scorer.scale
         return rewards_D if scale is None else (rewards_D - scale.mean) / scale.std
 
-    def _fetch(self, computed: list[tuple[list[int], torch.Tensor]], rewards_D: np.ndarray, which: np.ndarray) -> None:
-        host = self._scorer.runtime.fetch([tensor for _, tensor in computed]) if computed else []
-        for (members, _), found in zip(computed, host, strict=True):
-            rewards_D[which[members]] = found[: len(members)].double().numpy()
+    def _fetch(self, computed: list[Computed], rewards_D: np.ndarray, which: np.ndarray) -> None:
+        host = self._scorer.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
+        for (members_N2, here_N, _), rewards_P2 in zip(computed, host, strict=True):
+            rewards_D[which[members_N2[here_N]]] = rewards_P2[: len(here_N)].double().numpy()[here_N]
 
 
 def _fingerprint(model: torch.nn.Module, tokenizer: Any) -> str:

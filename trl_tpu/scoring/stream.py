@@ -11,8 +11,7 @@ from ..errors import UserError
 from .forms import AskedRow, Form, Item, tokenize
 from .scorer import TOKENS_A_PASS, Dialogue, Pending, Scorer
 
-#: Rows that are tokenized, packed and computed together. A reward depends, in its last bits, on what it is computed
-#: beside: so windows begin at multiples of this, also where scoring goes on after it was stopped.
+#: Rows that are tokenized, packed and computed together.
 WINDOW = 1024
 
 Row = Mapping[str, Any]
@@ -27,7 +26,7 @@ def score(
     bf16: bool = False,
     mesh: str = "fsdp=-1",
     tokens_per_pass: int = TOKENS_A_PASS,
-    standardise: bool = False,
+    standardize: bool = False,
     trust_remote_code: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Score rows with a saved reward model on the device that training would take, as many as there are.
@@ -44,7 +43,7 @@ def score(
         bf16: Whether to compute in bfloat16, over float32 weights.
         mesh: How the devices of PyTorch/XLA share the weights, as in training.
         tokens_per_pass: Tokens that each device computes at a time.
-        standardise: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
+        standardize: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
         trust_remote_code: Whether the model may bring its own code.
 
     Returns:
@@ -57,8 +56,8 @@ def score(
     form, all_rows = look_at(map(_as_row, rows), best_of_n)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
-        model = Scorer(model, trust_remote_code, standardise=standardise, **settings)
-    return scored_rows(model, all_rows, form, max_length)
+        model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
+    return chain.from_iterable(scored for _, scored in scored_windows(model, all_rows, form, max_length))
 
 
 def _as_row(row: Row | Dialogue) -> Row:
@@ -82,31 +81,28 @@ def look_at(rows: Iterable[Row | UserError], best_only: bool) -> tuple[Form, Ite
     return Form.of(first, best_only), chain([first], coming)
 
 
-def scored_rows(
+def scored_windows(
     scorer: Scorer, rows: Iterable[Row | UserError], form: Form, max_length: int | None = None, first: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Yield rows with their rewards.
+) -> Iterator[tuple[list[Row | UserError], list[dict[str, Any]]]]:
+    """Yield `WINDOW` rows at a time, as they came, and with their rewards.
 
     Args:
         scorer: The model.
         rows: The rows from the ``first`` on; in the place of a broken one, what is wrong with it.
         form: Of the rows.
         max_length: Most tokens of a dialogue that gets a reward; no limit when None.
-        first: The number of the first row, a multiple of `WINDOW`.
+        first: The number of the first row.
     """
     coming = iter(rows)
-    before: _Window | None = None
+    computing: list[_Window] = []
     while some := list(islice(coming, WINDOW)):
-        window = _Window(scorer, some, form, max_length, first)
+        computing.append(_Window(scorer, some, form, max_length, first))
         first += len(some)
-        if before is not None:
-            yield from before.scored()
-        before = window
-        if not scorer.runs_ahead:  # else the next window is tokenized while this one is computed
-            yield from before.scored()
-            before = None
-    if before is not None:
-        yield from before.scored()
+        # a device computes this window while the next one is tokenized
+        if len(computing) > (scorer.device.type != "cpu"):
+            yield computing.pop(0).scored()
+    for window in computing:
+        yield window.scored()
 
 
 class _Window:
@@ -119,19 +115,19 @@ class _Window:
     def __init__(
         self, scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
     ) -> None:
+        self._rows = rows
         self._asked = [
             AskedRow.read(row, form, checks.row_of(number, "scored"), scorer.tokenizer)
             for number, row in enumerate(rows, first)
         ]
         self._items: list[Item] = tokenize(self._asked, scorer, first, max_length)
-        self._pending: Pending = scorer.start([item.ids for item in self._items if item.ids is not None])
+        self._pending = Pending(scorer, [item.ids for item in self._items if item.ids is not None])
 
-    def scored(self) -> Iterator[dict[str, Any]]:
-        """Wait for the rewards, and yield the rows."""
+    def scored(self) -> tuple[list[Row | UserError], list[dict[str, Any]]]:
+        """Wait for the rewards, and return the rows without and with them."""
         for item, reward in zip(self._items, self._pending.rewards().tolist(), strict=True):
             if np.isfinite(reward):
                 item.reward = reward
             else:
                 item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
-        for asked in self._asked:
-            yield asked.scored()
+        return self._rows, [asked.scored() for asked in self._asked]

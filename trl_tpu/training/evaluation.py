@@ -60,7 +60,7 @@ def evaluate_batch(
         own_loss, own_rewards_P2 = evaluate(rows)
         assert own_rewards_P2 is not None  # packed rows are for our own loss
         loss_1 = loss_1 + own_loss
-        rewards_P2 = rewards_P2 + torch.where(rows["packed"].pair_mask_P[:, None], own_rewards_P2, 0.0)
+        rewards_P2 = rewards_P2 + torch.where(rows["rows"].pair_mask_P[:, None], own_rewards_P2, 0.0)
     return loss_1.squeeze(), rewards_P2
 
 
