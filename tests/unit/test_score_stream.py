@@ -21,7 +21,7 @@ import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
 from trl_tpu.scoring import stream
-from trl_tpu.scoring.batches import PaddedBatches, PlannedBatches, TightBatches
+from trl_tpu.scoring.batches import Batches
 from trl_tpu.scoring.scorer import Scorer
 
 PAIRS = tiny.made_up_pairs(40).to_list()
@@ -84,7 +84,7 @@ def chat(text: str, role: str) -> list[dict[str, str]]:
 def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path, family)
     scorer = Scorer(str(folder), tokens_per_pass=300)
-    assert isinstance(scorer.batches, PaddedBatches if family == "bloom" else TightBatches)
+    assert (scorer.batches == scorer.padded) is (family == "bloom")
 
     def scored(rows: list[Any]) -> list[dict[str, Any]]:
         return list(trl_tpu.score(scorer, rows))
@@ -215,8 +215,7 @@ def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbors_along(tmp_path
     scorer = Scorer(str(folder))
     expected = alone(folder, texts)
     assert np.isnan(expected).tolist() == [False, True, False, False, True]
-    planned = PlannedBatches(scorer.pad_token_id, tokens=256, attention_crossover_length=192)
-    for batches in (scorer.batches, planned):
+    for batches in (scorer.batches, Batches(scorer.pad_token_id, 256, 192).planned):
         scorer.batches = batches
         scored = list(trl_tpu.score(scorer, texts))
         assert [row["reward"] or np.nan for row in scored] == pytest.approx(expected, abs=1e-5, nan_ok=True)
@@ -264,7 +263,7 @@ def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
                 np.concatenate([prefix, chooser.integers(1, 50, chooser.integers(0, 30))]).astype(np.int32)
             )
     dialogues += dialogues[:3]
-    tight, planned = TightBatches(0, 500, 384), PlannedBatches(0, 512, 384, shards=2, row_length=32)
+    tight, planned = Batches(0, 500, 384).tight, Batches(0, 512, 384, shards=2, row_length=32).planned
     found, shapes = set(), []
     for members_N2, batch in (tight if kind == "tight" else planned)(dialogues):
         for rows in batch["packed"].micro_batches:

@@ -6,8 +6,8 @@ pair shares is computed once, so that takes the dialogue's own tokens. In padded
 dialogues of about one length are a pair.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,25 +23,32 @@ _PAIRS = 1024  # that are packed together
 _SHARED_PART = 0.25  # of a dialogue: what the next must share, to be a pair with it
 _USUAL = 0.75  # of the dialogues fit three times into a usual row
 
-#: Dialogues to batches: which two dialogues the pairs of each are, [P, 2], and what a collator makes of them.
-Batches = Callable[[Sequence[np.ndarray]], Iterator[tuple[np.ndarray, dict[str, Any]]]]
+#: Which two dialogues each pair of a batch is, [P, 2], and what a collator makes of them.
+Batch = tuple[np.ndarray, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class TightBatches:
-    """Makes rows without padding, for a device that takes any shape.
+@dataclass
+class Batches:
+    """Makes batches of dialogues, each of which is in one of them.
 
     Args:
-        pad_token_id: Texts end before it.
-        tokens: Most tokens computed at a time, unless one dialogue is longer.
+        pad_token_id: Texts end before it, and it fills what rows have left.
+        tokens: Most tokens computed at a time on each shard, padding among them, unless one row is longer.
         attention_crossover_length: The length at which attention costs as much as everything else.
+        shards: Over how many devices rows are split.
+        is_static: Whether there may only be few shapes.
     """
 
     pad_token_id: int
     tokens: int
     attention_crossover_length: float
+    shards: int = 1
+    is_static: bool = False
+    row_length: int | None = None
+    """Of usual planned rows; chosen for the first dialogues that come."""
 
-    def __call__(self, dialogues: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+    def tight(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
+        """Yield rows without padding, for a device that takes any shape."""
         collate = TightRow(self.pad_token_id, self.attention_crossover_length)
         some: list[tuple[int, int]] = []
         tokens = 0
@@ -54,26 +61,8 @@ class TightBatches:
         if some:
             yield _batch(collate, dialogues, some)
 
-
-@dataclass
-class PlannedBatches:
-    """Makes rows of one length, and of its doubles for dialogues that are longer, for a device that compiles each.
-
-    Args:
-        pad_token_id: Fills what rows have left.
-        tokens: Columns computed at a time on each shard, unless one row is longer.
-        attention_crossover_length: The length at which attention costs as much as everything else.
-        shards: Over how many devices rows are split.
-        row_length: Of the usual rows; chosen for the first dialogues that come when None.
-    """
-
-    pad_token_id: int
-    tokens: int
-    attention_crossover_length: float
-    shards: int = 1
-    row_length: int | None = field(default=None)
-
-    def __call__(self, dialogues: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+    def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
+        """Yield rows of one length, and of its doubles for longer dialogues, for a device that compiles each."""
         if self.row_length is None and dialogues:
             usual = np.quantile([len(ids) for ids in dialogues], _USUAL)
             self.row_length = _doubled(_SHORTEST_ROW, 3 * usual)
@@ -89,24 +78,8 @@ class PlannedBatches:
             for first in range(0, len(members), pairs):
                 yield _batch(collate, dialogues, members[first : first + pairs])
 
-
-@dataclass(frozen=True)
-class PaddedBatches:
-    """Makes padded rows, for models of which packed rows are not exact, and to keep dialogues apart.
-
-    Args:
-        pad_token_id: Fills what rows have left.
-        tokens: Columns computed at a time on each shard, unless two rows are longer.
-        shards: Over how many devices rows are split.
-        is_static: Whether there may only be few shapes: lengths that double.
-    """
-
-    pad_token_id: int
-    tokens: int
-    shards: int = 1
-    is_static: bool = False
-
-    def __call__(self, dialogues: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+    def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
+        """Yield padded rows, for models of which packed rows are not exact, and to keep dialogues apart."""
         waiting = sorted(range(len(dialogues)), key=lambda index: -len(dialogues[index]))
         while waiting:
             longest = len(dialogues[waiting[0]])
@@ -148,8 +121,6 @@ def _doubled(length: int, least: float) -> int:
     return length
 
 
-def _batch(
-    collate: Any, dialogues: Sequence[np.ndarray], pairs: list[tuple[int, int]]
-) -> tuple[np.ndarray, dict[str, Any]]:
+def _batch(collate: Any, dialogues: Sequence[np.ndarray], pairs: list[tuple[int, int]]) -> Batch:
     examples = [{"chosen_ids": dialogues[one].tolist(), "rejected_ids": dialogues[two].tolist()} for one, two in pairs]
     return np.array(pairs), collate(examples)

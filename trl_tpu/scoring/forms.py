@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
-from ..data.tokenize import with_eos
+from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError, UserTypeError
-from .scorer import Dialogue, Scorer
+from .scorer import Scorer
 
 logger = logging.getLogger(__name__)
+
+Dialogue = str | list[dict[str, Any]]
 
 #: The column that says why a row has no reward, or lacks some; null in others.
 REASON = "not_scored"
@@ -87,14 +89,19 @@ class Item:
     """One dialogue of a row, and what is found out about it."""
 
     dialogue: Dialogue | None
+    row: str
+    """How errors call its row."""
     name: str
     """The column that it is in, and its place there."""
-    where: str
-    """How errors begin."""
     ids: np.ndarray | None = None
     reward: float | None = None
     fault: str | None = None
     """Why it has no reward."""
+
+    @property
+    def where(self) -> str:
+        """How errors begin."""
+        return f"{self.row}: `{self.name}`"
 
     @property
     def tokens(self) -> int | None:
@@ -102,7 +109,7 @@ class Item:
 
 
 @dataclass
-class AskedRow:
+class RowDialogues:
     """A row, and its dialogues by their columns: one, or a list where the row has a list of answers."""
 
     row: Mapping[str, Any]
@@ -112,7 +119,7 @@ class AskedRow:
     """Why none of it can be scored."""
 
     @classmethod
-    def read(cls, row: "Mapping[str, Any] | UserError", form: Form, where: str, tokenizer: Any) -> "AskedRow":
+    def read(cls, row: "Mapping[str, Any] | UserError", form: Form, where: str, tokenizer: Any) -> "RowDialogues":
         """Find the dialogues of a row; one that is broken says why.
 
         Args:
@@ -122,12 +129,10 @@ class AskedRow:
         """
         if isinstance(row, UserError):
             return cls({}, form, fault=str(row))
-        asked = cls(row, form)
         try:
-            asked.items = _items(row, form, where, tokenizer)
+            return cls(row, form, _items(row, form, where, tokenizer))
         except UserError as error:
-            asked.fault = str(error)
-        return asked
+            return cls(row, form, fault=str(error))
 
     def __iter__(self) -> Iterator[Item]:
         """Yield its dialogues."""
@@ -171,10 +176,8 @@ def _items(row: Mapping[str, Any], form: Form, where: str, tokenizer: Any) -> di
         checks.check_raw_row(row, where)
     else:
         checks.check_dialogue(row[form.columns[0]], form.columns[0], where)
-    dialogues = {
-        column: _whole(row if len(form.columns) > 1 else {}, row[column], tokenizer) for column in form.columns
-    }
-    return {column: Item(dialogue, column, f"{where}: `{column}`") for column, dialogue in dialogues.items()}
+    given = row if form.columns == checks.RAW_COLUMNS else {}  # a prompt is for answers
+    return {key: Item(_whole(given, row[key], tokenizer), where, key) for key in form.columns}
 
 
 def _is_answers(value: Any) -> bool:
@@ -188,7 +191,7 @@ def _answers(row: Mapping[str, Any], column: str, where: str, tokenizer: Any) ->
         raise UserTypeError(
             f"{where}: `{column}` must be a list of answers, each a text or a list of messages, got {answers!r:.80}."
         )
-    items = [Item(None, f"{column}[{n}]", f"{where}: `{column}[{n}]`") for n in range(len(answers))]
+    items = [Item(None, where, f"{column}[{n}]") for n in range(len(answers))]
     for item, answer in zip(items, answers, strict=True):
         try:
             checks.check_dialogue(answer, item.name, where)
@@ -209,40 +212,29 @@ def _whole(row: Mapping[str, Any], answer: Any, tokenizer: Any) -> Dialogue:
 # ---- tokens
 
 
-def tokenize(asked: list[AskedRow], scorer: Scorer, first: int, max_length: int | None) -> list[Item]:
+def tokenize(rows: list[RowDialogues], scorer: Scorer, max_length: int | None) -> list[Item]:
     """Tokenize the dialogues of some rows as training does, and return those that can be scored; the others say why.
 
     Args:
-        asked: The rows.
+        rows: The rows.
         scorer: Has the tokenizer.
-        first: The number of the first row.
         max_length: Most tokens of a dialogue; no limit when None.
     """
-    here = [(n, row, item) for n, row in enumerate(asked, first) for item in row if item.dialogue is not None]
-    texts = [item.dialogue for _, _, item in here if isinstance(item.dialogue, str)]
+    here = [(row.row, item, item.dialogue) for row in rows for item in row if item.dialogue is not None]
+    texts = [dialogue for *_, dialogue in here if isinstance(dialogue, str)]
     # together: a tokenizer takes many texts at once much faster than one by one
     tokenized = iter(scorer.tokenizer(text=texts, return_attention_mask=False)["input_ids"] if texts else [])
-    for number, row, item in here:
-        where = checks.row_of(number, "scored")
+    for row, item, dialogue in here:
         try:
-            if isinstance(item.dialogue, str):
-                ids = next(tokenized)
-                checks.check_ids(ids, item.name, where, scorer.num_embeddings)
-            else:
-                ids = scorer.token_ids(item.dialogue or [], row.row, item.name, number)
+            is_text = isinstance(dialogue, str)
+            ids = next(tokenized) if is_text else tokenize_dialogue(dialogue, scorer.tokenizer, row, item.where)
+            checks.check_ids(ids, item.name, item.row, scorer.num_embeddings)
         except UserError as error:
             item.fault = str(error)
             continue
         item.ids = np.asarray(ids, np.int32)
-        if too_long := _too_long(len(ids), scorer.positions, max_length):
-            item.fault = f"{item.where} has {len(ids)} tokens, {too_long}"
-    return [item for _, _, item in here if item.fault is None]
-
-
-def _too_long(tokens: int, positions: float, max_length: int | None) -> str | None:
-    """Say of which limit a dialogue has too many tokens; None if of none."""
-    if max_length is not None and tokens > max_length:
-        return f"more than max_length={max_length}; training leaves such dialogues out"
-    if tokens > positions:
-        return f"but the model has learned {positions} positions (`max_position_embeddings`)"
-    return None
+        if max_length is not None and len(ids) > max_length:
+            item.fault = f"{item.where} has {len(ids)} tokens, more than max_length={max_length}"
+        elif len(ids) > scorer.positions:
+            item.fault = f"{item.where} has {len(ids)} tokens, but the model has learned {scorer.positions} positions"
+    return [item for _, item, _ in here if item.fault is None]

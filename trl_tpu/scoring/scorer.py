@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,7 @@ import torch
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime as runtimes
-from ..data import checks
 from ..data.packed_batch import micro_batches_of
-from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.attention.masked import goes_tree_by_tree
@@ -30,11 +28,11 @@ from ..modeling.score_head import keep_score_head_in_float32
 from ..parallel.mesh import parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..runtime import Runtime
-from .batches import Batches, PaddedBatches, PlannedBatches, TightBatches
+from .batches import Batch, Batches
 
 logger = logging.getLogger(__name__)
 
-Dialogue = str | list[dict[str, Any]]
+MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Batch]]
 
 #: Of a micro-batch: which two dialogues each pair of its batch is [N, 2], which pairs it holds [N], and on the device
 #: their rewards [P, 2].
@@ -71,8 +69,6 @@ class Scorer:
         standardize: bool = False,
         runtime: Runtime | None = None,
     ) -> None:
-        if tokens_per_pass < 1:
-            raise UserError(f"`tokens_per_pass` must be 1 or more, not {tokens_per_pass}.")
         self.runtime = runtime or runtimes.current()
         topology = self.runtime.topology()
         if topology.process_count > 1:
@@ -96,9 +92,10 @@ class Scorer:
         if self.runtime.compiles:
             use_static_attention(without_adapters(self.model))
             use_static_experts(without_adapters(self.model))
-        compiles = self.runtime.compiles
-        self.padded = PaddedBatches(self.pad_token_id, tokens_per_pass, self.mesh.batch_shards, compiles)
-        self.batches = self._choose_batches(tokens_per_pass)
+        crossover, shards = 6 * self.model.config.get_text_config().hidden_size, self.mesh.batch_shards
+        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, self.runtime.compiles)
+        self.padded = makers.padded
+        self.batches = self._choose_batches(makers)
         self._place()
 
     def _settle_pad_token(self, model_folder: str) -> int:
@@ -122,17 +119,15 @@ class Scorer:
             )
         return scale
 
-    def _choose_batches(self, tokens: int) -> Batches:
+    def _choose_batches(self, makers: Batches) -> MakeBatches:
         """Choose packed rows where they are exact, else padded ones; static shapes where the device compiles."""
         try:
             make_packable(self.model, self.pad_token_id)  # on the host still, where trying it compiles nothing
         except PackingImpossible as reason:
             logger.warning(f"Dialogues are padded, not packed: {reason}.")
-            return self.padded
-        crossover = 6 * self.model.config.get_text_config().hidden_size
-        if not self.runtime.compiles and goes_tree_by_tree(without_adapters(self.model)):
-            return TightBatches(self.pad_token_id, tokens, crossover)
-        return PlannedBatches(self.pad_token_id, tokens, crossover, self.mesh.batch_shards)
+            return makers.padded
+        is_tight = not self.runtime.compiles and goes_tree_by_tree(without_adapters(self.model))
+        return makers.tight if is_tight else makers.planned
 
     def _place(self) -> None:
         plan = plan_model(self.model, self.mesh)
@@ -141,56 +136,26 @@ class Scorer:
         if self.runtime.compiles:
             keep_activations_split(self.model, plan, report.placements, self.runtime)
 
-    # ---- tokens
+    def start(self, dialogues: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
+        """Start to compute the rewards of tokenized dialogues; the host may go on meanwhile.
 
-    def token_ids(
-        self, dialogue: Dialogue, row: Mapping[str, Any] | None = None, column: str = "dialogue", index: int = 0
-    ) -> list[int]:
-        """Tokenize a dialogue as training does: text ends with the EOS, messages go through the template.
-
-        Args:
-            dialogue: Text or messages.
-            row: May hold ``tools`` and ``chat_template_kwargs`` for the template.
-            column: What errors call the dialogue.
-            index: The number of its row, for errors.
-
-        Raises:
-            UserError: Neither text nor messages, messages that cannot be rendered, no tokens, or tokens that the
-                model lacks.
+        Returns:
+            Waits for the rewards, and returns them in order, float64. What is computed beside a dialogue with nan or
+            inf may have become nan too, as a masked-out nan is still one. So such dialogues are computed once more,
+            each in a padded row of its own.
         """
-        where = checks.row_of(index, "scored")
-        checks.check_dialogue(dialogue, column, where)
-        if isinstance(dialogue, list) and self.tokenizer.chat_template is None:
-            raise UserError("This model's tokenizer has no chat template, so it scores text, not messages.")
-        ids = tokenize_dialogue(with_eos(dialogue, self.tokenizer), self.tokenizer, row or {}, f"{where}: `{column}`")
-        checks.check_ids(ids, column, where, self.num_embeddings)
-        return ids
+        computed = self._compute(dialogues, self.batches)
 
-    # ---- rewards
+        def rewards() -> np.ndarray:
+            rewards_D = self._fetch(computed, len(dialogues))
+            again = np.flatnonzero(~np.isfinite(rewards_D)).tolist()
+            alone = self._compute([dialogues[index] for index in again], self.padded)
+            rewards_D[again] = self._fetch(alone, len(again))
+            return rewards_D if self.scale is None else (rewards_D - self.scale.mean) / self.scale.std
 
-    def rewards(self, ids: Sequence[Sequence[int]], max_length: int | None = None) -> list[float]:
-        """Compute the rewards of tokenized dialogues, in order; nan for those of more than ``max_length`` tokens.
-
-        Raises:
-            UserError: A dialogue for which the model has no positions.
-        """
-        limit = math.inf if max_length is None else max_length
-        rewards = [math.nan] * len(ids)
-        fitting = [index for index, tokens in enumerate(ids) if len(tokens) <= limit]
-        for index in fitting:
-            if len(ids[index]) > self.positions:
-                raise UserError(
-                    f"{checks.row_of(index, 'scored')} has {len(ids[index])} tokens, but the model has learned "
-                    f"{self.positions} positions (`max_position_embeddings`). Shorten it, or set "
-                    f"max_length={self.positions} to give such dialogues no reward."
-                )
-        dialogues = [np.asarray(ids[index], np.int32) for index in fitting]
-        for index, reward in zip(fitting, Pending(self, dialogues).rewards().tolist(), strict=True):
-            rewards[index] = reward
         return rewards
 
-    def compute(self, dialogues: Sequence[np.ndarray], batches: Batches) -> list[Computed]:
-        """Start to compute the rewards of some dialogues."""
+    def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> list[Computed]:
         computed = []
         for members_N2, batch in batches(dialogues):
             for inputs in micro_batches_of(batch):
@@ -210,37 +175,12 @@ class Scorer:
         axes = (None,) if value.ndim == 1 else (self.mesh.batch_axes, *[None] * (value.ndim - 1))
         return self.runtime.place(value, axes, self.device)
 
-
-class Pending:
-    """Rewards that a device computes: the host may go on meanwhile.
-
-    Args:
-        scorer: Computes.
-        dialogues: Tokenized.
-    """
-
-    def __init__(self, scorer: Scorer, dialogues: Sequence[np.ndarray]) -> None:
-        self._scorer, self._dialogues = scorer, dialogues
-        self._computed = scorer.compute(dialogues, scorer.batches)
-
-    def rewards(self) -> np.ndarray:
-        """Wait for the rewards, and return them in order, float64.
-
-        What is computed beside a dialogue with nan or inf may have become nan too, as a masked-out nan is still one.
-        So such dialogues are computed once more, each in a padded row of its own.
-        """
-        rewards_D = np.full(len(self._dialogues), math.nan)
-        self._fetch(self._computed, rewards_D, np.arange(len(rewards_D)))
-        again = np.flatnonzero(~np.isfinite(rewards_D))
-        alone = self._scorer.compute([self._dialogues[index] for index in again.tolist()], self._scorer.padded)
-        self._fetch(alone, rewards_D, again)
-        scale = self._scorer.scale
-        return rewards_D if scale is None else (rewards_D - scale.mean) / scale.std
-
-    def _fetch(self, computed: list[Computed], rewards_D: np.ndarray, which: np.ndarray) -> None:
-        host = self._scorer.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
+    def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:
+        rewards_D = np.full(count, math.nan)
+        host = self.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
         for (members_N2, here_N, _), rewards_P2 in zip(computed, host, strict=True):
-            rewards_D[which[members_N2[here_N]]] = rewards_P2[: len(here_N)].double().numpy()[here_N]
+            rewards_D[members_N2[here_N]] = rewards_P2[: len(here_N)].double().numpy()[here_N]
+        return rewards_D
 
 
 def _fingerprint(model: torch.nn.Module, tokenizer: Any) -> str:

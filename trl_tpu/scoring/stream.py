@@ -1,6 +1,6 @@
 """Scores a stream of rows in windows: memory does not grow with the input, and rows come out in their order."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -8,13 +8,16 @@ import numpy as np
 
 from ..data import checks
 from ..errors import UserError
-from .forms import AskedRow, Form, Item, tokenize
-from .scorer import TOKENS_A_PASS, Dialogue, Pending, Scorer
+from .forms import Dialogue, Form, RowDialogues, tokenize
+from .scorer import TOKENS_A_PASS, Scorer
 
 #: Rows that are tokenized, packed and computed together.
 WINDOW = 1024
 
 Row = Mapping[str, Any]
+
+#: Some rows as they came, and with their rewards.
+Window = tuple[list[Row | UserError], list[dict[str, Any]]]
 
 
 def score(
@@ -83,7 +86,7 @@ def look_at(rows: Iterable[Row | UserError], best_only: bool) -> tuple[Form, Ite
 
 def scored_windows(
     scorer: Scorer, rows: Iterable[Row | UserError], form: Form, max_length: int | None = None, first: int = 0
-) -> Iterator[tuple[list[Row | UserError], list[dict[str, Any]]]]:
+) -> Iterator[Window]:
     """Yield `WINDOW` rows at a time, as they came, and with their rewards.
 
     Args:
@@ -94,40 +97,33 @@ def scored_windows(
         first: The number of the first row.
     """
     coming = iter(rows)
-    computing: list[_Window] = []
+    computing: list[Callable[[], Window]] = []
     while some := list(islice(coming, WINDOW)):
-        computing.append(_Window(scorer, some, form, max_length, first))
+        computing.append(_start(scorer, some, form, max_length, first))
         first += len(some)
         # a device computes this window while the next one is tokenized
         if len(computing) > (scorer.device.type != "cpu"):
-            yield computing.pop(0).scored()
+            yield computing.pop(0)()
     for window in computing:
-        yield window.scored()
+        yield window()
 
 
-class _Window:
-    """Some rows whose rewards are computed.
+def _start(
+    scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
+) -> Callable[[], Window]:
+    every = [
+        RowDialogues.read(row, form, checks.row_of(number, "scored"), scorer.tokenizer)
+        for number, row in enumerate(rows, first)
+    ]
+    items = tokenize(every, scorer, max_length)
+    rewards = scorer.start([item.ids for item in items if item.ids is not None])
 
-    Args:
-        rows: The rows, the first of which has the number ``first``.
-    """
-
-    def __init__(
-        self, scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
-    ) -> None:
-        self._rows = rows
-        self._asked = [
-            AskedRow.read(row, form, checks.row_of(number, "scored"), scorer.tokenizer)
-            for number, row in enumerate(rows, first)
-        ]
-        self._items: list[Item] = tokenize(self._asked, scorer, first, max_length)
-        self._pending = Pending(scorer, [item.ids for item in self._items if item.ids is not None])
-
-    def scored(self) -> tuple[list[Row | UserError], list[dict[str, Any]]]:
-        """Wait for the rewards, and return the rows without and with them."""
-        for item, reward in zip(self._items, self._pending.rewards().tolist(), strict=True):
+    def scored() -> Window:
+        for item, reward in zip(items, rewards().tolist(), strict=True):
             if np.isfinite(reward):
                 item.reward = reward
             else:
                 item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
-        return self._rows, [asked.scored() for asked in self._asked]
+        return rows, [each.scored() for each in every]
+
+    return scored

@@ -21,8 +21,8 @@ from trl_tpu.data import checks
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.scoring import stream
-from trl_tpu.scoring.forms import Form
-from trl_tpu.scoring.scorer import TOKENS_A_PASS, Dialogue, Scorer
+from trl_tpu.scoring.forms import Dialogue, Form
+from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer
 from trl_tpu.scoring.stream import look_at, scored_windows
 from trl_tpu.scoring.summary import Summary
 from trl_tpu.scripts import rows_file, rows_stream
@@ -74,27 +74,15 @@ class ScoreArguments:
 
 
 def score_texts(
-    model_folder: str,
-    texts_or_conversations: Sequence[Dialogue],
-    max_length: int | None = None,
+    model_folder: str, texts_or_conversations: Sequence[Dialogue], max_length: int | None = None
 ) -> list[float]:
     """Compute rewards of texts or conversations by a saved reward model, in plain torch and float32.
 
-    Args:
-        model_folder: Folder (or Hub id) of a saved reward model or of its adapters.
-        texts_or_conversations: Texts, or lists of messages (``{"role": ..., "content": ...}``).
-        max_length: Dialogues of more tokens get nan, as training leaves them out; no limit when None.
-
     Returns:
-        One reward per dialogue, in order.
-
-    Raises:
-        UserError: A dialogue that is broken, messages for a tokenizer without a chat template, a model without a pad
-            token, no tokens.
+        One reward per dialogue, in order; nan for one that cannot be scored, or has more than ``max_length`` tokens.
     """
-    scorer = Scorer(model_folder, runtime=Runtime())
-    ids = [scorer.token_ids(dialogue, index=index) for index, dialogue in enumerate(texts_or_conversations)]
-    return scorer.rewards(ids, max_length)
+    rows = stream.score(Scorer(model_folder, runtime=Runtime()), texts_or_conversations, max_length=max_length)
+    return [math.nan if row["reward"] is None else row["reward"] for row in rows]
 
 
 def main(args: ScoreArguments) -> int:
