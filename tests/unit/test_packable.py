@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
 from trl_tpu.modeling.attention.masked import goes_tree_by_tree, packed_rewards
 from trl_tpu.modeling.attention.packability import make_packable
 from trl_tpu.modeling.attention.stock import PackingImpossible
@@ -124,7 +124,7 @@ def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(fa
         padded_P2 = model(**DataCollatorForPreference(PAD)(pairs)).logits.view(2, -1).T
         plan = RowPlan((RowShape(1, 800),))
         collators: list[Any] = [PlannedRows(plan, len(pairs), PAD)]
-        collators += [TightRow(PAD, 1000)] if goes_tree_by_tree(model) else []
+        collators += [UnpaddedRow(PAD, 1000)] if goes_tree_by_tree(model) else []
         for collate in collators:
             (rows,) = collate(pairs)["packed"].micro_batches
             packed_P2 = packed_rewards(model, rows)

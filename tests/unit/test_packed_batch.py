@@ -8,7 +8,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
 from trl_tpu.data.packed_batch import PackedBatch, micro_batches_of
 from trl_tpu.modeling.rewards import OWN_KEYS, PackedPairs, PairBatch, read_batch
 from trl_tpu.packing.rows import PackedRows
@@ -22,7 +22,7 @@ PAIRS = [
 ]
 PLAN = RowPlan((RowShape(1, 12),), (RowShape(1, 12),))
 COLLATORS: dict[str, Any] = {
-    "tight": TightRow(0, 100),
+    "tight": UnpaddedRow(0, 100),
     "planned": PlannedRows(PLAN, 4, 0),
     "expanded": PlannedRows(PLAN, 4, 0, expands=True),
 }

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_tpu.data.measure import pair_sizes, shared_prefix_length
-from trl_tpu.packing.pack import pack, pack_tight
+from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.schedule import RowPlan, plan_rows
 from trl_tpu.packing.shapes import RowShape
 
@@ -110,7 +110,7 @@ def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, m
     for first in range(0, len(order) - pairs + 1, pairs):
         chosen, rejected = zip(*(both[index] for index in order[first : first + pairs]), strict=True)
         columns += sum(packed.input_ids_RL.size for packed in pack(chosen, rejected, plan, pairs, 0))
-        tight += pack_tight(chosen, rejected, 0, attention_crossover_length=6 * 1024).input_ids_RL.size
+        tight += pack_unpadded(chosen, rejected, 0, attention_crossover_length=6 * 1024).input_ids_RL.size
         real += sum(map(len, chosen)) + sum(map(len, rejected))
     assert columns / real <= most_tokens
     assert tight / real <= 0.64

@@ -252,7 +252,7 @@ def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytes
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("kind", ["tight", "planned"])
+@pytest.mark.parametrize("kind", ["unpadded", "planned"])
 def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
     chooser = np.random.default_rng(0)
     dialogues = []
@@ -263,9 +263,9 @@ def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
                 np.concatenate([prefix, chooser.integers(1, 50, chooser.integers(0, 30))]).astype(np.int32)
             )
     dialogues += dialogues[:3]
-    tight, planned = Batches(0, 500, 384).tight, Batches(0, 512, 384, shards=2, row_length=32).planned
+    unpadded, planned = Batches(0, 500, 384).unpadded, Batches(0, 512, 384, shards=2, row_length=32).planned
     found, shapes = set(), []
-    for members_N2, batch in (tight if kind == "tight" else planned)(dialogues):
+    for members_N2, batch in (unpadded if kind == "unpadded" else planned)(dialogues):
         for rows in batch["packed"].micro_batches:
             shapes.append(tuple(rows.input_ids_RL.shape))
             for pair in np.flatnonzero(rows.pair_mask_P):
@@ -275,7 +275,7 @@ def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
                     assert rows.input_ids_RL[row, seen].tolist() == dialogues[member].tolist()
                     found.add(int(member))
     assert found == set(range(len(dialogues)))
-    if kind == "tight":
+    if kind == "unpadded":
         assert sum(length for _, length in shapes) < 0.6 * sum(map(len, dialogues))
     else:
         assert set(shapes) <= {(32, 32), (16, 64), (8, 128)}

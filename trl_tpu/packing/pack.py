@@ -1,6 +1,6 @@
 """Packs the token pairs of one batch into rows that hold every shared prefix once. numpy only.
 
-`pack` writes rows of a few planned shapes, for a device that compiles each; `pack_tight` writes one row without
+`pack` writes rows of a few planned shapes, for a device that compiles each; `pack_unpadded` writes one row without
 padding, for a device that takes any shape.
 
 The dialogues of a row form a trie. Written depth first, with the dialogues in lexicographic order, each dialogue adds
@@ -63,7 +63,7 @@ def pack(
         The micro-batches in order; the last one updates.
 
     Raises:
-        UserError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
+        UserError: If a pair is longer than the longest row, there are too many, or the batch fits no shape.
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
     schedule, rows_P = _choose(batch, plan, expands)
@@ -77,7 +77,7 @@ def pack(
     return micro_batches
 
 
-def pack_tight(
+def pack_unpadded(
     chosen: Sequence[Sequence[int]],
     rejected: Sequence[Sequence[int]],
     pad_token_id: int,
@@ -119,11 +119,8 @@ class _Batch:
         pad_token_id: int,
         margins: Sequence[float] | None,
     ) -> "_Batch":
-        if len(chosen) != len(rejected) or not 1 <= len(chosen) <= pairs:
-            raise UserError(
-                f"A batch has 1 to {pairs} pairs, for which its shapes were planned, each of a chosen and a rejected "
-                f"dialogue; got {len(chosen)} chosen and {len(rejected)} rejected."
-            )
+        if len(chosen) > pairs:
+            raise UserError(f"A batch has at most {pairs} pairs, as its shapes were planned; got {len(chosen)}.")
         whole = [np.asarray(ids, np.int32) for pair in zip(chosen, rejected, strict=True) for ids in pair]
         dialogues = [up_to_scored(ids, pad_token_id) for ids in whole]
         tokens_P = np.array([len(ids) for ids in whole], np.int32).reshape(-1, 2).sum(axis=1)
@@ -167,8 +164,6 @@ class _Batch:
 
 def up_to_scored(ids: np.ndarray, pad_token_id: int) -> np.ndarray:
     """Cut a dialogue after the token that is scored: the last that is not the pad token, or the first if all are."""
-    if not len(ids):
-        raise UserError("A dialogue of the batch has no tokens, and so none that could be scored.")
     if ids[-1] != pad_token_id:
         return ids
     others = np.flatnonzero(ids != pad_token_id)
@@ -194,7 +189,7 @@ def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.n
         rows_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
         if rows_P is not None:
             return schedule, rows_P
-    # Best fit may fail by bad luck where a plain deal, by which the last shape was made, cannot.
+    # Best fit may fail by bad luck where `zigzag`, by which the last shape was made, cannot.
     last = plan.update[-1]
     rows_P = np.empty(len(sizes_P), np.int64)
     rows_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)

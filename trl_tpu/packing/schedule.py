@@ -114,14 +114,7 @@ def plan_rows(
     """
     if row_length is None:
         shapes = plan_shapes(
-            sizes,
-            pairs,
-            shards,
-            max_shapes=max_shapes,
-            shared_prefix=shared_prefix,
-            attention_crossover_length=attention_crossover_length,
-            multiple=multiple,
-            seed=seed,
+            sizes, pairs, shards, max_shapes, shared_prefix, attention_crossover_length, multiple, seed
         )
     else:
         shapes = (_rows_of(row_length, sizes, pairs, shards, shared_prefix),)
@@ -131,7 +124,7 @@ def plan_rows(
         return single
     batches_BP = -np.sort(-draw_batches(added, pairs, seed, max_batches=max(48, 2048 // pairs)), axis=1)
     work_B = covering_work([(shape,) for shape in single.update], single, batches_BP, shared_prefix).min(axis=0)
-    work_B[np.isinf(work_B)] = single.work(single.update[-1:])  # dealt out, where best fit fails
+    work_B[np.isinf(work_B)] = single.work(single.update[-1:])  # by `zigzag`, where best fit fails
     needed = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
     if work_B.sum() / (1 + single.longest / attention_crossover_length) < _GOOD_ENOUGH * needed:
         return single
@@ -146,7 +139,7 @@ def plan_rows(
 
 
 def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_prefix: int) -> RowShape:
-    """Return as many rows of ``length`` as the largest pairs of the data need, dealt out: they hold every batch.
+    """Return as many rows of ``length`` as the largest pairs of the data need by `zigzag`: they hold every batch.
 
     Raises:
         UserError: If a pair is longer.

@@ -39,7 +39,6 @@ def plan_shapes(
     sizes: np.ndarray,
     pairs: int,
     shards: int = 1,
-    *,
     max_shapes: int = 4,
     shared_prefix: int = 0,
     attention_crossover_length: float = 4096,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.collators import DataCollatorForPreference, PairRows, PlannedRows, TightRow
+from ..data.collators import DataCollatorForPreference, PairRows, PlannedRows, UnpaddedRow
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape, round_up
 from ..packing.trie import in_order
@@ -47,9 +47,9 @@ class Batches:
     row_length: int | None = None
     """Of usual planned rows; chosen for the first dialogues that come."""
 
-    def tight(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
         """Yield rows without padding, for a device that takes any shape."""
-        collate = TightRow(self.pad_token_id, self.attention_crossover_length)
+        collate = UnpaddedRow(self.pad_token_id, self.attention_crossover_length)
         some: list[tuple[int, int]] = []
         tokens = 0
         for size, shared, pair in _neighbors(dialogues, self.tokens):

@@ -126,8 +126,8 @@ class Scorer:
         except PackingImpossible as reason:
             logger.warning(f"Dialogues are padded, not packed: {reason}.")
             return makers.padded
-        is_tight = not self.runtime.compiles and goes_tree_by_tree(without_adapters(self.model))
-        return makers.tight if is_tight else makers.planned
+        is_unpadded = not self.runtime.compiles and goes_tree_by_tree(without_adapters(self.model))
+        return makers.unpadded if is_unpadded else makers.planned
 
     def _place(self) -> None:
         plan = plan_model(self.model, self.mesh)

@@ -6,7 +6,7 @@ implementation with a rule ``(batch, head, query, key) -> bool`` that says causa
 Here that function is given one more ability: while packed rows are read, the rule is asked about positions in the
 dialogues, and the tree decides who is on whose path.
 So a sliding window counts a dialogue's tokens, each layer keeps its own rule, and whatever takes a mask for each query
-and key works: eager attention, sdpa and what is built on them. In a tight row (`TightRow`) attention is computed tree
+and key works: eager attention, sdpa and what is built on them. In an `UnpaddedRow` attention is computed tree
 by tree, so that its cost is that of the trees and not of the row.
 
 Letters: P pairs, R rows, L length of a row, H hidden.

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ...data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from ...data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
 from ...data.packed_batch import PackedBatch
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
@@ -112,7 +112,7 @@ def _compare(model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int
     collators: list[Callable[[Any], dict[str, PackedBatch]]] = [PlannedRows(plan, len(examples), pad_token_id)]
     base = without_adapters(model)
     if goes_tree_by_tree(base):
-        collators.append(TightRow(pad_token_id, attention_crossover_length=100))
+        collators.append(UnpaddedRow(pad_token_id, attention_crossover_length=100))
     head = find_score_head(base)
     assert head is not None
     padded = _padded(model, head, examples, pad_token_id)
