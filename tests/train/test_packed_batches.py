@@ -1,6 +1,5 @@
 """Packed batches in plain torch, in one tight row or planned rows of several micro-batches, train as padded do."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from datasets import Dataset
-from old_pairs import Old
 from timings import untimed
 from transformers import PreTrainedTokenizerFast
 
@@ -148,56 +145,3 @@ def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTo
         counts.append(trainer.state.log_history[-2]["num_tokens"])
     tokens = sum(len(row[half]) for row in trainer.train_dataset for half in ("chosen_ids", "rejected_ids"))
     assert counts == [2 * tokens] * 2
-
-
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "padded, not packed" in record.getMessage()]
-
-
-def test_turned_off_it_trains_on_padded_rows_without_a_word(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(tokenizer, tmp_path, packing=False)
-        trainer.train()
-    assert told(caplog) == []
-    assert "packing is turned off" in trainer.describe()
-    assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask"}
-
-
-def test_the_old_api_trains_on_padded_rows(old: Old, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def trainer(packing: Any) -> RewardTrainer:
-        args = RewardConfig(str(tmp_path), packing=packing, report_to="none", disable_tqdm=True, max_steps=1)
-        return RewardTrainer(old.model, args, train_dataset=old.pairs, processing_class=old.tokenizer)
-
-    with caplog.at_level(logging.WARNING):
-        batch = next(iter(trainer("auto").get_train_dataloader()))
-    assert {"input_ids_chosen", "attention_mask_rejected"} <= set(batch)
-    assert len(told(caplog)) == 1 and "this is the old API" in told(caplog)[0]
-    with pytest.raises(ValueError, match="packing=True is impossible: this is the old API"):
-        trainer(True)
-
-
-def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    assert "one row without padding" in make_trainer(tokenizer, tmp_path, "tight").describe()
-    planned = make_trainer(tokenizer, tmp_path, "planned")
-    rows, length = next(iter(planned.get_train_dataloader()))["packed"].micro_batches[-1].input_ids_RL.shape
-    assert f"{rows} x {length}" in planned.describe()
-
-
-def test_a_stream_without_planned_rows_is_padded_with_the_reason_given(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A model's own eager attention takes no tight rows, and a stream has no sizes to plan rows for."""
-
-    def stream() -> Any:
-        return Dataset.to_iterable_dataset(tiny.made_up_pairs(20))
-
-    with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(tokenizer, tmp_path, "planned", data=stream())
-        trainer.train()
-    assert "attention_mask" in next(iter(trainer.get_train_dataloader()))
-    assert len(told(caplog)) == 1
-    assert "padded" in trainer.describe()
-    with pytest.raises(ValueError, match="packing=True is impossible"):
-        make_trainer(tokenizer, tmp_path, "planned", data=stream(), packing=True)

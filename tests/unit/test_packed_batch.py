@@ -11,7 +11,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
 from trl_tpu.data.packed_batch import PackedBatch, micro_batches_of
 from trl_tpu.modeling.rewards import OWN_KEYS, PackedPairs, PairBatch, read_batch
-from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -101,17 +100,3 @@ def test_both_layouts_are_read_alike() -> None:
     assert ours.tokens == theirs.tokens == 4 + 3 + 9 + 1 + 4 + 1
     assert ours.margin_P is not None and theirs.margin_P is not None
     assert ours.margin_P.tolist() == theirs.margin_P.tolist() == [0.5, 1.5, 2.5]
-
-
-def test_parts_of_a_mean_add_up_to_it() -> None:
-    losses_P = torch.tensor([1.0, 2.0, 6.0, 99.0])  # the last is no pair
-    batch: PackedBatch = COLLATORS["planned"](PAIRS)["packed"]
-    parts = [PackedPairs(rows).mean(losses_P) for rows in batch.micro_batches]
-    torch.testing.assert_close(torch.stack(parts).sum(), torch.tensor(3.0))
-
-
-def test_without_margins_there_is_no_tensor_for_them() -> None:
-    pairs = [{key: value for key, value in pair.items() if key != "margin"} for pair in PAIRS]
-    (rows,) = COLLATORS["tight"](pairs)["packed"].micro_batches
-    assert isinstance(rows, PackedRows) and rows.margin_P is None
-    assert "margin_P" not in rows.named_tensors()

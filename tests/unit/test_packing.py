@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape, plan_shapes, rows_needed, zigzag
+from trl_tpu.packing.shapes import RowShape, plan_shapes, zigzag
 
 PAD = 0
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
@@ -97,14 +97,6 @@ def test_a_row_holds_each_beginning_once_and_then_padding_that_sees_itself(pairs
             assert batch.position_ids_RL[row, column] == 0
 
 
-def test_pairs_that_share_their_prompt_share_its_tokens() -> None:
-    prompt = list(range(10, 40))
-    pairs = [(prompt + [1, 2], prompt + [3]), (prompt + [1, 4], prompt + [5, 6, 7])]
-    batch = packed(pairs, [RowShape(1, 40)])
-    assert (batch.input_ids_RL != PAD).sum() == 30 + 3 + 4
-    assert np.ptp(packed(pairs, [RowShape(2, 37)]).last_row_P2) == 0  # and lie in one row where they fit
-
-
 @pytest.mark.parametrize(
     ("ids", "scored"), [([5, 6, PAD], 2), ([5, PAD, 6, PAD, PAD], 3), ([PAD, PAD], 1), ([PAD], 1), ([5, 6], 2)]
 )
@@ -151,22 +143,6 @@ def test_what_does_not_fit_is_an_error_that_says_what_and_never_cut() -> None:
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 
-@given(sizes, st.integers(1, 9), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.data())
-def test_every_batch_of_the_data_fits_one_of_few_shapes(
-    sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject
-) -> None:
-    shapes = plan_shapes(np.array(sizes), pairs, shards, max_shapes=most, multiple=8)
-    assert 1 <= len(shapes) <= most
-    assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in shapes)
-    works = [shape.work(4096) for shape in shapes]
-    assert works == sorted(works)
-    drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
-    # nothing shared between pairs, the worst case: token ids tell pairs apart
-    dialogues = [([index + 1] * sizes[index], [index + 1]) for index in drawn]
-    batch = packed(dialogues, shapes, pairs)
-    assert RowShape(*batch.input_ids_RL.shape) in shapes
-
-
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 8), st.data())
 def test_rows_dealt_the_largest_pairs_hold_any_smaller_ones(sizes: list[int], rows: int, data: st.DataObject) -> None:
     """What makes the last shape hold every batch, whatever best fit does."""
@@ -177,15 +153,6 @@ def test_rows_dealt_the_largest_pairs_hold_any_smaller_ones(sizes: list[int], ro
     assert (np.bincount(dealt, smaller, rows) <= np.bincount(dealt, largest, rows)).all()
 
 
-@given(st.lists(st.lists(st.integers(0, 20), min_size=4, max_size=4), min_size=1, max_size=5), st.integers(1, 40))
-def test_the_rows_planned_for_a_batch_are_enough(batches: list[list[int]], length: int) -> None:
-    for batch, rows in zip(batches, rows_needed(np.array(batches), length), strict=True):
-        assert (rows == 0) == (max(batch) > length)
-        if rows:
-            assert sum(batch) <= rows * length
-            assert rows <= max(1, sum(size > 0 for size in batch))
-
-
 def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
     sizes = np.full(100, 120)  # 100 of a system prompt, 20 of its own
     apart, shared = (plan_shapes(sizes, 8, max_shapes=1, shared_prefix=common)[0] for common in (0, 100))
@@ -194,24 +161,6 @@ def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
     prompt = [1] * 100
     pairs = [(prompt + [2 + index] * 19, prompt + [100 + index]) for index in range(8)]
     assert packed(pairs, [shared]).input_ids_RL.size == shared.rows * shared.length
-
-
-def test_more_shapes_waste_less_and_costlier_attention_takes_shorter_rows() -> None:
-    sizes = np.random.default_rng(0).lognormal(5, 0.7, 1000).astype(int) + 10
-    drawn = np.random.default_rng(1).permutation(sizes)[: 8 * 125].reshape(125, 8)
-
-    def columns(most: int) -> int:
-        shapes = plan_shapes(sizes, 8, max_shapes=most, attention_crossover_length=1e9)
-        return sum(
-            next(s.rows * s.length for s in shapes if 0 < rows_needed(batch[None], s.length)[0] <= s.rows)
-            for batch in drawn
-        )
-
-    wasted = [columns(most) / drawn.sum() for most in (1, 2, 4, 8, 16)]
-    assert wasted == sorted(wasted, reverse=True)
-    assert wasted[-1] < 1.1
-    short, long = (plan_shapes(sizes, 8, attention_crossover_length=length)[0].length for length in (200, 1e9))
-    assert short < long
 
 
 @given(batches)
@@ -275,14 +224,3 @@ def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pai
             here = some.pair_mask_P & (some.last_row_P2[:, 0] == row)
             assert (lengths_P2[here].sum(axis=0) <= longest).all()
         assert some.expansion is not None
-
-
-@settings(max_examples=20)
-@given(batches)
-def test_packing_is_a_pure_function(pairs: list[Any]) -> None:
-    for layout in (packed, tight):
-        one, other = layout(pairs), layout(pairs)
-        assert one.trees == other.trees
-        assert one.named_tensors().keys() == other.named_tensors().keys()
-        for name, array in one.named_tensors().items():
-            np.testing.assert_array_equal(array, other.named_tensors()[name])

@@ -5,14 +5,14 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from bad_input import Job, learned_positions, set_to, tokenizer
+from bad_input import Job, learned_positions
 from datasets import Dataset
 from preference_forms import TEMPLATE, TOOLS, assistant, user
 from transformers import AutoModelForSequenceClassification
@@ -20,7 +20,6 @@ from transformers import AutoModelForSequenceClassification
 import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
-from trl_tpu.scoring import stream
 from trl_tpu.scripts import rows_file, score
 
 CHAT = [user("Hi"), assistant("Hello")]
@@ -79,14 +78,7 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good
     ("spoiled", "told"),
     [
         ({"text": None}, "Row 1 of the scored dataset has no `text` (null)"),
-        ({"messages": None}, "Row 1 of the scored dataset has no `messages` (null)"),
         ({"messages": [{"role": "user", "content": None}]}, "Row 1 of the scored dataset: `messages` holds {"),
-        ({"messages": []}, "Row 1 of the scored dataset: `messages`, whose roles are [], cannot be rendered"),
-        (
-            {"messages": CHAT, "chat_template_kwargs": {"truncation": True, "max_length": 5}},
-            "Row 1 of the scored dataset: `messages`, whose roles are ['user', 'assistant'], cannot be rendered as a "
-            "chat: `chat_template_kwargs` has the key 'truncation'",
-        ),
         ({"messages": CHAT, "tools": "["}, "Row 1 of the scored dataset: `messages`, whose roles"),
     ],
 )
@@ -101,14 +93,6 @@ def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
     assert second["reward"] is None and second["not_scored"].startswith(told)
     assert {key: second[key] for key in spoiled} == spoiled
     assert f"1 of 3 rows have no reward, or lack one; `not_scored` says why:\n  {told}" in caplog.text
-
-
-def test_where_no_row_can_be_scored_the_command_fails(
-    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = write(tmp_path / "rows.jsonl", [{"text": None}])
-    assert cli.main(words(good_model, rows)) == 1
-    assert "no row was scored" in capsys.readouterr().out
 
 
 def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,14 +136,6 @@ def test_a_dialogue_beyond_the_learned_positions_gets_no_reward(
     assert "Row 1 of the scored dataset: `text` has " in caplog.text and "learned 64 positions" in caplog.text
 
 
-def test_margins_are_not_read(good_model: Path, tmp_path: Path) -> None:
-    pairs = [{"chosen": "a", "rejected": "b", "margin": margin} for margin in (1.0, None, math.nan)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    assert cli.main(words(good_model, tmp_path / "rows.jsonl", tmp_path / "out.jsonl")) == 0
-    scored = read(tmp_path / "out.jsonl")
-    assert [row["margin"] for row in scored] == [1.0, None, None] and scored[0].keys() >= {"reward_chosen"}
-
-
 def test_nothing_is_standardized_without_mean_and_std(good_model: Path, tmp_path: Path, capsys: Any) -> None:
     rows = write(tmp_path / "rows.jsonl", [{"text": "b"}])
     told = refusal([*words(good_model, rows), "--standardize"], capsys)
@@ -178,21 +154,9 @@ def test_an_index_of_files_elsewhere_is_refused(own_model: Path, tmp_path: Path,
     assert f"names '../{shard}', a file elsewhere" in refusal(words(own_model, rows), capsys)
 
 
-def test_a_token_that_the_model_lacks_is_named(own_model: Path, tmp_path: Path) -> None:
-    tokenizer(lambda changed: changed.add_tokens([f"<more{number}>" for number in range(99)]))(Job(tmp_path))
-    rows, output = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "<more98>"}]), tmp_path / "out.jsonl"
-    assert cli.main(words(own_model, rows, output)) == 0
-    assert "Row 1 of the scored dataset: `text` holds the token id" in read(output)[1]["not_scored"]
-
-
 def itself(folder: Path) -> tuple[Path, Path]:
     rows = write(folder / "rows.jsonl", ROWS)
     return rows, rows
-
-
-def a_hard_link(folder: Path) -> tuple[Path, Path]:
-    (folder / "link.jsonl").hardlink_to(write(folder / "rows.jsonl", ROWS))
-    return folder / "rows.jsonl", folder / "link.jsonl"
 
 
 def new_in_the_folder(folder: Path) -> tuple[Path, Path]:
@@ -207,7 +171,6 @@ def no_folder(folder: Path) -> tuple[Path, Path]:
     ("places", "told"),
     [
         (itself, "`output` is the dataset itself"),
-        (a_hard_link, "`output` is the dataset itself"),
         (new_in_the_folder, "lies in the folder of the dataset"),
         (no_folder, "cannot be written: name a file in a folder that is there"),
     ],
@@ -219,26 +182,6 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert told in refusal(words(tmp_path / "no model", dataset, output), capsys)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-
-
-def test_rows_are_scored_in_order_as_they_are_asked_for(good_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW", 8)
-    scorer = score.Scorer(str(good_model))
-    taken: list[int] = []
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for row in ROWS:
-            taken.append(row["number"])
-            yield row
-
-    scored = trl_tpu.score(scorer, rows())
-    assert len(taken) == 1, "only to see which columns there are"
-    first = next(scored)
-    assert len(taken) == 8
-    alone = {text: score.score_texts(str(good_model), [text])[0] for text in {row["text"] for row in ROWS}}
-    for row, out in zip(ROWS, [first, *scored], strict=True):
-        assert out.items() >= {**row, "not_scored": None}.items()
-        assert out["reward"] == pytest.approx(alone[row["text"]], abs=1e-5)
 
 
 def test_an_interrupted_output_is_kept_in_chunks_and_leaves_the_earlier_one(
@@ -306,12 +249,3 @@ def test_what_is_not_finite_is_null_and_told(
     )
     assert "new columns in place of the dataset's: reward" in caplog.text
     assert "no row was scored" in capsys.readouterr().out
-
-
-def test_a_tokenizer_without_a_template_scores_no_messages(
-    own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer(set_to(chat_template=None))(Job(tmp_path))
-    rows = write(tmp_path / "rows.jsonl", [{"messages": CHAT}])
-    assert cli.main(words(own_model, rows)) == 1
-    assert "cannot be rendered as a chat" in caplog.text
