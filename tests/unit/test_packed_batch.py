@@ -21,7 +21,7 @@ PAIRS = [
 ]
 PLAN = RowPlan((RowShape(1, 12),), (RowShape(1, 12),))
 COLLATORS: dict[str, Any] = {
-    "tight": UnpaddedRow(0, 100),
+    "unpadded": UnpaddedRow(0, 100),
     "planned": PlannedRows(PLAN, 4, 0),
     "expanded": PlannedRows(PLAN, 4, 0, expands=True),
 }
@@ -44,11 +44,11 @@ def assert_equal(one: PackedBatch, other: PackedBatch) -> None:
 @pytest.mark.parametrize("kind", COLLATORS)
 def test_every_pair_is_in_one_micro_batch(kind: str) -> None:
     batch = COLLATORS[kind](PAIRS)["packed"]
-    assert (len(batch.micro_batches) > 1) is (kind != "tight")
+    assert (len(batch.micro_batches) > 1) is (kind != "unpadded")
     assert sum(rows.pair_mask_P.int() for rows in batch.micro_batches).tolist() == batch.pair_mask_P.int().tolist()
-    assert batch.pair_mask_P.tolist() == [True] * 3 + [False] * (kind != "tight")
+    assert batch.pair_mask_P.tolist() == [True] * 3 + [False] * (kind != "unpadded")
     for rows in batch.micro_batches:
-        assert (rows.trees is not None) is (kind == "tight")
+        assert (rows.trees is not None) is (kind == "unpadded")
         assert (rows.expansion is not None) is (kind == "expanded")
         assert rows.batch_pairs_1.tolist() == [3]
         assert all(isinstance(tensor, torch.Tensor) for tensor in rows.named_tensors().values())
@@ -90,7 +90,7 @@ def test_a_batch_is_split_into_what_is_computed_at_a_time() -> None:
 
 
 def test_both_layouts_are_read_alike() -> None:
-    packed, padded = COLLATORS["tight"](PAIRS), DataCollatorForPreference(0)(PAIRS)
+    packed, padded = COLLATORS["unpadded"](PAIRS), DataCollatorForPreference(0)(PAIRS)
     (rows,) = micro_batches_of(packed)
     assert packed.keys() | rows.keys() | padded.keys() <= OWN_KEYS
     ours, theirs = read_batch(rows, 0, "right"), read_batch(padded, 0, "right")

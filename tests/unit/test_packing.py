@@ -42,12 +42,12 @@ def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwar
     return batch
 
 
-def tight(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
+def unpadded(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
     return pack_unpadded(*zip(*pairs, strict=True), PAD, attention_crossover_length=attention_crossover_length)
 
 
 def tree_count(pairs: list[Any], attention_crossover_length: float) -> int:
-    return len(tight(pairs, attention_crossover_length).trees or ())
+    return len(unpadded(pairs, attention_crossover_length).trees or ())
 
 
 def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
@@ -60,7 +60,7 @@ def read_back(batch: Rows, pair: int, half: int) -> list[int]:
     return batch.input_ids_RL[row, seen_by(batch, row, column)].tolist()
 
 
-@pytest.mark.parametrize("layout", [packed, tight])
+@pytest.mark.parametrize("layout", [packed, unpadded])
 @given(pairs=batches)
 def test_the_last_token_of_a_dialogue_sees_that_dialogue_and_nothing_else(layout: Any, pairs: list[Any]) -> None:
     batch = layout(pairs)
@@ -69,7 +69,7 @@ def test_the_last_token_of_a_dialogue_sees_that_dialogue_and_nothing_else(layout
         assert batch.last_row_P2[index, 0] == batch.last_row_P2[index, 1]
 
 
-@pytest.mark.parametrize("layout", [packed, tight])
+@pytest.mark.parametrize("layout", [packed, unpadded])
 @given(pairs=batches)
 def test_every_token_sees_the_path_to_it_at_positions_from_zero(layout: Any, pairs: list[Any]) -> None:
     batch = layout(pairs)
@@ -164,8 +164,8 @@ def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
 
 
 @given(batches)
-def test_a_tight_row_has_no_padding_and_trees_that_see_only_themselves(pairs: list[Any]) -> None:
-    batch = tight(pairs)
+def test_an_unpadded_row_has_no_padding_and_trees_that_see_only_themselves(pairs: list[Any]) -> None:
+    batch = unpadded(pairs)
     length = batch.input_ids_RL.shape[1]
     assert batch.trees is not None
     assert batch.input_ids_RL.shape[0] == 1
@@ -188,7 +188,7 @@ def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
     pairs = [(prompt + [1, 2], prompt + [3]), (prompt + [4], prompt + [5]), ([10, 6], [10, 7])]
     assert tree_count(pairs, 1e9) == 1  # attention for nothing: whatever is shared is shared
     assert tree_count(pairs, 50) > 1  # one token in common is not worth a larger tree
-    apart = tight([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)]).trees or ()
+    apart = unpadded([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)]).trees or ()
     assert [(tree.start, tree.stop, len(tree.tails)) for tree in apart] == [
         (0, 9, 1),
         (9, 18, 1),

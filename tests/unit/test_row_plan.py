@@ -70,12 +70,12 @@ def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, m
     sizes = pair_sizes(*(pa.chunked_array([pa.array(half)]) for half in zip(*both, strict=True)))
     plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
-    columns = real = tight = 0
+    columns = real = unpadded = 0
     order = np.random.default_rng(1).permutation(len(both))
     for first in range(0, len(order) - pairs + 1, pairs):
         chosen, rejected = zip(*(both[index] for index in order[first : first + pairs]), strict=True)
         columns += sum(packed.input_ids_RL.size for packed in pack(chosen, rejected, plan, pairs, 0))
-        tight += pack_unpadded(chosen, rejected, 0, attention_crossover_length=6 * 1024).input_ids_RL.size
+        unpadded += pack_unpadded(chosen, rejected, 0, attention_crossover_length=6 * 1024).input_ids_RL.size
         real += sum(map(len, chosen)) + sum(map(len, rejected))
     assert columns / real <= most_tokens
-    assert tight / real <= 0.64
+    assert unpadded / real <= 0.64

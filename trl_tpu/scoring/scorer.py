@@ -193,9 +193,8 @@ def _fingerprint(model: torch.nn.Module, tokenizer: Any) -> str:
         flat = weight.detach().flatten()
         sample = flat[:: max(1, len(flat) // 64)].float().numpy()
         digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    words = [vocabulary, tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template]
-    digest.update(json.dumps(words).encode())
+    words = [tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template]
+    digest.update(json.dumps(words, sort_keys=True).encode())
     return digest.hexdigest()
 
 
