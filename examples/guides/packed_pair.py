@@ -6,7 +6,7 @@ token sees which.
 
 import numpy as np
 
-from trl_tpu.packing.pack import pack_tight
+from trl_tpu.packing.pack import pack_unpadded
 
 PROMPT, CHOSEN, REJECTED = ["Is", "7", "prime", "?"], ["Yes", ",", "it", "is"], ["No"]
 COLORS = {  # fill and text
@@ -67,7 +67,7 @@ def picture() -> str:
     words = [*PROMPT, *CHOSEN, *REJECTED]
     ids = list(range(1, 1 + len(words)))
     prompt, chosen, rejected = ids[: len(PROMPT)], ids[len(PROMPT) : -len(REJECTED)], ids[-len(REJECTED) :]
-    packed = pack_tight([prompt + chosen], [prompt + rejected], pad_token_id=0)
+    packed = pack_unpadded([prompt + chosen], [prompt + rejected], pad_token_id=0)
     (row_L,), (position_L,), (end_L,) = packed.input_ids_RL, packed.position_ids_RL, packed.subtree_end_RL
     parts = ["prompt"] * len(PROMPT) + ["chosen"] * len(CHOSEN) + ["rejected"] * len(REJECTED)
     tokens = [(words[token - 1], parts[token - 1]) for token in row_L]

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     stream.WINDOW = window
     spelled, spell = 0, rows_file.json_line
 
-    def json_line(row: dict[str, Any]) -> str:
+    def json_line(row: dict[str, Any]) -> bytes:
         global spelled
         spelled += 1
         if spelled == at:

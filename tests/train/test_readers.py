@@ -179,11 +179,11 @@ def test_our_score(saved: Saved) -> None:
     assert score_texts(saved.folder, saved.messages) == pytest.approx(saved.of_messages, **CLOSE)
 
 
-def test_our_score_standardises_by_the_saved_mean_and_std(saved: Saved) -> None:
+def test_our_score_standardizes_by_the_saved_mean_and_std(saved: Saved) -> None:
     mean, std = np.mean(saved.of_messages), np.std(saved.of_messages)
-    rows = list(trl_tpu.score(saved.folder, saved.messages, standardise=True))
-    standardised = [(reward - mean) / std for reward in saved.of_messages]
-    assert [row["reward"] for row in rows] == pytest.approx(standardised, rel=1e-4, abs=1e-4 / std)
+    rows = list(trl_tpu.score(saved.folder, saved.messages, standardize=True))
+    standardized = [(reward - mean) / std for reward in saved.of_messages]
+    assert [row["reward"] for row in rows] == pytest.approx(standardized, rel=1e-4, abs=1e-4 / std)
 
 
 def test_the_default_pipeline_has_no_sigmoid(saved: Saved) -> None:

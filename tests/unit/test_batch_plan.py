@@ -16,7 +16,7 @@ from trl_tpu.data.collators import (
     PadToLengths,
     PairRows,
     PlannedRows,
-    TightRow,
+    UnpaddedRow,
 )
 from trl_tpu.runtime.native import Runtime
 
@@ -58,7 +58,7 @@ def make(folder: Path, runtime: Any = None, model: Any = None, data: Any = None,
 def test_plain_torch_packs_into_one_tight_row(tmp_path: Path) -> None:
     plan = make(tmp_path)
     assert plan.packed and plan.padded_because is None and plan.layout == "packed"
-    assert isinstance(plan.collator(tokens(3), 4, plan.default_collator()), TightRow)
+    assert isinstance(plan.collator(tokens(3), 4, plan.default_collator()), UnpaddedRow)
     assert plan.shapes is None and not plan.accumulates
     assert plan.describe() == "each packed into one row without padding"
 

@@ -28,7 +28,6 @@ from transformers import (
 import trl_tpu
 from trl_tpu import cli
 from trl_tpu.data.tokenize import prepare_preference_dataset
-from trl_tpu.errors import UserError
 from trl_tpu.modeling import adapters
 from trl_tpu.scripts import reward, score, short_help, synthetic
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
@@ -159,8 +158,7 @@ def test_rewards_are_those_of_each_dialogue_alone_in_order(saved: Path) -> None:
     tokenizer = synthetic.tiny_tokenizer()
     with_eos = [text if text.endswith("<|end|>") else text + "<|end|>" for text in TEXTS]
     expected = one_by_one(saved, [tokenizer(text)["input_ids"] for text in with_eos])
-    for batch_size in (1, 2, 8):
-        assert score.score_texts(str(saved), TEXTS, batch_size=batch_size) == pytest.approx(expected, abs=1e-5)
+    assert score.score_texts(str(saved), TEXTS) == pytest.approx(expected, abs=1e-5)
     chats = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in CHATS]
     assert score.score_texts(str(saved), CHATS) == pytest.approx(one_by_one(saved, chats), abs=1e-5)
 
@@ -177,22 +175,17 @@ def test_dialogues_get_the_tokens_that_training_gave_them(saved: Path, form: str
     rows = datasets.Dataset.from_list([row])
     settings: dict[str, Any] = {"num_embeddings": 1000, "max_length": None, "num_proc": None, "name": "x"}
     trained: Any = prepare_preference_dataset(rows, scorer.tokenizer, **settings)
-    assert [scorer.token_ids(dialogue) for dialogue in whole] == [*trained["chosen_ids"], *trained["rejected_ids"]]
+    ids = [*trained["chosen_ids"], *trained["rejected_ids"]]
     (pair,) = trl_tpu.score(scorer, rows)
+    assert [pair["tokens_chosen"], pair["tokens_rejected"]] == [*map(len, ids)]
+    assert [pair["reward_chosen"], pair["reward_rejected"]] == pytest.approx(one_by_one(saved, ids), abs=1e-5)
     alone = score.score_texts(str(saved), whole)
     assert [pair["reward_chosen"], pair["reward_rejected"]] == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_conversation_that_cannot_be_rendered_is_one_line(saved: Path) -> None:
-    scorer = score.Scorer(str(saved))
-    scorer.tokenizer.chat_template = "{{ raise_exception('No') }}"
-    with pytest.raises(UserError, match=r"Row 0 of .* cannot be rendered as a chat: No. Correct the row, "):
-        scorer.token_ids(CHATS[0])
-
-
 def test_too_long_dialogues_get_nan_as_training_leaves_them_out(saved: Path) -> None:
     everything = score.score_texts(str(saved), TEXTS)
-    lengths = [len(score.Scorer(str(saved)).token_ids(text)) for text in TEXTS]
+    lengths = [row["tokens"] for row in trl_tpu.score(str(saved), TEXTS)]
     limit = sorted(lengths)[2]
     limited = score.score_texts(str(saved), TEXTS, max_length=limit)
     assert [math.isnan(reward) for reward in limited] == [length > limit for length in lengths]

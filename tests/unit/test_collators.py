@@ -101,29 +101,6 @@ def left_padding_tokenizer() -> Any:
     return tokenizer
 
 
-@settings(deadline=None)
-@given(examples, st.integers(0, 3), st.booleans())
-def test_pair_rows_keep_pairs_together_and_fill_a_short_batch(
-    rows: list[dict[str, Any]], missing: int, has_margin: bool
-) -> None:
-    rows = rows if has_margin else without_margin(rows)
-    pairs = len(rows) + missing
-    batch = PairRows(DataCollatorForPreference(PAD), pairs, PAD)(rows)
-    length = max(len(row[key]) for row in rows for key in ("chosen_ids", "rejected_ids"))
-    assert batch["input_ids"].shape == batch["attention_mask"].shape == (pairs, 2, length)
-    assert all(tensor.is_contiguous() for tensor in batch.values())
-    assert batch["pair_mask"].tolist() == [True] * len(rows) + [False] * missing
-    for pair, row in enumerate([*rows, *[rows[0]] * missing]):
-        for half, key in enumerate(("chosen_ids", "rejected_ids")):
-            rest = length - len(row[key])
-            assert batch["input_ids"][pair, half].tolist() == row[key] + [PAD] * rest
-            assert batch["attention_mask"][pair, half].tolist() == [1] * len(row[key]) + [0] * rest
-    if has_margin:
-        assert batch["margin"].tolist() == [row["margin"] for row in [*rows, *[rows[0]] * missing]]
-    else:
-        assert "margin" not in batch
-
-
 TEXTS = ["one", "two three", "four five six seven", "eight nine ten eleven twelve thirteen", "a b c"]
 
 

@@ -1,7 +1,6 @@
 """Expanded rows hold each dialogue whole, in order and by itself, and every token finds its way back."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,14 +78,3 @@ def test_rows_too_short_for_their_dialogues_are_an_error() -> None:
         expand_rows(packed(pairs, RowShape(1, 22)))
     fits = expand_rows(packed(pairs, RowShape(1, 23)))
     assert (fits.segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]
-
-
-def test_rows_without_pairs_are_all_padding() -> None:
-    rows = packed([([1], [2])], RowShape(2, 8))
-    expansion = expand_rows(replace(rows, pair_mask_P=np.zeros(1, bool)))
-    assert (
-        (expansion.gather_R2L == -1).all()
-        and (expansion.scatter_R2L == -1).all()
-        and (expansion.inverse_RL == -1).all()
-    )
-    assert not expansion.segment_R2L.any()

@@ -145,7 +145,7 @@ BELOW = {
     "config": {"parallel", "runtime"},
     "modeling": {"config", "data", "packing", "parallel", "runtime"},
     "evaluation": {"data"},
-    "scoring": {"data", "modeling", "packing", "parallel", "runtime"},
+    "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
     "report": {"evaluation", "modeling"},
     "checkpoint": {"config", "modeling", "parallel", "runtime"},
     "batching": {"config", "data", "modeling", "packing", "parallel", "runtime"},

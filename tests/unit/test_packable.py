@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
 from trl_tpu.modeling.attention.masked import packed_rewards
 from trl_tpu.modeling.attention.packability import make_packable
 from trl_tpu.modeling.attention.unmodified import PackingImpossible
@@ -116,7 +116,7 @@ def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(fa
     with torch.no_grad():
         padded_P2 = model(**DataCollatorForPreference(PAD)(pairs)).logits.view(2, -1).T
         plan = RowPlan((RowShape(1, 800),))
-        collators: tuple[Any, ...] = PlannedRows(plan, len(pairs), PAD), TightRow(PAD, 1000)
+        collators: tuple[Any, ...] = PlannedRows(plan, len(pairs), PAD), UnpaddedRow(PAD, 1000)
         for collate in collators:
             (rows,) = collate(pairs)["packed"].micro_batches
             packed_P2 = packed_rewards(model, rows)

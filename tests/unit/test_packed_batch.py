@@ -8,10 +8,9 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
 from trl_tpu.data.packed_batch import PackedBatch, micro_batches_of
 from trl_tpu.modeling.rewards import OWN_KEYS, PackedPairs, PairBatch, read_batch
-from trl_tpu.packing.rows import PackedRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -22,7 +21,7 @@ PAIRS = [
 ]
 PLAN = RowPlan((RowShape(1, 12),), (RowShape(1, 12),))
 COLLATORS: dict[str, Any] = {
-    "tight": TightRow(0, 100),
+    "unpadded": UnpaddedRow(0, 100),
     "planned": PlannedRows(PLAN, 4, 0),
     "expanded": PlannedRows(PLAN, 4, 0, expands=True),
 }
@@ -45,11 +44,11 @@ def assert_equal(one: PackedBatch, other: PackedBatch) -> None:
 @pytest.mark.parametrize("kind", COLLATORS)
 def test_every_pair_is_in_one_micro_batch(kind: str) -> None:
     batch = COLLATORS[kind](PAIRS)["packed"]
-    assert (len(batch.micro_batches) > 1) is (kind != "tight")
+    assert (len(batch.micro_batches) > 1) is (kind != "unpadded")
     assert sum(rows.pair_mask_P.int() for rows in batch.micro_batches).tolist() == batch.pair_mask_P.int().tolist()
-    assert batch.pair_mask_P.tolist() == [True] * 3 + [False] * (kind != "tight")
+    assert batch.pair_mask_P.tolist() == [True] * 3 + [False] * (kind != "unpadded")
     for rows in batch.micro_batches:
-        assert (rows.trees is not None) is (kind == "tight")
+        assert (rows.trees is not None) is (kind == "unpadded")
         assert (rows.expansion is not None) is (kind == "expanded")
         assert rows.batch_pairs_1.tolist() == [3]
         assert all(isinstance(tensor, torch.Tensor) for tensor in rows.named_tensors().values())
@@ -84,16 +83,16 @@ def test_a_loader_pins_every_tensor(kind: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_batch_is_split_into_what_is_computed_at_a_time() -> None:
     packed = COLLATORS["planned"](PAIRS)
     some = micro_batches_of(packed | {"more": 1})
-    assert [each["packed"] for each in some] == list(packed["packed"].micro_batches)
+    assert [each["rows"] for each in some] == list(packed["packed"].micro_batches)
     assert {each["more"] for each in some} == {1}
     padded = DataCollatorForPreference(0)(PAIRS)
     assert micro_batches_of(padded) == [padded]
 
 
 def test_both_layouts_are_read_alike() -> None:
-    packed, padded = COLLATORS["tight"](PAIRS), DataCollatorForPreference(0)(PAIRS)
-    assert packed.keys() | padded.keys() <= OWN_KEYS
+    packed, padded = COLLATORS["unpadded"](PAIRS), DataCollatorForPreference(0)(PAIRS)
     (rows,) = micro_batches_of(packed)
+    assert packed.keys() | rows.keys() | padded.keys() <= OWN_KEYS
     ours, theirs = read_batch(rows, 0, "right"), read_batch(padded, 0, "right")
     assert isinstance(ours, PackedPairs) and isinstance(theirs, PairBatch)
     losses_P = torch.tensor([1.0, 2.0, 6.0])
@@ -101,17 +100,3 @@ def test_both_layouts_are_read_alike() -> None:
     assert ours.tokens == theirs.tokens == 4 + 3 + 9 + 1 + 4 + 1
     assert ours.margin_P is not None and theirs.margin_P is not None
     assert ours.margin_P.tolist() == theirs.margin_P.tolist() == [0.5, 1.5, 2.5]
-
-
-def test_parts_of_a_mean_add_up_to_it() -> None:
-    losses_P = torch.tensor([1.0, 2.0, 6.0, 99.0])  # the last is no pair
-    batch: PackedBatch = COLLATORS["planned"](PAIRS)["packed"]
-    parts = [PackedPairs(rows).mean(losses_P) for rows in batch.micro_batches]
-    torch.testing.assert_close(torch.stack(parts).sum(), torch.tensor(3.0))
-
-
-def test_without_margins_there_is_no_tensor_for_them() -> None:
-    pairs = [{key: value for key, value in pair.items() if key != "margin"} for pair in PAIRS]
-    (rows,) = COLLATORS["tight"](pairs)["packed"].micro_batches
-    assert isinstance(rows, PackedRows) and rows.margin_P is None
-    assert "margin_P" not in rows.named_tensors()

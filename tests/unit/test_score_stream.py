@@ -1,4 +1,4 @@
-"""Scoring many rows: equal to one dialogue at a time, for every form; resumed to the byte; in flat memory."""
+"""Scoring many rows: equal to one dialogue at a time, for every form; resumed by chunks; in flat memory."""
 
 import io
 import json
@@ -20,9 +20,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
-from trl_tpu.packing.dialogues import Pass, PlannedPasses, TightPasses
-from trl_tpu.packing.padded import PaddedPasses
 from trl_tpu.scoring import stream
+from trl_tpu.scoring.batches import Batches
 from trl_tpu.scoring.scorer import Scorer
 
 PAIRS = tiny.made_up_pairs(40).to_list()
@@ -85,7 +84,7 @@ def chat(text: str, role: str) -> list[dict[str, str]]:
 def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path, family)
     scorer = Scorer(str(folder), tokens_per_pass=300)
-    assert isinstance(scorer.passes, PaddedPasses if family == "bloom" else TightPasses)
+    assert (scorer.batches == scorer.padded) is (family == "bloom")
 
     def scored(rows: list[Any]) -> list[dict[str, Any]]:
         return list(trl_tpu.score(scorer, rows))
@@ -139,7 +138,9 @@ def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_killed_and_started_again_the_output_is_the_same_to_the_byte(suffix: str, model: Path, tmp_path: Path) -> None:
+def test_killed_and_started_again_it_keeps_the_chunks_that_are_written(
+    suffix: str, model: Path, tmp_path: Path
+) -> None:
     rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
     rows[30]["chosen"] = None  # type: ignore[assignment]
     source = write(tmp_path / "rows.jsonl", rows)
@@ -148,24 +149,27 @@ def test_killed_and_started_again_the_output_is_the_same_to_the_byte(suffix: str
     def run(output: Path, kill_at: int, *more: str) -> Any:
         return apart.run("killed_score.py", "8", str(kill_at), *words(model, source, output), *more)
 
-    assert run(whole, 0).returncode == 0
-    partial = tmp_path / f"out{suffix}.partial"
-    kept = []
-    for at in (5, 20, 12):  # before the first window is written; within the third; within the second after those
+    first = run(whole, 0)
+    assert first.returncode == 0
+    chunks = tmp_path / f"out{suffix}.partial"
+    for at, kept in ((5, 0), (20, 2), (12, 3)):  # in the first chunk; in the third; in the second after those
         assert run(output, at).returncode == -9
-        assert not output.exists() and partial.exists()
-        kept.append(partial.read_bytes())
-    partial.write_bytes(kept[-1] + b'{"prompt": "cut o')
-    refused = run(output, 0, "--max_length", "9")
-    assert refused.returncode == 2 and "max_length was None and is 9" in refused.stderr
+        assert not output.exists() and len(list(chunks.glob("*.jsonl"))) == kept
+
+    refused = [run(output, 0, "--max_length", "9")]
+    write(source, [{**rows[0], "chosen": "changed"}, *rows[1:]])
+    refused.append(run(output, 0))
+    for each in refused:
+        assert each.returncode == 2 and "cannot be resumed: its rows were made from other data" in each.stderr
+    write(source, rows)
     ended = run(output, 0)
-    assert ended.returncode == 0 and "rows are scored already" in ended.stderr
+    assert ended.returncode == 0 and "24 rows are scored already" in ended.stderr
     assert output.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out" + suffix, "rows.jsonl", "whole" + suffix]
     found = pq.read_table(output).to_pylist() if suffix == ".parquet" else read(output)
     assert len(found) == len(rows) and found[30]["reward_chosen"] is None and "Row 30" in found[30]["not_scored"]
     assert [row["note"] for row in found] == [row["note"] for row in rows]
-    assert ended.stdout.splitlines()[:-1] == run(whole, 0).stdout.splitlines()[:-1], "the summary is of all rows"
+    assert ended.stdout.splitlines()[:-1] == first.stdout.splitlines()[:-1], "the summary is of all rows"
 
 
 def test_rows_come_from_the_standard_input_from_parquet_and_from_compressed_files(
@@ -200,7 +204,7 @@ def test_a_broken_line_is_a_row_without_reward(
     assert "is broken: line 1" in capsys.readouterr().err
 
 
-def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbours_along(tmp_path: Path) -> None:
+def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbors_along(tmp_path: Path) -> None:
     folder = save(tmp_path)
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     texts = ["Count on from 1: 2 3", "Count on from 1: 2 ~", "Count on from 1: 2 3 4", "Count on", "~"]
@@ -211,9 +215,8 @@ def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbours_along(tmp_pat
     scorer = Scorer(str(folder))
     expected = alone(folder, texts)
     assert np.isnan(expected).tolist() == [False, True, False, False, True]
-    planned = PlannedPasses(scorer.pad_token_id, tokens=256, attention_crossover_length=192)
-    for passes in (scorer.passes, planned):
-        scorer.passes = passes
+    for batches in (scorer.batches, Batches(scorer.pad_token_id, 256, 192).planned):
+        scorer.batches = batches
         scored = list(trl_tpu.score(scorer, texts))
         assert [row["reward"] or np.nan for row in scored] == pytest.approx(expected, abs=1e-5, nan_ok=True)
         assert ["the reward is nan" in (row["not_scored"] or "") for row in scored] == np.isnan(expected).tolist()
@@ -249,9 +252,8 @@ def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytes
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("kind", ["tight", "planned"])
-@pytest.mark.parametrize("is_alone", [False, True])
-def test_packed_dialogues_see_themselves_and_nothing_else(kind: str, is_alone: bool) -> None:
+@pytest.mark.parametrize("kind", ["unpadded", "planned"])
+def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
     chooser = np.random.default_rng(0)
     dialogues = []
     for _ in range(30):
@@ -261,19 +263,19 @@ def test_packed_dialogues_see_themselves_and_nothing_else(kind: str, is_alone: b
                 np.concatenate([prefix, chooser.integers(1, 50, chooser.integers(0, 30))]).astype(np.int32)
             )
     dialogues += dialogues[:3]
-    tight, planned = TightPasses(0, 500, 384), PlannedPasses(0, 512, 384, shards=2, length=32)
-    passes: list[Pass] = list((tight if kind == "tight" else planned)(dialogues, is_alone))
-    found = []
-    for each in passes:
-        rows = each.rows
-        for member, row, column in zip(each.members, rows.last_row_D, rows.last_column_D, strict=False):
-            seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
-            assert rows.input_ids_RL[row, seen].tolist() == dialogues[member].tolist()
-            assert rows.position_ids_RL[row, seen].tolist() == list(range(len(dialogues[member])))
-            found.append(member)
-    assert sorted(found) == list(range(len(dialogues)))
-    tokens = sum(each.rows.input_ids_RL.size for each in passes)
-    if kind == "tight":
-        assert tokens == sum(map(len, dialogues)) if is_alone else tokens < 0.6 * sum(map(len, dialogues))
+    unpadded, planned = Batches(0, 500, 384).unpadded, Batches(0, 512, 384, shards=2, row_length=32).planned
+    found, shapes = set(), []
+    for members_N2, batch in (unpadded if kind == "unpadded" else planned)(dialogues):
+        for rows in batch["packed"].micro_batches:
+            shapes.append(tuple(rows.input_ids_RL.shape))
+            for pair in np.flatnonzero(rows.pair_mask_P):
+                for half, member in enumerate(members_N2[pair]):
+                    row, column = rows.last_row_P2[pair, half], rows.last_column_P2[pair, half]
+                    seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
+                    assert rows.input_ids_RL[row, seen].tolist() == dialogues[member].tolist()
+                    found.add(int(member))
+    assert found == set(range(len(dialogues)))
+    if kind == "unpadded":
+        assert sum(length for _, length in shapes) < 0.6 * sum(map(len, dialogues))
     else:
-        assert {each.rows.input_ids_RL.shape for each in passes} <= {(32, 32), (16, 64), (8, 128)}
+        assert set(shapes) <= {(32, 32), (16, 64), (8, 128)}

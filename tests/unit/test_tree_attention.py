@@ -20,7 +20,7 @@ from trl_tpu.modeling.attention.masked import (
 )
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES, check_packing_is_exact
 from trl_tpu.modeling.score_head import score_wide
-from trl_tpu.packing.pack import pack, pack_tight
+from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -59,7 +59,7 @@ def packed(model: nn.Module, pairs: list[Any], layout: str = "one micro-batch", 
     plan = LAYOUTS[layout]
     chosen, rejected = zip(*pairs, strict=True)
     if plan is None:
-        some = [pack_tight(chosen, rejected, PAD, attention_crossover_length=20)]
+        some = [pack_unpadded(chosen, rejected, PAD, attention_crossover_length=20)]
     else:
         some = pack(chosen, rejected, plan, len(pairs), PAD)
     read = [rows.map_tensors(torch.from_numpy) for rows in some]

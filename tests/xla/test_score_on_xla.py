@@ -42,12 +42,11 @@ def test_rewards_are_those_of_each_dialogue_alone_by_one_program_for_each_row_le
     model_folder: str, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     scorer = Scorer(model_folder, tokens_per_pass=256)
-    assert scorer.device.type == "xla" and scorer.row_length is None
+    assert scorer.device.type == "xla"
     before = count()
     seen = list(trl_tpu.score(scorer, rows))
     after = count()
     assert after.compiles - before.compiles == 2, "a program for rows of 128 columns, and one for those of 256"
-    assert scorer.row_length == 128
     texts = [row["prompt"] + row[half] for row in rows for half in ("chosen", "rejected")]
     found = [row[f"reward_{half}"] for row in seen for half in ("chosen", "rejected")]
     assert found == pytest.approx(one_by_one(model_folder, texts), abs=1e-5)

@@ -15,7 +15,7 @@ from ..data.collators import (
     PairRows,
     PlannedRows,
     RewardDataCollatorWithPadding,
-    TightRow,
+    UnpaddedRow,
 )
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
@@ -224,7 +224,7 @@ class BatchPlan:
         self._look_again(user_collator)
         if self._packs(dataset):
             if self._is_tight:
-                return TightRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
+                return UnpaddedRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
             return PlannedRows(self.rows(dataset, batch_size), batch_size, self._pad_token_id, self._expands)
         is_known = isinstance(user_collator, DataCollatorForPreference | RewardDataCollatorWithPadding)
         if not self._runtime.compiles or not is_known:

@@ -11,7 +11,7 @@ from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
 from ..errors import UserError
-from ..packing.pack import pack, pack_tight
+from ..packing.pack import pack, pack_unpadded
 from ..packing.schedule import RowPlan
 from ..packing.shapes import round_up
 from .packed_batch import PackedBatch
@@ -220,19 +220,19 @@ class PlannedRows:
 
 
 @dataclass(frozen=True)
-class TightRow:
+class UnpaddedRow:
     """Packs a batch's pairs into one row without padding, for devices that take any shape: one micro-batch.
 
     Args:
         pad_token_id: Texts end before it.
-        attention_crossover_length: As in `pack_tight`.
+        attention_crossover_length: As in `pack_unpadded`.
     """
 
     pad_token_id: int
     attention_crossover_length: float
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
-        row = pack_tight(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_crossover_length)
+        row = pack_unpadded(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_crossover_length)
         tensors = row.map_tensors(torch.from_numpy)
         return {"packed": PackedBatch((tensors,), tensors.pair_mask_P)}
 

@@ -34,13 +34,16 @@ class PackedBatch:
 
 
 def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split what a collator gave into what is computed at a time, in order; a padded batch is one micro-batch."""
-    packed = inputs.get("packed")
-    if not isinstance(packed, PackedBatch):
+    """Split what a collator gave into what is computed at a time, in order; a padded batch is one micro-batch.
+
+    Those of a `PackedBatch`, under the key "packed", are `PackedRows` under the key "rows".
+    """
+    if "packed" not in inputs:
         return [inputs]
-    return [{**inputs, "packed": rows} for rows in packed.micro_batches]
+    others = {key: value for key, value in inputs.items() if key != "packed"}
+    return [{**others, "rows": rows} for rows in inputs["packed"].micro_batches]
 
 
 def tensors_of(micro_batch: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors of a micro-batch by name."""
-    return micro_batch["packed"].named_tensors() if "packed" in micro_batch else micro_batch
+    return micro_batch["rows"].named_tensors() if "rows" in micro_batch else micro_batch

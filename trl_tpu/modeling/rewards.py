@@ -89,7 +89,9 @@ class PackedPairs:
         return self.rows.tokens_P.sum(dtype=torch.int32)
 
 
-OWN_KEYS = frozenset({"packed", "input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS})
+OWN_KEYS = frozenset(
+    {"packed", "rows", "input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
+)
 """The keys of a batch that `read_batch` reads; any other is the model's."""
 
 
@@ -101,6 +103,6 @@ def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) 
         pad_token_id: What padded rows are padded with.
         padding_side: On which side they are.
     """
-    if "packed" in inputs:
-        return PackedPairs(inputs["packed"])
+    if "rows" in inputs:
+        return PackedPairs(inputs["rows"])
     return PairBatch.read(inputs, pad_token_id, padding_side)

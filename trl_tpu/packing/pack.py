@@ -1,6 +1,6 @@
 """Packs the token pairs of one batch into rows that hold every shared prefix once. numpy only.
 
-`pack` writes rows of a few planned shapes, for a device that compiles each; `pack_tight` writes one row without
+`pack` writes rows of a few planned shapes, for a device that compiles each; `pack_unpadded` writes one row without
 padding, for a device that takes any shape.
 
 The dialogues of a row form a trie. Written depth first, with the dialogues in lexicographic order, each dialogue adds
@@ -28,8 +28,8 @@ from ..errors import UserError
 from .expand import expand_rows
 from .rows import PackedRows
 from .schedule import RowPlan, Schedule
-from .shapes import RowShape, snake
-from .trie import common_prefixes, grow_groups, joins_where_cheaper, lay_out, tree_sizes
+from .shapes import RowShape, zigzag
+from .trie import common_prefixes, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
@@ -63,7 +63,7 @@ def pack(
         The micro-batches in order; the last one updates.
 
     Raises:
-        UserError: If a pair is longer than the longest row, a dialogue is empty, or the batch fits no shape.
+        UserError: If a pair is longer than the longest row, there are too many, or the batch fits no shape.
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
     schedule, rows_P = _choose(batch, plan, expands)
@@ -77,7 +77,7 @@ def pack(
     return micro_batches
 
 
-def pack_tight(
+def pack_unpadded(
     chosen: Sequence[Sequence[int]],
     rejected: Sequence[Sequence[int]],
     pad_token_id: int,
@@ -119,11 +119,8 @@ class _Batch:
         pad_token_id: int,
         margins: Sequence[float] | None,
     ) -> "_Batch":
-        if len(chosen) != len(rejected) or not 1 <= len(chosen) <= pairs:
-            raise UserError(
-                f"A batch has 1 to {pairs} pairs, for which its shapes were planned, each of a chosen and a rejected "
-                f"dialogue; got {len(chosen)} chosen and {len(rejected)} rejected."
-            )
+        if len(chosen) > pairs:
+            raise UserError(f"A batch has at most {pairs} pairs, as its shapes were planned; got {len(chosen)}.")
         whole = [np.asarray(ids, np.int32) for pair in zip(chosen, rejected, strict=True) for ids in pair]
         dialogues = [up_to_scored(ids, pad_token_id) for ids in whole]
         tokens_P = np.array([len(ids) for ids in whole], np.int32).reshape(-1, 2).sum(axis=1)
@@ -167,8 +164,6 @@ class _Batch:
 
 def up_to_scored(ids: np.ndarray, pad_token_id: int) -> np.ndarray:
     """Cut a dialogue after the token that is scored: the last that is not the pad token, or the first if all are."""
-    if not len(ids):
-        raise UserError("A dialogue of the batch has no tokens, and so none that could be scored.")
     if ids[-1] != pad_token_id:
         return ids
     others = np.flatnonzero(ids != pad_token_id)
@@ -194,10 +189,10 @@ def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.n
         rows_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
         if rows_P is not None:
             return schedule, rows_P
-    # Best fit may fail by bad luck where a plain deal, by which the last shape was made, cannot.
+    # Best fit may fail by bad luck where `zigzag`, by which the last shape was made, cannot.
     last = plan.update[-1]
     rows_P = np.empty(len(sizes_P), np.int64)
-    rows_P[np.argsort(-sizes_P, kind="stable")] = snake(len(sizes_P), last.rows)
+    rows_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
     if np.bincount(rows_P, sizes_P).max() > last.length:
         raise UserError(
             f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
@@ -218,7 +213,8 @@ def _place(
     free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
     shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
     rows_P = np.empty(len(sizes_P), np.int64)
-    for pair in np.argsort(-sizes_P, kind="stable"):
+    leader_P = np.where(2 * shared_PP >= sizes_P[:, None], sizes_P, 0).argmax(axis=1)
+    for pair in np.lexsort((-sizes_P, leader_P, -sizes_P[leader_P])):
         added_R = sizes_P[pair] - shared_RP[:, pair]
         full_R = added_R > free_R
         if lengths_P2 is not None:
@@ -238,9 +234,17 @@ def _place(
 
 def _grow_trees(batch: _Batch, attention_crossover_length: float) -> np.ndarray:
     """Return each dialogue's tree [D]: neighbors in lexicographic order share one while that costs less than two."""
-    neighbors = batch.prefix_DD[batch.order[:-1], batch.order[1:]]
-    joins = joins_where_cheaper(attention_crossover_length)
+
+    def work(size: int) -> float:
+        return size * (1 + size / attention_crossover_length)
+
     trees_D = np.zeros(len(batch.dialogues), np.int64)
-    for tree, group in enumerate(grow_groups(batch.order, neighbors, batch.lengths_D, joins)):
-        trees_D[group.members] = tree
+    tree, size, before = -1, 0, 0
+    for index, length in zip(batch.order.tolist(), batch.lengths_D[batch.order].tolist(), strict=True):
+        together = size + length - int(batch.prefix_DD[before, index])
+        if tree >= 0 and work(together) < work(size) + work(length):
+            size = together
+        else:
+            tree, size = tree + 1, length
+        trees_D[index], before = tree, index
     return trees_D

@@ -3,11 +3,11 @@
 Packing makes them of numpy arrays, the collator maps these to torch tensors, and a loader those to tensors on the
 device. `trl_tpu.packing.pack` and `trl_tpu.packing.expand` tell what the numbers mean.
 
-Letters: P pairs, D dialogues, R rows, L length of a row, 2 chosen and rejected.
+Letters: P pairs, R rows, L length of a row, 2 chosen and rejected.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .trie import Tree
@@ -30,11 +30,12 @@ class Expansion(NamedTuple, Generic[Array]):
 
 
 @dataclass(frozen=True)
-class TreeRows(Generic[Array]):
-    """Rows of prefix trees, as a model reads them; what is asked of them is told by the classes below.
+class PackedRows(Generic[Array]):
+    """The packed rows of one micro-batch: prefix trees that hold some or all pairs of a batch.
 
     Rows of one `RowShape` have tensors of the same shapes, whatever they hold. Padding columns hold the pad token at
-    position 0 and see only themselves.
+    position 0 and see only themselves. Pairs of the batch that are not in these rows, and those that a short batch
+    lacks, have a false `pair_mask_P`, last tokens (0, 0), no tokens and margin 0.
     """
 
     input_ids_RL: Array
@@ -43,45 +44,6 @@ class TreeRows(Generic[Array]):
     """The index of each token in its dialogue, int32."""
     subtree_end_RL: Array
     """Token q sees token k exactly when ``k <= q < subtree_end[k]``, int32."""
-    trees: tuple[Tree, ...] | None = field(default=None, kw_only=True)
-    """Where the trees of a tight row lie, which attend one by one; None where whole rows are masked."""
-
-    @property
-    def last(self) -> tuple[Array, Array]:
-        """The row and the column of the token that scores each dialogue."""
-        raise NotImplementedError
-
-    def map_tensors(self, function: Callable[[Array], Other]) -> Any:
-        """Return the same rows with ``function`` of each tensor in its place."""
-        own = {name: function(value) for name, value in vars(self).items() if hasattr(value, "dtype")}
-        return type(self)(**{**vars(self), **own})
-
-
-@dataclass(frozen=True)
-class DialogueRows(TreeRows[Array]):
-    """Rows that hold dialogues to be scored, each by itself; there may be places for more, whose last token is (0, 0).
-
-    A prompt's answers are one tree with as many tails.
-    """
-
-    last_row_D: Array
-    """The row of the token that scores each dialogue, int32."""
-    last_column_D: Array
-    """Its column, int32."""
-
-    @property
-    def last(self) -> tuple[Array, Array]:
-        return self.last_row_D, self.last_column_D
-
-
-@dataclass(frozen=True)
-class PackedRows(TreeRows[Array]):
-    """The packed rows of one micro-batch, which hold some or all pairs of a batch.
-
-    Pairs of the batch that are not in these rows, and those that a short batch lacks, have a false `pair_mask_P`, last
-    tokens (0, 0), no tokens and margin 0.
-    """
-
     last_row_P2: Array
     """The row of the token that scores the chosen and the rejected dialogue, int32."""
     last_column_P2: Array
@@ -96,9 +58,12 @@ class PackedRows(TreeRows[Array]):
     """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
     expansion: Expansion[Array] | None = None
     """Where the tokens lie in rows of whole dialogues, for models that attend there."""
+    trees: tuple[Tree, ...] | None = None
+    """Where the trees of a unpadded row lie, which attend one by one; None where whole rows are masked."""
 
     @property
     def last(self) -> tuple[Array, Array]:
+        """The row and the column of the token that scores each dialogue, [P, 2]."""
         return self.last_row_P2, self.last_column_P2
 
     def named_tensors(self) -> dict[str, Array]:
@@ -107,6 +72,7 @@ class PackedRows(TreeRows[Array]):
         return own if self.expansion is None else own | self.expansion._asdict()
 
     def map_tensors(self, function: Callable[[Array], Other]) -> "PackedRows[Other]":
-        mapped: PackedRows[Other] = super().map_tensors(function)
+        """Return the same rows with ``function`` of each tensor in its place."""
+        own: dict[str, Any] = {name: function(value) for name, value in vars(self).items() if hasattr(value, "dtype")}
         expansion = None if self.expansion is None else Expansion(*map(function, self.expansion))
-        return replace(mapped, expansion=expansion)
+        return PackedRows(**{**vars(self), **own, "expansion": expansion})

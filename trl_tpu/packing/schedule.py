@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import UserError
-from .shapes import RowShape, best_fit, draw_batches, least_work, plan_shapes, round_up, rows_needed, snake
+from .shapes import RowShape, best_fit, draw_batches, least_work, plan_shapes, round_up, rows_needed, zigzag
 
 Schedule = tuple[RowShape, ...]
 """The row shapes of one batch's micro-batches, in order; the last one's updates."""
@@ -114,14 +114,7 @@ def plan_rows(
     """
     if row_length is None:
         shapes = plan_shapes(
-            sizes,
-            pairs,
-            shards,
-            max_shapes=max_shapes,
-            shared_prefix=shared_prefix,
-            attention_crossover_length=attention_crossover_length,
-            multiple=multiple,
-            seed=seed,
+            sizes, pairs, shards, max_shapes, shared_prefix, attention_crossover_length, multiple, seed
         )
     else:
         shapes = (_rows_of(row_length, sizes, pairs, shards, shared_prefix),)
@@ -131,7 +124,7 @@ def plan_rows(
         return single
     batches_BP = -np.sort(-draw_batches(added, pairs, seed, max_batches=max(48, 2048 // pairs)), axis=1)
     work_B = covering_work([(shape,) for shape in single.update], single, batches_BP, shared_prefix).min(axis=0)
-    work_B[np.isinf(work_B)] = single.work(single.update[-1:])  # dealt out, where best fit fails
+    work_B[np.isinf(work_B)] = single.work(single.update[-1:])  # by `zigzag`, where best fit fails
     needed = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
     if work_B.sum() / (1 + single.longest / attention_crossover_length) < _GOOD_ENOUGH * needed:
         return single
@@ -146,7 +139,7 @@ def plan_rows(
 
 
 def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_prefix: int) -> RowShape:
-    """Return as many rows of ``length`` as the largest pairs of the data need, dealt out: they hold every batch.
+    """Return as many rows of ``length`` as the largest pairs of the data need by `zigzag`: they hold every batch.
 
     Raises:
         UserError: If a pair is longer.
@@ -159,7 +152,7 @@ def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_pre
         )
     worst_P = np.sort(np.maximum(sizes - shared_prefix, 0))[::-1][:pairs]
     rows = shards
-    while np.bincount(snake(len(worst_P), rows), worst_P).max() + shared_prefix > length:
+    while np.bincount(zigzag(len(worst_P), rows), worst_P).max() + shared_prefix > length:
         rows += shards
     return RowShape(rows, length)
 

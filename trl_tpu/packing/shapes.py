@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 _CANDIDATE_LENGTHS = 64
-_SWEEPS = 8
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ def plan_shapes(
     sizes: np.ndarray,
     pairs: int,
     shards: int = 1,
-    *,
     max_shapes: int = 4,
     shared_prefix: int = 0,
     attention_crossover_length: float = 4096,
@@ -79,8 +77,8 @@ def plan_shapes(
     return tuple(sorted({candidates[at] for at in chosen if works_C[at] < work(largest)} | {largest}, key=work))
 
 
-def snake(pairs: int, rows: int) -> np.ndarray:
-    """Deal pairs out to rows, back and forth: return the row of the i-th largest pair, [P].
+def zigzag(pairs: int, rows: int) -> np.ndarray:
+    """Assign pairs to rows back and forth (boustrophedon): return the row of the i-th largest pair, [P].
 
     If every pair of a batch is at most as large as the pair of the same rank in another batch, so is every row. So
     rows that are long enough for the largest pairs of the data are long enough for any batch.
@@ -94,17 +92,10 @@ def round_up(values: Any, multiple: int) -> Any:
     return -(-values // multiple) * multiple
 
 
-def doubled_to(length: int, least: int) -> int:
-    """Return ``length``, doubled until it is no less than ``least``."""
-    while length < least:
-        length *= 2
-    return length
-
-
 def _holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int) -> Iterator[RowShape]:
-    """Yield shapes that hold the largest pairs of the data, dealt out: then they hold every batch."""
+    """Yield shapes that hold the largest pairs of the data, assigned by `zigzag`: then they hold every batch."""
     for rows in range(shards, len(worst_P) + shards, shards):
-        longest = int(np.bincount(snake(len(worst_P), rows), worst_P).max()) + shared_prefix
+        longest = int(np.bincount(zigzag(len(worst_P), rows), worst_P).max()) + shared_prefix
         yield RowShape(rows, round_up(max(longest, 1), multiple))
 
 
@@ -161,20 +152,10 @@ def best_fit(sizes_BP: np.ndarray, lengths_R: np.ndarray) -> tuple[np.ndarray, n
 
 
 def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[int]:
-    """Return up to ``count`` candidates that with the largest shape have the least total work: greedy, then swaps."""
+    """Choose up to ``count`` candidates, one by one, that with the largest shape have the least total work."""
     chosen: list[int] = []
-
-    def add_best() -> None:
-        best_B = np.minimum(works_CB[chosen].min(axis=0, initial=largest_work), largest_work)
-        chosen.append(int(np.minimum(works_CB, best_B).sum(axis=1).argmin()))
-
+    best_B = np.full(works_CB.shape[1], largest_work)
     for _ in range(count):
-        add_best()
-    for _ in range(_SWEEPS):
-        before = set(chosen)
-        for _ in range(count):
-            chosen.pop(0)
-            add_best()
-        if set(chosen) == before:
-            break
+        chosen.append(int(np.minimum(works_CB, best_B).sum(axis=1).argmin()))
+        best_B = np.minimum(best_B, works_CB[chosen[-1]])
     return chosen

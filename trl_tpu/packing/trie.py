@@ -4,7 +4,6 @@ Letters: P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L len
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,56 +40,6 @@ def common_prefixes(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray
     prefix_DD = np.empty_like(by_rank_DD)
     prefix_DD[np.ix_(order, order)] = by_rank_DD
     return order, prefix_DD
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Dialogues that are in one tree."""
-
-    members: list[int]
-    """In lexicographic order."""
-    shared: list[int]
-    """How many first tokens each has in common with the one before it; the first 0."""
-    size: int
-    """The tokens of the tree."""
-
-
-def grow_groups(
-    order: np.ndarray, neighbors: np.ndarray, lengths_D: np.ndarray, joins: Callable[[Group, int, int], bool]
-) -> list[Group]:
-    """Put neighbors in lexicographic order into one tree as long as ``joins(tree so far, length, shared)``.
-
-    Args:
-        order, neighbors: From `in_order`.
-        lengths_D: The tokens of each dialogue.
-    """
-    groups: list[Group] = []
-    for index, shared in zip(order.tolist(), [0, *neighbors.tolist()], strict=True):
-        own = int(lengths_D[index])
-        if groups and joins(groups[-1], own, shared):
-            last = groups[-1]
-            last.members.append(index)
-            last.shared.append(shared)
-            groups[-1] = Group(last.members, last.shared, last.size + own - shared)
-        else:
-            groups.append(Group([index], [0], own))
-    return groups
-
-
-def joins_where_cheaper(attention_crossover_length: float) -> Callable[[Group, int, int], bool]:
-    """Return the rule of `grow_groups` that lets a tree grow while the larger one costs less than two.
-
-    Args:
-        attention_crossover_length: The length at which attention costs as much as everything else.
-    """
-
-    def work(size: int) -> float:
-        return size * (1 + size / attention_crossover_length)
-
-    def joins(group: Group, length: int, shared: int) -> bool:
-        return work(group.size + length - shared) < work(group.size) + work(length)
-
-    return joins
 
 
 def tree_sizes(prefix_DD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
-from ..data.tokenize import with_eos
+from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError, UserTypeError
-from .scorer import Dialogue, Scorer
+from .scorer import Scorer
 
 logger = logging.getLogger(__name__)
+
+Dialogue = str | list[dict[str, Any]]
 
 #: The column that says why a row has no reward, or lacks some; null in others.
 REASON = "not_scored"
@@ -73,7 +75,7 @@ class Form:
     @property
     def reward_columns(self) -> dict[str, str]:
         """The column of the rewards for each column of dialogues."""
-        plain = "reward" if self.best_only or self.columns != ("completions",) else "rewards"
+        plain = "rewards" if self.columns == ("completions",) and not self.best_only else "reward"
         return {each: f"reward_{each}" if each in checks.RAW_COLUMNS else plain for each in self.columns}
 
     @property
@@ -87,18 +89,27 @@ class Item:
     """One dialogue of a row, and what is found out about it."""
 
     dialogue: Dialogue | None
+    row: str
+    """How errors call its row."""
     name: str
     """The column that it is in, and its place there."""
-    where: str
-    """How errors begin."""
     ids: np.ndarray | None = None
     reward: float | None = None
     fault: str | None = None
     """Why it has no reward."""
 
+    @property
+    def where(self) -> str:
+        """How errors begin."""
+        return f"{self.row}: `{self.name}`"
+
+    @property
+    def tokens(self) -> int | None:
+        return None if self.ids is None else len(self.ids)
+
 
 @dataclass
-class AskedRow:
+class RowDialogues:
     """A row, and its dialogues by their columns: one, or a list where the row has a list of answers."""
 
     row: Mapping[str, Any]
@@ -108,7 +119,7 @@ class AskedRow:
     """Why none of it can be scored."""
 
     @classmethod
-    def read(cls, row: "Mapping[str, Any] | UserError", form: Form, where: str, tokenizer: Any) -> "AskedRow":
+    def read(cls, row: "Mapping[str, Any] | UserError", form: Form, where: str, tokenizer: Any) -> "RowDialogues":
         """Find the dialogues of a row; one that is broken says why.
 
         Args:
@@ -118,12 +129,10 @@ class AskedRow:
         """
         if isinstance(row, UserError):
             return cls({}, form, fault=str(row))
-        asked = cls(row, form)
         try:
-            asked.items = _items(row, form, where, tokenizer)
+            return cls(row, form, _items(row, form, where, tokenizer))
         except UserError as error:
-            asked.fault = str(error)
-        return asked
+            return cls(row, form, fault=str(error))
 
     def __iter__(self) -> Iterator[Item]:
         """Yield its dialogues."""
@@ -137,54 +146,38 @@ class AskedRow:
         reason = {REASON: f"{faults[0]}{more}" if faults else None}
         if self.form.best_only:
             return self._best() | reason
-        rewards = {to: _each(self.items.get(key), _reward) for key, to in self.form.reward_columns.items()}
-        tokens = {to: _each(self.items.get(key), _tokens) for key, to in self.form.token_columns.items()}
+        rewards = {to: self._column(column, "reward") for column, to in self.form.reward_columns.items()}
+        tokens = {to: self._column(column, "tokens") for column, to in self.form.token_columns.items()}
         return {**self.row, **rewards, **tokens, **reason}
+
+    def _column(self, column: str, of: str) -> Any:
+        items = self.items.get(column)
+        return [getattr(item, of) for item in items] if isinstance(items, list) else getattr(items, of, None)
 
     def _best(self) -> dict[str, Any]:
         """Return the row with the first of its answers that has the highest reward in the place of all of them."""
         others = {key: value for key, value in self.row.items() if key != "completions"}
-        rewards = [-np.inf if item.reward is None else item.reward for item in self]
-        if not rewards or max(rewards) == -np.inf:
+        scored = [(item.reward, -place, item.tokens) for place, item in enumerate(self) if item.reward is not None]
+        if not scored:
             return {**others, "completion": None, "reward": None, "tokens": None}
-        best = int(np.argmax(rewards))
-        item = list(self)[best]
-        return {**others, "completion": self.row["completions"][best], "reward": item.reward, "tokens": _tokens(item)}
-
-
-def _reward(item: Item) -> float | None:
-    return item.reward
-
-
-def _tokens(item: Item) -> int | None:
-    return None if item.ids is None else len(item.ids)
-
-
-def _each(items: Item | list[Item] | None, of: Any) -> Any:
-    if items is None:
-        return None
-    return [of(item) for item in items] if isinstance(items, list) else of(items)
+        reward, place, tokens = max(scored)
+        return {**others, "completion": self.row["completions"][-place], "reward": reward, "tokens": tokens}
 
 
 # ---- rows
 
 
 def _items(row: Mapping[str, Any], form: Form, where: str, tokenizer: Any) -> dict[str, Item | list[Item]]:
-    missing = [column for column in form.columns if column not in row]
-    if missing:
+    if missing := [column for column in form.columns if column not in row]:
         raise UserError(f"{where} has no `{missing[0]}`; the first row has {' and '.join(form.columns)}.")
-    has_lists = form.columns == ("completions",) or any(_is_answers(row[column]) for column in form.columns)
-    if has_lists:
+    if form.columns == ("completions",) or any(_is_answers(row[column]) for column in form.columns):
         return {column: _answers(row, column, where, tokenizer) for column in form.columns}
     if form.columns == checks.RAW_COLUMNS:
         checks.check_raw_row(row, where)
-        return {
-            column: Item(_whole(row, row[column], tokenizer), column, f"{where}: `{column}`")
-            for column in form.columns
-        }
-    column = form.columns[0]
-    checks.check_dialogue(row[column], column, where)
-    return {column: Item(with_eos(row[column], tokenizer), column, f"{where}: `{column}`")}
+    else:
+        checks.check_dialogue(row[form.columns[0]], form.columns[0], where)
+    given = row if form.columns == checks.RAW_COLUMNS else {}  # a prompt is for answers
+    return {key: Item(_whole(given, row[key], tokenizer), where, key) for key in form.columns}
 
 
 def _is_answers(value: Any) -> bool:
@@ -194,31 +187,20 @@ def _is_answers(value: Any) -> bool:
 
 def _answers(row: Mapping[str, Any], column: str, where: str, tokenizer: Any) -> list[Item]:
     answers = row[column]
-    if not isinstance(answers, list) or not answers or isinstance(answers[0], dict):
+    if not _is_answers(answers):
         raise UserTypeError(
             f"{where}: `{column}` must be a list of answers, each a text or a list of messages, got {answers!r:.80}."
         )
-    items = []
-    for number, answer in enumerate(answers):
-        name = f"{column}[{number}]"
-        item = Item(None, name, f"{where}: `{name}`")
+    items = [Item(None, where, f"{column}[{n}]") for n in range(len(answers))]
+    for item, answer in zip(items, answers, strict=True):
         try:
             checks.check_dialogue(answer, item.name, where)
-            _check_kinds(row, answer, item.where)
+            if type(row.get("prompt", answer)) is not type(answer):
+                raise UserError(f"{item.where} and `prompt` must both be texts, or lists of messages.")
             item.dialogue = _whole(row, answer, tokenizer)
         except UserError as error:
             item.fault = str(error)
-        items.append(item)
     return items
-
-
-def _check_kinds(row: Mapping[str, Any], answer: Any, where: str) -> None:
-    prompt = row.get("prompt", answer)
-    if type(prompt) is not type(answer):
-        kinds = ["text" if isinstance(each, str) else "no text" for each in (answer, prompt)]
-        raise UserError(f"{where} is {kinds[0]} and `prompt` {kinds[1]}: both must be texts, or lists of messages.")
-    if not prompt and not answer:
-        raise UserError(f"{where} is empty; a dialogue needs at least one character or message.")
 
 
 def _whole(row: Mapping[str, Any], answer: Any, tokenizer: Any) -> Dialogue:
@@ -230,40 +212,29 @@ def _whole(row: Mapping[str, Any], answer: Any, tokenizer: Any) -> Dialogue:
 # ---- tokens
 
 
-def tokenize(asked: list[AskedRow], scorer: Scorer, first: int, max_length: int | None) -> list[Item]:
+def tokenize(rows: list[RowDialogues], scorer: Scorer, max_length: int | None) -> list[Item]:
     """Tokenize the dialogues of some rows as training does, and return those that can be scored; the others say why.
 
     Args:
-        asked: The rows.
+        rows: The rows.
         scorer: Has the tokenizer.
-        first: The number of the first row.
         max_length: Most tokens of a dialogue; no limit when None.
     """
-    here = [(n, row, item) for n, row in enumerate(asked, first) for item in row if item.dialogue is not None]
-    texts = [item.dialogue for _, _, item in here if isinstance(item.dialogue, str)]
+    here = [(row.row, item, item.dialogue) for row in rows for item in row if item.dialogue is not None]
+    texts = [dialogue for *_, dialogue in here if isinstance(dialogue, str)]
     # together: a tokenizer takes many texts at once much faster than one by one
     tokenized = iter(scorer.tokenizer(text=texts, return_attention_mask=False)["input_ids"] if texts else [])
-    for number, row, item in here:
-        where = checks.row_of(number, "scored")
+    for row, item, dialogue in here:
         try:
-            if isinstance(item.dialogue, str):
-                ids = next(tokenized)
-                checks.check_ids(ids, item.name, where, scorer.num_embeddings)
-            else:
-                ids = scorer.token_ids(item.dialogue or [], row.row, item.name, number)
+            is_text = isinstance(dialogue, str)
+            ids = next(tokenized) if is_text else tokenize_dialogue(dialogue, scorer.tokenizer, row, item.where)
+            checks.check_ids(ids, item.name, item.row, scorer.num_embeddings)
         except UserError as error:
             item.fault = str(error)
             continue
         item.ids = np.asarray(ids, np.int32)
-        if too_long := _too_long(len(ids), scorer.positions, max_length):
-            item.fault = f"{item.where} has {len(ids)} tokens, {too_long}"
-    return [item for _, _, item in here if item.fault is None]
-
-
-def _too_long(tokens: int, positions: float, max_length: int | None) -> str | None:
-    """Say of which limit a dialogue has too many tokens; None if of none."""
-    if max_length is not None and tokens > max_length:
-        return f"more than max_length={max_length}; training leaves such dialogues out"
-    if tokens > positions:
-        return f"but the model has learned {positions} positions (`max_position_embeddings`)"
-    return None
+        if max_length is not None and len(ids) > max_length:
+            item.fault = f"{item.where} has {len(ids)} tokens, more than max_length={max_length}"
+        elif len(ids) > scorer.positions:
+            item.fault = f"{item.where} has {len(ids)} tokens, but the model has learned {scorer.positions} positions"
+    return [item for _, item, _ in here if item.fault is None]

@@ -1,6 +1,6 @@
 """Scores a stream of rows in windows: memory does not grow with the input, and rows come out in their order."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -8,14 +8,16 @@ import numpy as np
 
 from ..data import checks
 from ..errors import UserError
-from .forms import AskedRow, Form, Item, tokenize
-from .scorer import TOKENS_A_PASS, Dialogue, Pending, Scorer
+from .forms import Dialogue, Form, RowDialogues, tokenize
+from .scorer import TOKENS_A_PASS, Scorer
 
-#: Rows that are tokenized, packed and computed together. A reward depends, in its last bits, on what it is computed
-#: beside: so windows begin at multiples of this, also where scoring goes on after it was stopped.
+#: Rows that are tokenized, packed and computed together.
 WINDOW = 1024
 
 Row = Mapping[str, Any]
+
+#: Some rows as they came, and with their rewards.
+Window = tuple[list[Row | UserError], list[dict[str, Any]]]
 
 
 def score(
@@ -27,7 +29,7 @@ def score(
     bf16: bool = False,
     mesh: str = "fsdp=-1",
     tokens_per_pass: int = TOKENS_A_PASS,
-    standardise: bool = False,
+    standardize: bool = False,
     trust_remote_code: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Score rows with a saved reward model on the device that training would take, as many as there are.
@@ -44,7 +46,7 @@ def score(
         bf16: Whether to compute in bfloat16, over float32 weights.
         mesh: How the devices of PyTorch/XLA share the weights, as in training.
         tokens_per_pass: Tokens that each device computes at a time.
-        standardise: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
+        standardize: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
         trust_remote_code: Whether the model may bring its own code.
 
     Returns:
@@ -57,8 +59,8 @@ def score(
     form, all_rows = look_at(map(_as_row, rows), best_of_n)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
-        model = Scorer(model, trust_remote_code, standardise=standardise, **settings)
-    return scored_rows(model, all_rows, form, max_length)
+        model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
+    return chain.from_iterable(scored for _, scored in scored_windows(model, all_rows, form, max_length))
 
 
 def _as_row(row: Row | Dialogue) -> Row:
@@ -82,56 +84,46 @@ def look_at(rows: Iterable[Row | UserError], best_only: bool) -> tuple[Form, Ite
     return Form.of(first, best_only), chain([first], coming)
 
 
-def scored_rows(
+def scored_windows(
     scorer: Scorer, rows: Iterable[Row | UserError], form: Form, max_length: int | None = None, first: int = 0
-) -> Iterator[dict[str, Any]]:
-    """Yield rows with their rewards.
+) -> Iterator[Window]:
+    """Yield `WINDOW` rows at a time, as they came, and with their rewards.
 
     Args:
         scorer: The model.
         rows: The rows from the ``first`` on; in the place of a broken one, what is wrong with it.
         form: Of the rows.
         max_length: Most tokens of a dialogue that gets a reward; no limit when None.
-        first: The number of the first row, a multiple of `WINDOW`.
+        first: The number of the first row.
     """
     coming = iter(rows)
-    before: _Window | None = None
+    computing: list[Callable[[], Window]] = []
     while some := list(islice(coming, WINDOW)):
-        window = _Window(scorer, some, form, max_length, first)
+        computing.append(_start(scorer, some, form, max_length, first))
         first += len(some)
-        if before is not None:
-            yield from before.scored()
-        before = window
-        if not scorer.runs_ahead:  # else the next window is tokenized while this one is computed
-            yield from before.scored()
-            before = None
-    if before is not None:
-        yield from before.scored()
+        # a device computes this window while the next one is tokenized
+        if len(computing) > (scorer.device.type != "cpu"):
+            yield computing.pop(0)()
+    for window in computing:
+        yield window()
 
 
-class _Window:
-    """Some rows whose rewards are computed.
+def _start(
+    scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
+) -> Callable[[], Window]:
+    every = [
+        RowDialogues.read(row, form, checks.row_of(number, "scored"), scorer.tokenizer)
+        for number, row in enumerate(rows, first)
+    ]
+    items = tokenize(every, scorer, max_length)
+    rewards = scorer.start([item.ids for item in items if item.ids is not None])
 
-    Args:
-        rows: The rows, the first of which has the number ``first``.
-    """
-
-    def __init__(
-        self, scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
-    ) -> None:
-        self._asked = [
-            AskedRow.read(row, form, checks.row_of(number, "scored"), scorer.tokenizer)
-            for number, row in enumerate(rows, first)
-        ]
-        self._items: list[Item] = tokenize(self._asked, scorer, first, max_length)
-        self._pending: Pending = scorer.start([item.ids for item in self._items if item.ids is not None])
-
-    def scored(self) -> Iterator[dict[str, Any]]:
-        """Wait for the rewards, and yield the rows."""
-        for item, reward in zip(self._items, self._pending.rewards().tolist(), strict=True):
+    def scored() -> Window:
+        for item, reward in zip(items, rewards().tolist(), strict=True):
             if np.isfinite(reward):
                 item.reward = reward
             else:
                 item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
-        for asked in self._asked:
-            yield asked.scored()
+        return rows, [each.scored() for each in every]
+
+    return scored

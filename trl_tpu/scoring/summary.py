@@ -1,31 +1,16 @@
 """Sums rewards up as rows go by: how many pairs are right, the range of each column, and what has no reward."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from ..evaluation.reward_sums import RewardSums, sums_of
 from .forms import REASON
 
 _NAMED = 5  # rows without rewards that are named
-
-
-@dataclass
-class Range:
-    """The count, mean, least and largest of some numbers."""
-
-    count: int = 0
-    total: float = 0.0
-    least: float = math.inf
-    largest: float = -math.inf
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.least, self.largest = min(self.least, value), max(self.largest, value)
-
-    def __str__(self) -> str:
-        return f"mean {self.total / self.count:.4f}, min {self.least:.4f}, max {self.largest:.4f}"
 
 
 @dataclass
@@ -38,44 +23,42 @@ class Summary:
 
     columns: tuple[str, ...]
     rows: int = 0
-    ranges: dict[str, Range] = field(default_factory=dict)
-    margins: Range = field(default_factory=Range)
-    right: int = 0
-    ties: int = 0
+    pairs: RewardSums = field(default_factory=RewardSums)
+    by_column: defaultdict[str, RewardSums] = field(default_factory=lambda: defaultdict(RewardSums))
+    """The sums of each column, as if each of its rewards were a pair with itself."""
     without: int = 0
     """Rows that lack a reward."""
     reasons: list[str] = field(default_factory=list)
-    """Of the first rows that do."""
+    """Why the first rows without a reward have none."""
 
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take a scored row into account."""
-        self.rows += 1
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take scored rows into account."""
+        self.rows += len(rows)
         for column in self.columns:
-            for reward in _numbers(row.get(column)):
-                self.ranges.setdefault(column, Range()).add(reward)
-        chosen, rejected = row.get("reward_chosen"), row.get("reward_rejected")
-        if isinstance(chosen, float) and isinstance(rejected, float):
-            self.margins.add(chosen - rejected)
-            self.right += chosen > rejected
-            self.ties += chosen == rejected
-        if row[REASON] is not None:
-            self.without += 1
-            if len(self.reasons) < _NAMED:
-                self.reasons.append(row[REASON])
+            rewards = [reward for row in rows for reward in _numbers(row.get(column))]
+            self.by_column[column] += sums_of(np.array([rewards, rewards]).T)
+        both = [(row.get("reward_chosen"), row.get("reward_rejected")) for row in rows]
+        pairs = [pair for pair in both if all(isinstance(reward, float) for reward in pair)]
+        self.pairs += sums_of(np.array(pairs))
+        reasons = [row[REASON] for row in rows if row[REASON] is not None]
+        self.without += len(reasons)
+        self.reasons = [*self.reasons, *reasons][:_NAMED]
 
     @property
     def has_rewards(self) -> bool:
-        return bool(self.ranges)
+        return any(sums.pairs for sums in self.by_column.values())
 
     def lines(self) -> Iterator[str]:
         """Yield accuracy and margin of pairs, and the range of each column."""
-        if pairs := self.margins.count:
-            yield f"pairs            {pairs}"
-            yield f"accuracy         {self.right / pairs:.4f}"
-            yield f"ties             {self.ties}"
-            yield f"mean margin      {self.margins.total / pairs:.4f}"
-        for column, values in self.ranges.items():
-            yield f"{column:<16} {values}"
+        if found := self.pairs.metrics():
+            yield f"pairs            {self.pairs.pairs}"
+            yield f"accuracy         {found['accuracy']:.4f}"
+            yield f"ties             {self.pairs.ties}"
+            yield f"mean margin      {found['margin']:.4f}"
+        for column, sums in self.by_column.items():
+            if found := sums.metrics():
+                mean, least, largest = (found[f"{which}_reward"] for which in ("mean", "min", "max"))
+                yield f"{column:<16} mean {mean:.4f}, min {least:.4f}, max {largest:.4f}"
         if not self.has_rewards:
             yield "no row was scored"
 

@@ -3,10 +3,8 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import datasets
 import fsspec
@@ -18,22 +16,12 @@ from trl_tpu.scripts import datafiles
 STDIN = "-"
 _LINES = (".jsonl", ".ndjson")
 
-
-@dataclass(frozen=True)
-class Source:
-    """Rows that are still to be read.
-
-    Args:
-        rows: The rows; in the place of a line that is no JSON object, what is wrong with it.
-        count: How many there are; None where nobody knows before the end.
-    """
-
-    rows: Iterable[dict[str, Any] | UserError]
-    count: int | None = None
+Rows = Iterator[dict[str, Any] | UserError]
+"""Rows; in the place of a line that is no JSON object, what is wrong with it."""
 
 
-def open_rows(name: str, config: str | None = None, split: str | None = None) -> Source:
-    """Find the rows that a user names; they are read as they are asked for.
+def open_rows(name: str, config: str | None = None, split: str | None = None) -> tuple[Rows, int | None]:
+    """Find the rows that a user names, and how many there are, if that is known; they are read as they are asked for.
 
     Args:
         name: ``-`` for JSON Lines from the standard input, else as for `datafiles.load`.
@@ -44,41 +32,31 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
         UserError: There are none of that name, or several splits and none is chosen.
     """
     if name == STDIN:
-        return Source(_lines(sys.stdin.buffer, "the standard input"))
+        return _lines(sys.stdin.buffer, "the standard input"), None
     path = Path(name).expanduser()
-    if path.is_file() and datafiles.suffix_of(path) in _LINES:
-        if split not in (None, "train"):
-            raise UserError(f"{name} has no split {split!r}; a file is the split 'train'.")
-        return Source(_lines_of(path), _count_lines(path))
+    if path.is_file() and datafiles.suffix_of(path) in _LINES and split in (None, "train"):
+        return _lines(_read(path), name), sum(1 for line in _read(path) if line.strip())
     splits = datafiles.load(name, name=config, streaming=True)
     if split is None and len(splits) > 1:
         raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
     rows = datafiles.pick_split(splits, split or next(iter(splits)), name)
-    return Source(_dataset_rows(rows, name), _count_rows(rows, path))
+    return _dataset_rows(rows, name), _count_rows(rows, path)
 
 
-def _lines_of(path: Path) -> Iterator[dict[str, Any] | UserError]:
-    with _opened(path) as file:
-        yield from _lines(file, str(path))
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that may be compressed.
+def _read(path: Path) -> Iterator[bytes]:
+    """Read the lines of a file that may be compressed.
 
     Raises:
         UserError: It cannot be read.
     """
     try:
         with fsspec.open(str(path), mode="rb", compression="infer") as file:
-            yield file
-    except UserError:
-        raise
-    except (OSError, EOFError, ValueError) as error:  # each compression has errors of its own
-        raise UserError(f"{path} cannot be read ({' '.join(str(error).split())}). Correct the file.") from error
+            yield from file
+    except (OSError, EOFError, ValueError) as error:  # each compression has errors of its own, and none names the file
+        raise UserError(f"{path} cannot be read ({error}). Correct the file.") from error
 
 
-def _lines(file: Iterable[bytes], what: str) -> Iterator[dict[str, Any] | UserError]:
+def _lines(file: Iterable[bytes], what: str) -> Rows:
     """Read JSON Lines; rows keep their own keys, as no dataset of one schema would let them."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
@@ -92,12 +70,7 @@ def _lines(file: Iterable[bytes], what: str) -> Iterator[dict[str, Any] | UserEr
         yield row if is_row else UserError(f"{what} is broken: line {number}: a row must be a JSON object.")
 
 
-def _count_lines(path: Path) -> int:
-    with _opened(path) as file:
-        return sum(1 for line in file if line.strip())
-
-
-def _dataset_rows(rows: datasets.IterableDataset, name: str) -> Iterator[dict[str, Any]]:
+def _dataset_rows(rows: datasets.IterableDataset, name: str) -> Rows:
     with datafiles.naming_bad_lines(name):
         yield from rows
 
@@ -105,5 +78,5 @@ def _dataset_rows(rows: datasets.IterableDataset, name: str) -> Iterator[dict[st
 def _count_rows(rows: datasets.IterableDataset, path: Path) -> int | None:
     if path.is_file() and path.suffix.lower() == ".parquet":
         return pq.ParquetFile(path).metadata.num_rows
-    splits, split = rows.info.splits or {}, str(rows.split)
-    return splits[split].num_examples if split in splits else None
+    known = (rows.info.splits or {}).get(str(rows.split))
+    return known.num_examples if known else None

@@ -9,10 +9,9 @@ if __name__ == "__main__":  # the command exports the `env` of its YAML file bef
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -22,9 +21,9 @@ from trl_tpu.data import checks
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.scoring import stream
-from trl_tpu.scoring.forms import Form
-from trl_tpu.scoring.scorer import TOKENS_A_PASS, Dialogue, Scorer
-from trl_tpu.scoring.stream import look_at, scored_rows
+from trl_tpu.scoring.forms import Dialogue, Form
+from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer
+from trl_tpu.scoring.stream import look_at, scored_windows
 from trl_tpu.scoring.summary import Summary
 from trl_tpu.scripts import rows_file, rows_stream
 from trl_tpu.scripts.parser import TrlParser
@@ -47,16 +46,15 @@ class ScoreArguments:
         dataset_config: Configuration of the dataset.
         dataset_split: Split to score; may be left out where there is only one.
         output: File for the rows with their rewards: JSON Lines, or Parquet where its name ends in ``.parquet``. Until
-            all rows are scored it is called ``OUTPUT.partial``, and the same command goes on with it. A reward that
-            cannot be had is null, and ``not_scored`` says why.
+            all rows are scored they are in the folder ``OUTPUT.partial``, and the same command resumes there. A reward
+            that cannot be had is null, and ``not_scored`` says why.
         best_of_n: Keep only the best of each prompt's ``completions``, as ``completion`` and ``reward``.
-        standardise: Give ``(reward - mean) / std``, by the mean and std in the model's config, which are those of its
+        standardize: Give ``(reward - mean) / std``, by the mean and std in the model's config, which are those of its
             last evaluation's rewards, or of the last ones of its training.
         max_length: Dialogues of more tokens get no reward, as training leaves them out; no limit when None.
         bf16: Compute in bfloat16, over float32 weights; the score head stays in float32.
         mesh: How the devices of PyTorch/XLA share the weights, as in training.
         tokens_per_pass: Tokens that each device computes at a time.
-        batch_size: Most dialogues computed at a time in plain torch; no limit but the tokens when None.
         trust_remote_code: Whether the model may bring its own code.
     """
 
@@ -67,39 +65,24 @@ class ScoreArguments:
     dataset_split: str | None = None
     output: str | None = None
     best_of_n: bool = False
-    standardise: bool = False
+    standardize: bool = False
     max_length: int | None = None
     bf16: bool = False
     mesh: str = "fsdp=-1"
     tokens_per_pass: int = TOKENS_A_PASS
-    batch_size: int | None = None
     trust_remote_code: bool = False
 
 
 def score_texts(
-    model_folder: str,
-    texts_or_conversations: Sequence[Dialogue],
-    batch_size: int | None = None,
-    max_length: int | None = None,
+    model_folder: str, texts_or_conversations: Sequence[Dialogue], max_length: int | None = None
 ) -> list[float]:
     """Compute rewards of texts or conversations by a saved reward model, in plain torch and float32.
 
-    Args:
-        model_folder: Folder (or Hub id) of a saved reward model or of its adapters.
-        texts_or_conversations: Texts, or lists of messages (``{"role": ..., "content": ...}``).
-        batch_size: Most dialogues computed at a time; no limit when None.
-        max_length: Dialogues of more tokens get nan, as training leaves them out; no limit when None.
-
     Returns:
-        One reward per dialogue, in order.
-
-    Raises:
-        UserError: A dialogue that is broken, messages for a tokenizer without a chat template, a model without a pad
-            token, no tokens.
+        One reward per dialogue, in order; nan for one that cannot be scored, or has more than ``max_length`` tokens.
     """
-    scorer = Scorer(model_folder, batch_size=batch_size, runtime=Runtime())
-    ids = [scorer.token_ids(dialogue, index=index) for index, dialogue in enumerate(texts_or_conversations)]
-    return scorer.rewards(ids, max_length)
+    rows = stream.score(Scorer(model_folder, runtime=Runtime()), texts_or_conversations, max_length=max_length)
+    return [math.nan if row["reward"] is None else row["reward"] for row in rows]
 
 
 def main(args: ScoreArguments) -> int:
@@ -116,21 +99,18 @@ def main(args: ScoreArguments) -> int:
         raise UserError("Give either `--text` (it may be repeated) or `--dataset_name`, and not both.")
     if args.output:
         rows_file.check(args.output, args.dataset_name)
-    source = _source(args)
-    form, rows = look_at(source.rows, args.best_of_n)
+    given, count = _source(args)
+    form, rows = look_at(given, args.best_of_n)
     scorer = Scorer(
         args.model_name_or_path,
         args.trust_remote_code,
         bf16=args.bf16,
         mesh=args.mesh,
         tokens_per_pass=args.tokens_per_pass,
-        batch_size=args.batch_size,
-        standardise=args.standardise,
+        standardize=args.standardize,
     )
-    rewards = tuple(form.reward_columns.values())
-    summary = Summary(rewards)
-    for row in _all_scored(args, scorer, rows, form, source.count, summary):
-        summary.add(row)
+    summary = Summary(tuple(form.reward_columns.values()))
+    for row in _all_scored(args, scorer, rows, form, count, summary):
         if args.text:
             reward = math.nan if row["reward"] is None else row["reward"]
             print(f"{reward:10.4f}  {row['text']}")
@@ -143,11 +123,11 @@ def main(args: ScoreArguments) -> int:
     return 0 if summary.has_rewards else 1
 
 
-def _source(args: ScoreArguments) -> rows_stream.Source:
+def _source(args: ScoreArguments) -> tuple[rows_stream.Rows, int | None]:
     if args.text:
         for number, text in enumerate(args.text, start=1):
             checks.check_text(text, f"`--text` number {number}")
-        return rows_stream.Source([{"text": text} for text in args.text], len(args.text))
+        return iter([{"text": text} for text in args.text]), len(args.text)
     return rows_stream.open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
 
 
@@ -155,49 +135,34 @@ def _all_scored(
     args: ScoreArguments, scorer: Scorer, rows: Iterator[Any], form: Form, count: int | None, summary: Summary
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows with their rewards, as they are written; those of an earlier start go to the summary only."""
-    if args.output is None:
-        yield from _with_progress(scored_rows(scorer, rows, form, args.max_length), 0, count, args)
-        return
-    file = rows_file.RowsFile(args.output, _asked(args, scorer), stream.WINDOW)
-    if file.kept:
-        logger.warning(f"{file.kept} rows are scored already, by an earlier start of this command; it goes on there.")
-    for row in file.kept_rows():
-        summary.add(row)
-    scorer.row_length = file.settled.get("row_length")
-    scored = scored_rows(scorer, islice(rows, file.kept, None), form, args.max_length, first=file.kept)
-    for row in _with_progress(file.write(scored), file.kept, count, args):
-        file.settle(row_length=scorer.row_length)
-        yield row
+    with ExitStack() as stack:
+        file = None
+        if args.output:
+            file = stack.enter_context(rows_file.RowsFile(args.output, _asked(args, scorer), stream.WINDOW))
+            for kept in file.kept(rows):
+                summary.add(kept)
+        if done := summary.rows:
+            logger.warning(f"{done} rows are scored already, by an earlier start of this command, which is resumed.")
+        every = 0.5 if sys.stderr.isatty() else 30  # seconds: a log keeps each line
+        settings: dict[str, Any] = {"unit": " rows", "mininterval": every, "disable": bool(args.text)}
+        bar = stack.enter_context(tqdm(desc="Scoring", total=count, initial=done, **settings))
+        for given, scored in scored_windows(scorer, rows, form, args.max_length, first=done):
+            if file is not None:
+                file.write(given, scored)
+            summary.add(scored)
+            bar.update(len(scored))
+            yield from scored
 
 
 def _asked(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
-    """Return what the output depends on, to the last bits of the rewards."""
-    path = Path(args.dataset_name or "").expanduser()
+    """Return what the rewards depend on, beside the rows."""
     return {
         "model": scorer.fingerprint,
-        "text": args.text,
-        "dataset_name": args.dataset_name,
-        "dataset_config": args.dataset_config,
-        "dataset_split": args.dataset_split,
-        "bytes of the dataset": path.stat().st_size if path.is_file() else None,
         "best_of_n": args.best_of_n,
-        "standardised by": None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std],
+        "scale": None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std],
         "max_length": args.max_length,
         "bf16": args.bf16,
-        "devices": f"{scorer.device.type} {scorer.mesh}",
-        "tokens_per_pass": args.tokens_per_pass,
-        "batch_size": args.batch_size,
     }
-
-
-def _with_progress(
-    rows: Iterable[dict[str, Any]], done: int, count: int | None, args: ScoreArguments
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows, and show how many are done, rows a second and the time left; not for a few texts."""
-    every = 0.5 if sys.stderr.isatty() else 30  # seconds: a log keeps each line
-    bar = tqdm(rows, "Scoring", total=count, initial=done, unit=" rows", mininterval=every, disable=bool(args.text))
-    with bar:
-        yield from bar
 
 
 def make_parser(prog: str | None = None) -> TrlParser:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import EvalPrediction
 
-from ..data.packed_batch import PackedBatch, micro_batches_of
+from ..data.packed_batch import micro_batches_of
 from ..runtime import Runtime
 
 #: Of some pairs, by name: losses [N], rewards [N, 2], the predictions' and the labels' tensors [N, ...].
@@ -31,19 +31,18 @@ def evaluate_batch(
     Args:
         evaluate: Computes the loss and the rewards of a micro-batch; no rewards where they are not known.
     """
-    packed = inputs.get("packed")
     micro_batches = micro_batches_of(inputs)
-    if not isinstance(packed, PackedBatch) or len(micro_batches) == 1:
+    if len(micro_batches) == 1:
         return evaluate(micro_batches[0])
     loss_1 = runtime.to_device(torch.zeros(1), device)
-    rewards_P2 = runtime.to_device(torch.zeros(len(packed.pair_mask_P), 2), device)
+    rewards_P2 = runtime.to_device(torch.zeros(len(inputs["packed"].pair_mask_P), 2), device)
     for index, rows in enumerate(micro_batches):
         if index:
             runtime.step_boundary()
         own_loss, own_rewards_P2 = evaluate(rows)
         assert own_rewards_P2 is not None  # packed rows are for our own loss
         loss_1 = loss_1 + own_loss
-        rewards_P2 = rewards_P2 + torch.where(rows["packed"].pair_mask_P[:, None], own_rewards_P2, 0.0)
+        rewards_P2 = rewards_P2 + torch.where(rows["rows"].pair_mask_P[:, None], own_rewards_P2, 0.0)
     return loss_1.squeeze(), rewards_P2
 
 

@@ -7,7 +7,7 @@ Here a model's implementation is registered once more under a name of ours, with
 are read, the rule is asked about positions in the dialogues, and the tree decides who is on whose path. The model's
 config names it, so other models in the process know nothing of it.
 So a sliding window counts a dialogue's tokens, each layer keeps its own rule, and whatever takes a mask for each query
-and key works: eager attention, sdpa and what is built on them. In a tight row (`TightRow`) attention is computed tree
+and key works: eager attention, sdpa and what is built on them. In an `UnpaddedRow` attention is computed tree
 by tree, so that its cost is that of the trees and not of the row.
 
 Letters: P pairs, R rows, L length of a row, H hidden.
@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import UserError
-from ...packing.rows import TreeRows
+from ...packing.rows import PackedRows
 from ..score_head import find_score_head, score_wide
 from .tree_by_tree import TreeByTree, TreeMasks
 from .unmodified import PackingImpossible
@@ -55,7 +55,7 @@ def tree_rule(
 class Reading:
     """Packed rows while a model reads them, and the rules that it has asked for masks of."""
 
-    rows: TreeRows[torch.Tensor]
+    rows: PackedRows[torch.Tensor]
     rules: list[MaskRule] = field(default_factory=list)
 
 
@@ -79,7 +79,7 @@ class TreeMask:
         reading.rules.append(rule)
         return self.masks_of(reading.rows, rule, *args, **kwargs)
 
-    def masks_of(self, rows: TreeRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+    def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
         """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
         in_trees = tree_rule(rows.subtree_end_RL, rows.position_ids_RL, rule)
         tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
@@ -141,7 +141,7 @@ def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def packed_rewards(model: nn.Module, rows: TreeRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
     """Compute the rewards of packed rows, in float32 or wider, equal to those of the padded forward.
 
     The model is called as a whole, so whatever wraps it (LoRA, data parallelism, autocast) takes part.
@@ -153,7 +153,7 @@ def packed_rewards(model: nn.Module, rows: TreeRows[torch.Tensor], **kwargs: Any
         kwargs: Handed on to the model.
 
     Returns:
-        A reward for each last token of the rows: [P, 2] of pairs, [D] of dialogues.
+        A reward for each last token of the rows, [P, 2].
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
@@ -163,9 +163,9 @@ def packed_rewards(model: nn.Module, rows: TreeRows[torch.Tensor], **kwargs: Any
 
 
 def scored_states(
-    model: nn.Module, rows: TreeRows[torch.Tensor], **kwargs: Any
+    model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any
 ) -> tuple[torch.Tensor, list[MaskRule]]:
-    """Compute the hidden states that the rewards are read from, [P, 2, H] of pairs; also the mask rules asked for.
+    """Compute the hidden states that the rewards are read from, [P, 2, H]; also the mask rules asked for.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ...data.collators import DataCollatorForPreference, PlannedRows, TightRow
+from ...data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
 from ...data.packed_batch import PackedBatch
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
@@ -115,7 +115,7 @@ def _compare(
     plan = RowPlan((RowShape(2, 32),))
     collators: list[Callable[[Any], dict[str, PackedBatch]]] = [
         PlannedRows(plan, len(examples), pad_token_id),
-        TightRow(pad_token_id, attention_crossover_length=100),
+        UnpaddedRow(pad_token_id, attention_crossover_length=100),
     ]
     base = without_adapters(model)
     head = find_score_head(base)
