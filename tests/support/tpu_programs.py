@@ -5,40 +5,34 @@ from typing import Any
 from transformers import LlamaConfig
 
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.plan.trace import StepRequest, TracedProgram, trace_step
+from trl_tpu.plan.compile import TracedProgram
+from trl_tpu.plan.trace import StepRequest, trace_step
 
 LENGTH = 256
 EXPANDED = {"packed_attention": "expanded"}
-LARGE = {"hidden_size": 1024, "intermediate_size": 16384, "num_attention_heads": 8, "num_key_value_heads": 8}
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "packed": (1, EXPANDED),
     "long rows": (1, EXPANDED | {"length": 4096}),
     "padded": (1, {"packing": "false", "remat": "none"}),
     "adapters, tensor parallel": (8, EXPANDED | {"adapters": True, "mesh": "fsdp=4,tensor=2", "remat": "dots"}),
     "loop, tensor parallel": (8, EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
-    "large weights": (16, EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
-    "large weights, many chips": (64, EXPANDED | {"scan_layers": True, "length": 2048, "sizes": LARGE}),
     "packed, two axes": (256, EXPANDED | {"mesh": "data=4,fsdp=64"}),
 }
-"""How many chips each takes, and arguments of the trainer; "length" is of its rows, and "sizes" are of its model."""
-
-
-def config(layers: int = 1, **sizes: int) -> LlamaConfig:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    usual = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
-    return LlamaConfig(num_labels=1, **heads | usual | sizes)
+"""How many chips each takes, and arguments of the trainer; "length" is of its rows."""
 
 
 def config_of(name: str) -> LlamaConfig:
-    settings = SETTINGS[name][1]
-    return config(layers=2 if "scan_layers" in settings else 1, **settings.get("sizes", {}))
+    layers = 2 if "scan_layers" in SETTINGS[name][1] else 1
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+    return LlamaConfig(num_labels=1, **heads | sizes)
 
 
 def trace(name: str) -> TracedProgram:
     chips, settings = SETTINGS[name]
     arguments: dict[str, Any] = {"per_device_train_batch_size": 1} | settings
     peft = lora() if arguments.pop("adapters", False) else None
-    length, _ = arguments.pop("length", LENGTH), arguments.pop("sizes", None)
+    length = arguments.pop("length", LENGTH)
     pairs = parse_mesh(arguments.get("mesh", "fsdp=-1"), chips).batch_shards
     rows = None if settings.get("packing") == "false" else pairs
     return trace_step(StepRequest(config_of(name), chips, length, rows, arguments, peft))
