@@ -10,12 +10,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.plan.case import Case, Job
 from trl_tpu.plan.needs import least_memory
+from trl_tpu.plan.workload import Layout, Workload
+from trl_tpu.runtime import Remat
 
 # the sizes that the models' own configs have
 MODELS: dict[str, dict[str, Any]] = {
@@ -67,9 +69,10 @@ def gigabytes_a_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> 
     Raises:
         UserError: The mesh does not fit the chips, or the model's heads.
     """
-    job = Job(model, PairLengths.of_size(TOKENS_A_DEVICE_GROUP))
+    args = RewardConfig("unused", report_to="none")
+    workload = Workload(model, args, PairLengths.of_size(TOKENS_A_DEVICE_GROUP))
     some_slice = parse_topology("v6e:1x1")  # memory is the same on all
-    memory = least_memory(Case(job, some_slice, parse_mesh(mesh_spec, chips), "full", 1))
+    memory = least_memory(Layout(workload, some_slice, parse_mesh(mesh_spec, chips), Remat.FULL, 1))
     state = memory.weights + trained * (memory.gradients + memory.optimizer)
     return state / 1e9, memory.activations / 1e9
 

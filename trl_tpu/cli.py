@@ -8,6 +8,7 @@ import platform
 import sys
 
 from trl_tpu.errors import UserError
+from trl_tpu.plan.virtual_devices import pretend_devices
 from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts import sigterm
 from trl_tpu.scripts.config_file import take_config
@@ -52,7 +53,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if command != "run":  # whose words are the script's
-            take_config(words)  # for its `env`, which must be there before anything below is imported
+            values, rest = take_config(words)  # and its `env`, which must be there before anything below is imported
+        if command == "plan":
+            pretend_devices(values, rest)
         settle()
         status = importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
         sys.stdout.flush()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from trl_tpu.plan.hlo import axes_of, groups_of
+import numpy as np
 
 _OPERATION = re.compile(
     r"= (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -35,5 +35,22 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> Iterator[Collective]:
             sizes = _ARRAY.findall(re.sub(r"/\*.*?\*/", "", found["type"]))
             shapes = tuple(tuple(int(size) for size in each.split(",") if size) for each in sizes)
             groups_GN = groups_of(line, prod(mesh.values()))
-            axes = frozenset(filter(None, axes_of(groups_GN, mesh).split("+")))
-            yield Collective(found["kind"], shapes, axes, groups_GN.shape[1])
+            yield Collective(found["kind"], shapes, axes_of(groups_GN, mesh), groups_GN.shape[1])
+
+
+def groups_of(line: str, devices: int) -> np.ndarray:
+    """The devices that take part together, as the rows of an array; of a permutation, who sends to whom."""
+    if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{(.*?)\}\}", line):
+        return np.array([group.split(",") for group in listed[1].split("},{")], int)
+    tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if tiled is None:
+        return np.arange(devices)[None]
+    shape, sizes, order = ([int(each) for each in part.split(",")] if part else None for part in tiled.groups())
+    return np.arange(devices).reshape(sizes).transpose(order).reshape(shape)
+
+
+def axes_of(groups_GN: np.ndarray, mesh: Mapping[str, int]) -> frozenset[str]:
+    """The mesh axes along which devices of one group differ."""
+    places = np.unravel_index(groups_GN, tuple(mesh.values()))
+    crossed = [(place_GN != place_GN[:, :1]).any() for place_GN in places]
+    return frozenset(axis for axis, is_crossed in zip(mesh, crossed, strict=True) if is_crossed)

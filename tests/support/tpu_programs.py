@@ -5,7 +5,8 @@ from typing import Any
 from transformers import LlamaConfig
 
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.plan.trace import StepRequest, TracedProgram, trace_step
+from trl_tpu.plan.compile import TracedProgram
+from trl_tpu.plan.trace import StepRequest, trace_step
 
 LENGTH = 256
 EXPANDED = {"packed_attention": "expanded"}
@@ -20,15 +21,11 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 """How many chips each takes, and arguments of the trainer; "length" is of its rows."""
 
 
-def config(layers: int = 1) -> LlamaConfig:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    usual = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
-    return LlamaConfig(num_labels=1, **heads | usual)
-
-
 def config_of(name: str) -> LlamaConfig:
-    settings = SETTINGS[name][1]
-    return config(layers=2 if "scan_layers" in settings else 1)
+    layers = 2 if "scan_layers" in SETTINGS[name][1] else 1
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+    return LlamaConfig(num_labels=1, **heads | sizes)
 
 
 def trace(name: str) -> TracedProgram:

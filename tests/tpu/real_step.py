@@ -15,8 +15,8 @@ if __name__ == "__main__":
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from trl_tpu.plan.trace_child import trainer_of
+    from trl_tpu.plan.trace import trainer_of
 
     request.model.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(request.model, dtype=getattr(torch, request.dtype))
-    trainer_of(request, model).train()
+    trainer_of(request, model, folder).train()

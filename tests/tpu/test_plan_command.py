@@ -1,7 +1,7 @@
-"""``trl-tpu plan`` with the real compiler: its figures agree with the plan's own."""
+"""``trl-tpu plan`` with the real compiler: what is compiled agrees with the formulas."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -33,20 +33,18 @@ COMMANDS = {
     "data": f"--config {EXAMPLES / 'quickstart.yaml'} --topology v5e:2x2",
 }
 
-Plan = tuple[int, dict[str, Any]]
 
-
-def planned(words: list[str]) -> Plan:
+def planned(words: list[str]) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PJRT", "CPU_NUM", "USE_"))}
     environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--json", "true", "--report_to", "none"]
+    command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--report_to", "none"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, env=environment)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Plan]]]:
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[str]]]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         begun = {}
         for name, command in COMMANDS.items():
@@ -60,32 +58,28 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Fut
         yield begun
 
 
-def test_the_compilers_arguments_are_the_state_that_the_plan_counts_and_the_batch(
-    plans: Mapping[str, Future[Plan]],
-) -> None:
-    status, said = plans["small"].result()
-    assert status == 0
-    assert said["fits"] is True
-    kinds = said["memory_by_kind"]
-    assert 0 < kinds["batch and other inputs"] < 2**20  # which small arrays are padded in
-    assert said["flops"]["compiled"] >= said["flops"]["needed"]
-    assert set(said["traffic"]) == {"fsdp"}
+def test_a_config_alone_is_planned(plans: Mapping[str, Future[str]]) -> None:
+    said = plans["small"].result()
+    assert "IT FITS" in said and "over fsdp" in said
+    assert times_the_least(said) > 1
 
 
-def test_a_training_with_data_is_planned_in_the_rows_that_the_trainer_packs(plans: Mapping[str, Future[Plan]]) -> None:
-    status, said = plans["data"].result()
-    assert status == 0
-    assert (said["pairs"], said["rows"], said["row_length"]) == (128, 28, 64)
-    assert said["unique_tokens"] == 128 * 15
-    assert said["tried"] == []
+def test_a_training_with_data_is_planned_in_the_rows_that_the_trainer_packs(plans: Mapping[str, Future[str]]) -> None:
+    said = plans["data"].result()
+    assert "128 pairs in 28 rows of 64 tokens" in said
+    assert "2,048 pairs of the dataset: 15 unique tokens, 15 at most" in said
 
 
-def test_without_checkpointing_memory_is_what_the_backward_waits_for(plans: Mapping[str, Future[Plan]]) -> None:
+def test_without_checkpointing_memory_is_what_the_backward_waits_for(plans: Mapping[str, Future[str]]) -> None:
     """Of the odd model it takes at most 1.15 of it.
 
     It was 1.23 while copies of the table's moments were held all step, and by each layer what its kept tensors are
     made of.
     """
-    status, said = plans["odd"].result()
-    assert status == 0
-    assert 0.9 <= said["memory"]["peak"] / said["memory"]["bound"] <= 1.15
+    assert 0.9 <= times_the_least(plans["odd"].result()) <= 1.15
+
+
+def times_the_least(said: str) -> float:
+    found = re.search(r"as compiled, ([\d.]+) times the least", said)
+    assert found is not None, said
+    return float(found[1])

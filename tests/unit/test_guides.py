@@ -26,14 +26,14 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import RewardConfig, cli
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES
 from trl_tpu.parallel.rules import Rules
-from trl_tpu.scripts import export, plan_request, report, reward, run, score, synthetic
+from trl_tpu.scripts import export, plan, report, reward, run, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
 MAKE_PARSER: dict[str, Any] = {
     "reward": reward.make_parser,
     "score": score.make_parser,
     "export": export.make_parser,
-    "plan": plan_request.make_parser,
+    "plan": plan.make_parser,
     "report": report.make_parser,
     "run": run.make_parser,
 }

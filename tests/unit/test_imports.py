@@ -155,16 +155,13 @@ BELOW = {
     "trainer": {
         "batching", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
     },
-    "plan": {
-        "batching", "checkpoint", "config", "data", "modeling", "packing", "parallel", "runtime", "trainer",
-        "training",
-    },
+    "plan": {"batching", "config", "modeling", "packing", "parallel", "runtime", "trainer"},
     "scripts": {
         "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "old_paths", "packing",
         "parallel", "plan", "report", "runtime", "scoring", "trainer",
     },
     "old_paths": set(),
-    "cli": {"scripts", "runtime"},
+    "cli": {"plan", "scripts", "runtime"},
     "data_utils": {"data"},
     "chat_template_utils": {"modeling"},
 }  # fmt: skip

@@ -1,51 +1,38 @@
-"""What a training step needs at least, by formula: operations, a chip's memory, and bytes between chips.
+"""What a training step needs at least, by formula: operations, a chip's memory, bytes between chips, and time.
 
-A compiler needs more of each; how much more, only compiling says.
+A compiler needs more of each; how much more memory, compiling says.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from ..modeling.model_shape import Weight
 from ..modeling.work import work_of
 from ..parallel.mesh import AXES, names_of
 from ..parallel.sharding_plan import bare_name
 from ..runtime import Remat
-from ..runtime.kernels.blocks import padded
-from .case import Case
+from .workload import Layout
 
 # Copies of each trained weight that an optimizer keeps, by the beginning of its name in transformers.
-_OPTIMIZER_COPIES = {"adam": 2, "adagrad": 1, "rmsprop": 1, "lion": 1, "sgd": 0} | dict.fromkeys(
-    ("adafactor", "apollo", "galore"),
-    0,  # less than a copy
-)
+_OPTIMIZER_COPIES = {"adafactor": 0, "adagrad": 1, "adam": 2, "lion": 1, "rmsprop": 1, "sgd": 0}
 
 
-@dataclass(frozen=True)
-class Flops:
-    """Operations of one pass, over all chips: matrix products, two for each multiply-add.
+def needed_flops(layout: Layout) -> float:
+    """Return the operations that the pairs of a micro-batch need, forward and backward, over all chips.
 
-    Args:
-        needed: Forward and backward, which model FLOPs utilization counts.
-        recomputed: What remat computes again at most.
-        kernels: What attention kernels do at least, which a compiler does not count; 0 where masks are used instead.
-            The forward is two products. The backward is two kernels, for queries and for keys, which both begin with
-            scores and their gradients: seven products.
-        kernel_units: What arithmetic units could do meanwhile: they are as wide as vectors, which small heads do not
-            fill.
+    Matrix products, two for each multiply-add, as model FLOPs utilization counts them: see `work_of`.
     """
-
-    needed: float
-    recomputed: float
-    kernels: float
-    kernel_units: float
+    return work_of(layout.workload.model, layout.lengths).needed
 
 
-def needed_flops(case: Case) -> Flops:
-    """The operations that the pairs of ``case`` need, see `work_of`."""
-    work, head_dims, again = work_of(case.job.model, case.lengths), case.job.model.head_dims, case.remat == Remat.FULL
-    kernels = 0.0 if case.masks else work.attention * (1 + again + 7 / 2)
-    units = kernels * sum(map(padded, head_dims)) / sum(head_dims)
-    return Flops(work.needed, again * (work.layers + work.attention), kernels, units)
+def computed_flops(layout: Layout) -> float:
+    """Return the same with what full remat computes again, and for padding too, as if it were real tokens."""
+    work = work_of(layout.workload.model, layout.lengths)
+    again = work.layers + work.attention if layout.remat == Remat.FULL else 0.0
+    return (work.needed + again) * max(layout.tokens / max(layout.lengths.tokens, 1), 1)
+
+
+# ---- memory
 
 
 @dataclass(frozen=True)
@@ -70,35 +57,41 @@ class Memory:
         return self.weights + self.optimizer + self.gradients + self.activations
 
 
-def least_memory(case: Case) -> Memory:
-    """The memory of ``case``: state by the sharding plan, and activations."""
-    held = {weight: weight.bytes // case.placements[weight.name].parts(case.mesh) for weight in case.job.model.weights}
+def least_memory(layout: Layout) -> Memory:
+    """Return the memory of ``layout``: state by the sharding plan, and activations."""
+    weights, placements = layout.workload.model.weights, layout.placements
+    held = {weight: weight.bytes // placements[weight.name].parts(layout.mesh) for weight in weights}
     trained = sum(size for weight, size in held.items() if weight.trained)
-    return Memory(sum(held.values()), optimizer_copies(case.job.optim) * trained, trained, _activations(case))
+    return Memory(sum(held.values()), optimizer_copies(layout.workload.args.optim) * trained, trained, _kept(layout))
 
 
 def optimizer_copies(optim: str) -> int:
-    """How many numbers the optimizer keeps of each trained weight; 2, as Adam, where it is not known here."""
-    return next((copies for name, copies in _OPTIMIZER_COPIES.items() if optim.startswith(name)), 2)
+    """Return how many numbers an optimizer keeps of each trained weight; 2, as Adam, where it is not known here."""
+    name = str(getattr(optim, "value", optim))
+    return next((copies for begin, copies in _OPTIMIZER_COPIES.items() if name.startswith(begin)), 2)
 
 
-def _activations(case: Case) -> int:
-    """Kept of all layers: the input; unless remat is full what products give, and with none also what they take."""
-    model, columns = case.job.model, case.columns_per_part
-    inputs = model.residual_bytes * model.hidden * model.layers * columns
-    if case.remat == Remat.FULL:
+def _kept(layout: Layout) -> int:
+    """Return the activations that are kept of all layers.
+
+    Those are inputs; unless remat is full what products give, and with none also what they take.
+    """
+    model, tokens = layout.workload.model, layout.tokens_per_shard
+    inputs = model.residual_bytes * model.hidden * model.layers * tokens
+    if layout.remat == Remat.FULL:
         return inputs
     products = [weight for weight in model.weights if weight.in_layer and weight.kind in ("matrix", "experts")]
-    features = sum(_copies(weight) * _features(case, weight, -2) for weight in products)
-    if case.remat == Remat.NONE:
-        features += _features_taken(case, products)
-    scores = case.shape[1] * model.heads // case.mesh.tensor * model.layers if case.masks else 0
-    between_blocks = inputs if case.remat == Remat.NONE else 0
-    return inputs + between_blocks + int((features + scores) * columns * case.job.compute_bytes)
+    features = sum(_copies(weight) * _features(layout, weight, -2) for weight in products)
+    if layout.remat == Remat.NONE:
+        features += _features_taken(layout, products)
+    masks = layout.workload.attends_with_masks(layout.shape[1])
+    scores = layout.shape[1] * model.heads // layout.mesh.tensor * model.layers if masks else 0
+    between_blocks = inputs if layout.remat == Remat.NONE else 0
+    return inputs + between_blocks + int((features + scores) * tokens * layout.workload.compute_bytes)
 
 
-def _features_taken(case: Case, products: list[Weight]) -> float:
-    """Features of a token that products take, on one chip: all of a block share their input, but for its last one."""
+def _features_taken(layout: Layout, products: list[Weight]) -> float:
+    """Return how many features of a token products take on one chip: all of a block share their input but the last."""
     blocks: dict[str, list[Weight]] = {}
     for weight in products:
         if ".lora_" not in weight.name:
@@ -106,25 +99,28 @@ def _features_taken(case: Case, products: list[Weight]) -> float:
             blocks.setdefault(block, []).append(weight)
     taken = 0.0
     for *first, last in blocks.values():
-        taken += sum({weight.shape[-1]: _features(case, weight, -1) for weight in first}.values())
-        taken += _copies(last) * _features(case, last, -1)
+        taken += sum({weight.shape[-1]: _features(layout, weight, -1) for weight in first}.values())
+        taken += _copies(last) * _features(layout, last, -1)
     return taken
 
 
 def _copies(weight: Weight) -> float:
-    """How many of a stack of experts a token is multiplied with; 1 of other weights."""
+    """Return with how many of a stack of experts a token is multiplied; 1 for other weights."""
     return weight.used * (weight.shape[0] if len(weight.shape) == 3 else 1)
 
 
-def _features(case: Case, weight: Weight, dim: int) -> float:
-    """Features of dimension ``dim`` on one chip."""
-    axes = case.placements[weight.name].axes
+def _features(layout: Layout, weight: Weight, dim: int) -> float:
+    """Return the features of dimension ``dim`` on one chip."""
+    axes = layout.placements[weight.name].axes
     is_cut = "tensor" in names_of(axes[dim]) or (weight.kind == "experts" and "tensor" in names_of(axes[0]))
-    return weight.shape[dim] / (case.mesh.tensor if is_cut else 1)
+    return weight.shape[dim] / (layout.mesh.tensor if is_cut else 1)
 
 
-def least_traffic(case: Case) -> dict[str, int]:
-    """Bytes that a chip receives in a pass, by mesh axis, in the type of matrix products.
+# ---- between chips
+
+
+def least_traffic(layout: Layout) -> dict[str, int]:
+    """Return the bytes that a chip receives in a micro-batch, by mesh axis, in the type of matrix products.
 
     Over `fsdp` each split weight is gathered for the forward and again for the backward, and gradients are added up
     and scattered once (ZeRO-3, https://arxiv.org/abs/1910.02054). Over `data`, gradients are added up. Over `tensor`,
@@ -132,34 +128,48 @@ def least_traffic(case: Case) -> dict[str, int]:
     https://arxiv.org/abs/1909.08053); full remat adds up one of them again. Embeddings' features are exchanged instead
     of their tables. What a chip has itself it need not receive, and what is added up everywhere comes twice.
     """
-    axes = [axis for axis in AXES if case.mesh.sizes[axis] > 1]
-    found = dict.fromkeys(axes, 0.0)
-    for weight in case.job.model.weights:
-        for axis in axes:
-            found[axis] += _moved(case, weight, axis)
+    workload, mesh = layout.workload, layout.mesh
+    found = {axis: 0.0 for axis in AXES if mesh.sizes[axis] > 1}
+    for weight in workload.model.weights:
+        for axis in found:
+            found[axis] += _moved(layout, weight, axis)
     if "tensor" in found:
-        block = case.columns_per_part * case.job.model.hidden * case.job.compute_bytes
-        found["tensor"] += 2 * block * case.job.model.layers * (5 if case.remat == Remat.FULL else 4)
-    return {axis: round(size * (1 - 1 / case.mesh.sizes[axis])) for axis, size in found.items()}
+        block = layout.tokens_per_shard * workload.model.hidden * workload.compute_bytes
+        found["tensor"] += 2 * block * workload.model.layers * (5 if layout.remat == Remat.FULL else 4)
+    return {axis: round(size * (1 - 1 / mesh.sizes[axis])) for axis, size in found.items()}
 
 
-def _moved(case: Case, weight: Weight, axis: str) -> float:
-    """Bytes of ``weight`` and its gradient that go over ``axis``, with what a chip has itself."""
-    placement = case.placements[weight.name]
-    itemsize = (
-        min(weight.itemsize, case.job.compute_bytes) if weight.kind in ("matrix", "experts") else weight.itemsize
-    )
-    over_tensor = case.mesh.tensor if "tensor" in placement.names else 1
-    if axis == "data":
-        return 2 * weight.trained * weight.numel * itemsize // placement.parts(case.mesh)
-    if weight.kind == "embedding" and placement.is_sharded and placement.axes[0] is None:
-        features = case.columns_per_part * case.job.model.hidden * case.job.model.residual_bytes
-        if axis not in placement.names:
-            return 0
-        return features if axis == "tensor" else features / over_tensor * (1 + weight.trained)
+def _moved(layout: Layout, weight: Weight, axis: str) -> float:
+    """Return the bytes of ``weight`` and its gradient that go over ``axis``, with what a chip has itself."""
+    workload, names = layout.workload, layout.placements[weight.name].names
+    others = prod(layout.mesh.sizes[name] for name in names if name != axis)
+    if weight.kind == "embedding" and axis in names:
+        features = layout.tokens_per_shard * workload.model.hidden * workload.model.residual_bytes
+        return features if axis == "tensor" else features / others * (1 + weight.trained)
     if axis == "tensor":
         return 0
-    whole = weight.numel * itemsize / over_tensor
-    if axis in placement.names:
-        return whole * (2 * (weight.used > 0) + weight.trained)
-    return 2 * whole * weight.trained
+    in_products = weight.kind in ("matrix", "experts")
+    itemsize = min(weight.itemsize, workload.compute_bytes) if in_products else weight.itemsize
+    times = 2 * (weight.used > 0) + weight.trained if axis in names else 2 * weight.trained
+    return times * weight.numel * itemsize / others
+
+
+# ---- time: the roofline model, https://doi.org/10.1145/1498765.1498785
+
+
+def least_seconds(layout: Layout) -> dict[str, float]:
+    """Return how long a micro-batch takes each part of a chip at its published speed.
+
+    What is kept on a chip, and what it receives, is written to its memory and read once.
+    """
+    chip, received = layout.topology.chip, sum(least_traffic(layout).values())
+    return {
+        "arithmetic": computed_flops(layout) / layout.topology.chips / chip.peak_flops,
+        "memory": 2 * (least_memory(layout).bound + received) / chip.memory_bandwidth,
+        "links": received / chip.link_bandwidth,
+    }
+
+
+def most_pairs_per_second(layout: Layout) -> float:
+    """Return the rate if all parts of a chip work at the same time."""
+    return layout.pairs / max(least_seconds(layout).values())

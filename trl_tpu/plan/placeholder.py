@@ -2,14 +2,16 @@
 
 A tensor that would hold data is torch_xla's placeholder. Where the trainer would execute what it recorded, the program
 is kept as HLO, and what it computed becomes placeholders too; so a whole run can be traced, of any size, on one host.
+This happens in a process of its own, in which two functions of libraries are replaced: of torch_xla and of jax.
 """
 
 import dataclasses
 import gc
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -20,42 +22,43 @@ from torch.utils.data import DataLoader
 
 from ..runtime import PartitionSpec, Topology
 from ..runtime.layout import shard_count
-from ..runtime.xla import XlaRuntime
+from ..runtime.xla import DeviceLoader, Upload, XlaRuntime
 
 _C = torch_xla._XLAC
 _KERNELS_VERSION = 6
 """That libtpu 0.0.21, torch_xla 2.9's, reads; it is written in a kernel, so that later ones read it too."""
 
 
-@dataclass(frozen=True)
-class Known:
-    """What a placeholder stands for: a name, a kind such as "weight", and the mesh axes of each dimension.
+@dataclass(frozen=True, eq=False)
+class AbstractValue:
+    """What a placeholder stands for, until another takes its place: a kind such as "weight", and how it is laid out.
 
-    Numbers that torch_xla makes arguments itself have no name, and are "other".
+    Numbers that torch_xla makes arguments itself are "other", and whole on every device.
     """
 
-    name: str
-    kind: str
-    axes: PartitionSpec
+    kind: str = "other"
+    sharding: Any = None
+    """torch_xla's `OpSharding`; None is replicated."""
+    text: str = "{replicated}"
+    """The same in HLO's notation."""
 
-
-@dataclass(frozen=True)
-class Input:
-    """One argument of a recorded program."""
-
-    known: Known
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    donated: bool
-    """Whether its memory goes to a result: the tensor was overwritten."""
+    @property
+    def parts(self) -> int:
+        """Into how many parts the mesh cuts it: the product of the tile's sizes, of which the last may be copies."""
+        sizes = list(map(int, re.findall(r"\d+", self.text.partition("]")[0])))
+        return prod(sizes[:-1] if "last_tile_dim_replicate" in self.text else sizes)
 
 
 @dataclass(frozen=True)
 class Program:
-    """What would have been executed at a boundary: a serialised HloModuleProto, and its arguments in order."""
+    """What would have been executed at a boundary: a serialized HloModuleProto, and its arguments in order.
+
+    An argument is donated if its memory goes to a result: the tensor was overwritten.
+    """
 
     hlo: bytes
-    inputs: tuple[Input, ...]
+    arguments: tuple[AbstractValue, ...]
+    donated: tuple[bool, ...]
 
 
 class PlaceholderRuntime(XlaRuntime):
@@ -64,13 +67,13 @@ class PlaceholderRuntime(XlaRuntime):
     Args:
         chips: Devices of the mesh, which may be more than torch_xla has: torch counts a backend's devices in eight
             bits, and of 128 and more it sees none.
-        stop: Called with each program, in order; may raise to end the trace.
     """
 
-    def __init__(self, chips: int, stop: Callable[[Program], None] = lambda program: None) -> None:
-        self._chips, self._stop = chips, stop
-        self._known: dict[int, Known] = {}
-        self._holder: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
+    def __init__(self, chips: int) -> None:
+        self.programs: list[Program] = []
+        self._chips = chips
+        self._values: dict[int, AbstractValue] = {}  # by the number of a tensor
+        self._latest: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
         super().__init__()
         # which torch_xla asks when a mesh is made
         xr.global_runtime_device_count = lambda: self._chips  # type: ignore[assignment]
@@ -91,22 +94,22 @@ class PlaceholderRuntime(XlaRuntime):
 
     # ---- tensors without data
 
-    def know(self, tensor: torch.Tensor, name: str, kind: str, axes: PartitionSpec) -> None:
-        """Say what ``tensor`` stands for."""
-        self._known[_C._xla_get_tensor_id(tensor)] = Known(name, kind, axes)
+    def describe(self, tensor: torch.Tensor, kind: str) -> AbstractValue:
+        """Say what ``tensor`` stands for; how it is laid out, it knows."""
+        sharding, text = _C._get_xla_op_sharding(tensor), _C._get_xla_sharding_spec(tensor)
+        value = AbstractValue(kind, sharding, text) if text else AbstractValue(kind)
+        self._values[_C._xla_get_tensor_id(tensor)] = value
+        return value
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         if tensor.device.type != "xla":
             whole = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
             # a placeholder takes no layout, but what is computed from it does, and then becomes a placeholder
             tensor = whole.logical_or(whole) if tensor.dtype == torch.bool else whole + 0
-            _C._xla_mark_sharding(tensor, self._sharding(axes))
+            _C._xla_mark_sharding(tensor, self._mesh.get_op_sharding(axes or (None,)))
             _C._clear_pending_irs(str(torch_xla.device()))
-        self.know(tensor, "", "other", axes)
+        self.describe(tensor, "other")
         return tensor
-
-    def _sharding(self, axes: PartitionSpec) -> Any:
-        return self._mesh.get_op_sharding(axes or (None,))
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         if not _pending():
@@ -115,25 +118,20 @@ class PlaceholderRuntime(XlaRuntime):
         placeholder: torch.Tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
         return placeholder
 
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> "Batches":  # type: ignore[override]
-        return Batches(batches, partial(self._batch, batch_axes), self.step_boundary)
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
+        return _PlaceholderLoader(batches, partial(self._upload_batch, batch_axes), self.step_boundary)
 
-    def _batch(self, batch_axes: tuple[str, ...], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        axes: PartitionSpec = (None,) * tensor.dim()
         shards = shard_count(self._mesh, batch_axes)
-        device = torch_xla.device()
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
-            axes: PartitionSpec = (batch_axes, *([None] * (tensor.dim() - 1)))
-            placed = self.place(tensor, axes, device)
-        else:
-            axes, placed = (None,) * tensor.dim(), self.to_device(tensor, device)
-        self.know(placed, name, "batch", axes)
+            axes = (batch_axes, *axes[1:])
+        placed = self.place(tensor, axes, device)
+        self.describe(placed, "batch")
         return placed
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
-
-    def to_host(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        raise NotImplementedError("Nothing can be saved: placeholders have no data.")
 
     # ---- programs
 
@@ -141,78 +139,61 @@ class PlaceholderRuntime(XlaRuntime):
         pending = _pending()
         if not pending:
             return
-        program = self._record(pending)
+        self.programs.append(self._record(pending))
         for tensor in pending:
-            known = self._origin(tensor) or _unknown(tensor)
-            self.know(tensor, known.name, known.kind, known.axes)
-            self._holder[_memory(tensor)] = _C._xla_get_tensor_id(tensor)
+            value = self._origin(tensor)
+            self._values[_C._xla_get_tensor_id(tensor)] = value
+            self._latest[_memory(tensor)] = _C._xla_get_tensor_id(tensor)
             if not _C._get_xla_sharding_spec(tensor):
-                _C._xla_mark_sharding(tensor, self._sharding(known.axes))
+                _C._xla_mark_sharding(tensor, value.sharding or self._mesh.get_op_sharding((None,)))
         _C._clear_pending_irs(str(torch_xla.device()))
-        self._stop(program)
 
     def _record(self, outputs: list[torch.Tensor]) -> Program:
         overwritten = {self._overwritten(tensor) for tensor in outputs}
-        ids, tensors = _C._get_tensors_xla_device_data_node(outputs)
-        inputs = tuple(
-            Input(self._known.get(number, _unknown(tensor)), tuple(tensor.shape), tensor.dtype, number in overwritten)
-            for number, tensor in zip(ids, tensors, strict=True)
+        numbers, _ = _C._get_tensors_xla_device_data_node(outputs)
+        return Program(
+            _C._get_xla_tensors_hlo_proto(outputs),
+            tuple(self._values.get(number, AbstractValue()) for number in numbers),
+            tuple(number in overwritten for number in numbers),
         )
-        return Program(_C._get_xla_tensors_hlo_proto(outputs), inputs)
 
     def _overwritten(self, tensor: torch.Tensor) -> int:
-        """The number of the tensor that ``tensor`` replaces, in place; its own number if there is none."""
+        """Return the number of the tensor that ``tensor`` replaces, in place; its own number if there is none."""
         memory = _memory(tensor)
-        return self._holder.get(memory, memory)
+        return self._latest.get(memory, memory)
 
-    def _origin(self, tensor: torch.Tensor) -> Known | None:
-        """What a result stands for: what it replaces, or what it has the layout of, being like its only argument.
+    def _origin(self, tensor: torch.Tensor) -> AbstractValue:
+        """Return what a result stands for: what it replaces, or what has its layout, being like its only argument.
 
         The compiler would find out the same: it carries layouts on through operations on single elements.
         """
-        known = self._known.get(self._overwritten(tensor))
-        if known is not None:
-            return known
-        ids, arguments = _C._get_tensors_xla_device_data_node([tensor])
-        like = [
-            self._known.get(each) for each, other in zip(ids, arguments, strict=True) if other.shape == tensor.shape
-        ]
-        return Known("", "other", like[0].axes) if len(like) == 1 and like[0] is not None else None
+        if (value := self._values.get(self._overwritten(tensor))) is not None:
+            return value
+        numbers, arguments = _C._get_tensors_xla_device_data_node([tensor])
+        like = [number for number, each in zip(numbers, arguments, strict=True) if each.shape == tensor.shape]
+        value = self._values.get(like[0]) if len(like) == 1 else None
+        return AbstractValue() if value is None else dataclasses.replace(value, kind="other")
 
 
-class Batches:
+class _PlaceholderLoader(DeviceLoader):
     """Batches of placeholders, with a boundary before each, as the `DeviceLoader` has one."""
 
-    def __init__(
-        self,
-        batches: DataLoader,
-        place: Callable[[str, torch.Tensor], torch.Tensor],
-        boundary: Callable[[], None],
-    ) -> None:
-        self.batches = batches
-        self._place, self._boundary = place, boundary
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batches, name)
+    def __init__(self, batches: DataLoader, upload: Upload, boundary: Callable[[], None]) -> None:
+        super().__init__(batches, upload)
+        self._boundary = boundary
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self.batches:
             self._boundary()
-            yield self._placed("batch", batch)
+            yield self._placed(batch)
         self._boundary()
 
-    def set_epoch(self, epoch: int) -> None:
-        """The order of pairs does not matter here."""
-
-    def _placed(self, name: str, value: Any) -> Any:
+    def _placed(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: self._placed(key, part) for key, part in value.items()}
+            return {key: self._placed(part) for key, part in value.items()}
         if hasattr(value, "map_tensors"):  # packed rows
-            return value.map_tensors(partial(self._place, name))
-        return self._place(name, value) if isinstance(value, torch.Tensor) else value
+            return value.map_tensors(self._placed)
+        return self._upload(value, torch_xla.device()) if isinstance(value, torch.Tensor) else value
 
 
 def write_kernels_for_libtpu() -> None:
@@ -222,12 +203,8 @@ def write_kernels_for_libtpu() -> None:
     kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
 
 
-def _unknown(tensor: torch.Tensor) -> Known:
-    return Known("", "other", (None,) * tensor.dim())
-
-
 def _pending() -> list[torch.Tensor]:
-    """Every tensor that a boundary would compute, once, by number: in torch_xla's order."""
+    """Return every tensor that a boundary would compute, once, by number: in torch_xla's order."""
     found: dict[int, torch.Tensor] = {}
     for each in gc.get_objects():
         # type(), since isinstance would wake up lazy modules and proxies
@@ -239,7 +216,7 @@ def _pending() -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """The number of the tensor whose memory it takes: its own, unless it was changed in place."""
+    """Return the number of the tensor whose memory it takes: its own, unless it was changed in place."""
     found = re.search(r"AliasID: (\d+)", _C._get_xla_tensor_debug_info(tensor))
     assert found is not None
     return int(found[1])

@@ -1,184 +1,155 @@
-"""What a user reads before renting a TPU, as numbers: does it fit, what limits it, how long it takes at best."""
+"""What a user reads before renting a TPU: does it fit, what limits it, how long it takes at best."""
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+import textwrap
+from collections.abc import Iterable
 
-from .case import Case
-from .compile import CompiledProgram
-from .needs import Flops, Memory, least_memory, least_traffic, needed_flops
+from ..parallel.chips import GiB, MiB
+from .child_process import Crashed
+from .needs import computed_flops, least_memory, least_seconds, least_traffic, most_pairs_per_second, needed_flops
+from .search import Attempt
+from .workload import Layout, Workload
 
 UNSEEN = (
-    "What compiling ahead of time cannot show: how near the chips come to their published speeds, and how much of the "
-    "traffic hides behind arithmetic; other jobs' traffic on shared networks; reading, tokenizing and uploading data; "
-    "evaluation, checkpoints, logs and restarts. Real steps take longer than these bounds. The first minutes of a run "
-    "on the TPU itself are the test."
+    "Compiling ahead of time cannot show how near the chips come to their published speeds, how much traffic hides "
+    "behind arithmetic, nor what data, evaluation and checkpoints take. Real steps take longer than these bounds: the "
+    "first minutes of a run on the TPU itself are the test."
 )
+_SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the compiler says of one case, beside what the case needs at least.
+def report(attempt: Attempt, pairs_to_train: float | None = None, price_per_chip_hour: float | None = None) -> str:
+    """Describe one layout and what the compiler said of it.
 
     Args:
+        attempt: The layout.
         pairs_to_train: All of the training, each as often as it is gone through; None leaves the hours out.
         price_per_chip_hour: In any currency; None leaves the cost out.
     """
-
-    case: Case
-    program: CompiledProgram
-    pairs_to_train: float | None = None
-    price_per_chip_hour: float | None = None
-
-    # ---- memory
-
-    @cached_property
-    def least(self) -> Memory:
-        return least_memory(self.case)
-
-    @property
-    def fits(self) -> bool:
-        return self.program.peak <= self.case.available
-
-    @cached_property
-    def memory_by_kind(self) -> dict[str, int]:
-        """Bytes on a chip, in all the program's peak. Activations, and gradients without buffers, are by formula."""
-        program, state = self.program, self.program.state
-        temporary = program.temporary + program.results
-        activations = min(self.least.activations, temporary)
-        buffers = state.get("gradient", 0)
-        gradients = 0 if buffers else min(self.least.gradients, temporary - activations)
-        return {
-            "weights": state["weight"],
-            "optimizer": state["optimizer"],
-            "gradients": buffers or gradients,
-            "activations": activations,
-            "batch and other inputs": program.arguments + program.idle - sum(state.values()),
-            "working space": temporary - activations - gradients,
-            "program": program.generated_code,
-        }
-
-    # ---- work
-
-    @cached_property
-    def flops(self) -> Flops:
-        return needed_flops(self.case)
-
-    @property
-    def flops_compiled(self) -> float:
-        """Operations of a pass over all chips: as the compiler counts them, and those of attention kernels."""
-        return self.program.flops * self.case.topology.chips + self.flops.kernels
-
-    @cached_property
-    def traffic(self) -> dict[str, dict[str, float]]:
-        """Bytes that a chip receives in a pass, by mesh axes: compiled, and needed."""
-        least, received = least_traffic(self.case), self.program.received
-        return {
-            axes: {"compiled": sum(received.get(axes, {}).values()), "needed": least.get(axes, 0)}
-            for axes in dict.fromkeys([*least, *received])
-        }
-
-    @property
-    def largest_collectives(self) -> list[tuple[str, float]]:
-        """What sends most in a pass, in words, and the bytes of it that a chip receives."""
-        received = self.program.received.items()
-        sent = [(f"{what} over {axes}", size) for axes, sizes in received for what, size in sizes.items()]
-        return sorted(sent, key=lambda each: -each[1])
-
-    # ---- time: the roofline model, https://doi.org/10.1145/1498765.1498785
-
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """What a pass takes each part of a chip at its published speed."""
-        flops = self.program.flops + self.flops.kernel_units / self.case.topology.chips
-        received = sum(each["compiled"] for each in self.traffic.values())
-        return seconds_of(self.case, flops, self.program.bytes_moved, received)
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Seconds of a pass: at best, if all parts work at the same time, and if they take turns.
-
-        The second is no upper limit: nothing works at its published speed.
-        """
-        return max(self.seconds.values()), sum(self.seconds.values())
-
-    @property
-    def limit(self) -> str:
-        """What takes longest."""
-        return max(self.seconds, key=lambda part: self.seconds[part])
-
-    @property
-    def pairs_per_second(self) -> tuple[float, float]:
-        """If a chip's parts work at once, and in turns."""
-        at_best, in_turns = self.bounds
-        return self.case.pairs / at_best, self.case.pairs / in_turns
-
-    @property
-    def mfu(self) -> float:
-        """The ceiling on model FLOPs utilization."""
-        return self.flops.needed / self.case.topology.chips / self.case.topology.chip.peak_flops / self.bounds[0]
-
-    @property
-    def hours(self) -> tuple[float, ...]:
-        """Hours of the training, if its pairs are known: if a chip's parts work at once, and in turns."""
-        return tuple(self.pairs_to_train / rate / 3600 for rate in self.pairs_per_second if self.pairs_to_train)
-
-    @property
-    def chip_hours(self) -> tuple[float, ...]:
-        return tuple(each * self.case.topology.chips for each in self.hours)
-
-    @property
-    def cost(self) -> tuple[float, ...]:
-        return tuple(each * self.price_per_chip_hour for each in self.chip_hours if self.price_per_chip_hour)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything the text says, in bytes, operations and seconds."""
-        case, program, model = self.case, self.program, self.case.job.model
-        return case.as_json() | {
-            "chips": case.topology.chips,
-            "parameters": {"all": model.parameters, "trained": model.trained_parameters},
-            "unique_tokens": case.lengths.tokens,
-            "fits": self.fits,
-            "memory": {"available": self.case.available, "peak": program.peak, "bound": self.least.bound},
-            "memory_by_kind": self.memory_by_kind,
-            "largest_buffers": program.largest_buffers,
-            "flops": vars(self.flops) | {"compiled": self.flops_compiled},
-            "traffic": self.traffic,
-            "largest_collectives": self.largest_collectives[:12],
-            "seconds": self.seconds,
-            "bounds": self.bounds,
-            "limit": self.limit,
-            "mfu_ceiling": self.mfu,
-            "pairs_per_second": self.pairs_per_second,
-            "hours": self.hours,
-            "chip_hours": self.chip_hours,
-            "cost": self.cost,
-            "compile_seconds": program.compile_seconds,
-            "figures_from": case.topology.chip.source,
-            "basis": case.job.basis,
-            "notes": [*case.job.notes, UNSEEN],
-        }
+    layout = attempt.layout
+    time = _time(layout, pairs_to_train, price_per_chip_hour)
+    return "\n\n".join([_head(layout), _verdict(attempt), _memory(attempt), time])
 
 
-def seconds_of(case: Case, flops: float, moved: float, received: float) -> dict[str, float]:
-    """Seconds that each part of a chip takes at its published speed.
+def _head(layout: Layout) -> str:
+    model, (rows, length) = layout.workload.model, layout.shape
+    accumulation = layout.workload.args.gradient_accumulation_steps
+    times = f"; {accumulation} such micro-batches before each update" if accumulation > 1 else ""
+    return (
+        f"{scaled(model.parameters)}parameters, {scaled(model.trained_parameters)}trained, on {layout.topology}: "
+        f"{layout.topology.chips} chip(s) as mesh {layout.mesh}, remat {layout.remat}\n"
+        f"A step: {layout.pairs:,} pairs in {rows:,} rows of {length:,} tokens, over all chips{times}"
+    )
 
-    Args:
-        flops: Operations of one chip.
-        moved: Bytes to and from its memory.
-        received: Bytes over its links to other chips.
-    """
-    chip = case.topology.chip
-    return {
-        "arithmetic": flops / chip.peak_flops,
-        "memory": moved / chip.memory_bandwidth,
-        "links": received / chip.link_bandwidth,
+
+def _verdict(attempt: Attempt) -> str:
+    available, least = attempt.layout.topology.chip.memory, least_memory(attempt.layout).bound
+    if attempt.program is None:
+        is_open = isinstance(attempt.error, Crashed) and least <= available
+        verdict = "WHETHER IT FITS IS OPEN" if is_open else "IT DOES NOT FIT"
+        return f"{verdict} {sized(available)} of each chip: {attempt.refusal}"
+    needed = sized(attempt.program.peak)
+    between = sized(abs(available - attempt.program.peak))
+    if attempt.fits:
+        return f"IT FITS: {needed} of the {sized(available)} of each chip are used, {between} are free."
+    return f"IT DOES NOT FIT: {needed} are needed on each chip, {between} more than its {sized(available)}."
+
+
+def _memory(attempt: Attempt) -> str:
+    least, program, rows = least_memory(attempt.layout), attempt.program, []
+    if program is not None:
+        rows = [
+            ("arguments", sized(program.arguments), "weights, optimizer, gradients that accumulate, the batch"),
+            ("temporary", sized(program.temporary), "gradients, activations, gathered weights, a layer's own results"),
+            ("results", sized(program.results), ""),
+            ("program", sized(program.generated_code), "the instructions"),
+            ("in all", sized(program.peak), f"as compiled, {program.peak / max(least.bound, 1):.2f} times the least"),
+        ]
+    kinds = ", ".join(f"{name} {sized(size)}" for name, size in vars(least).items())
+    return _table("Memory of a chip", [*rows, ("the least", sized(least.bound), f"by formula: {kinds}")])
+
+
+def _time(layout: Layout, pairs_to_train: float | None, price: float | None) -> str:
+    chip, chips, seconds = layout.topology.chip, layout.topology.chips, least_seconds(layout)
+    needed, computed, traffic = needed_flops(layout), computed_flops(layout), least_traffic(layout)
+    sent = ", ".join(f"{scaled(size)}B over {axis}" for axis, size in traffic.items()) or "nothing"
+    what = {
+        "arithmetic": f"{scaled(computed / chips)}FLOP at {scaled(chip.peak_flops)}FLOP/s in bfloat16",
+        "memory": f"at {scaled(chip.memory_bandwidth)}B/s: what is kept or received is written and read",
+        "links": f"{sent} at {scaled(chip.link_bandwidth)}B/s, over all links in one direction",
     }
+    best, limit, rate = max(seconds.values()), max(seconds, key=seconds.__getitem__), most_pairs_per_second(layout)
+    mfu = needed / chips / chip.peak_flops / best
+    filled = layout.lengths.tokens / layout.tokens
+    notes = [
+        f"{scaled(needed)}FLOP are needed, and {computed / needed:.2f} times that computed: remat computes layers "
+        f"again, and {filled:.0%} of the columns hold a token. Attention with masks comes on top.",
+        f"At best {duration(best)}, limited by {limit}, if all of it happens at once. So at most {rate:,.1f} pairs a "
+        f"second, and at most {mfu:.0%} of the chips' arithmetic used for the model (MFU).",
+    ]
+    if pairs_to_train:
+        hours = pairs_to_train / rate / 3600
+        cost = f", {hours * chips * price:,.2f} at {price:g} a chip-hour" if price else ""
+        time = f"at least {duration(hours * 3600)}, {hours * chips:,.4g} chip-hours{cost}"
+        notes.append(f"{pairs_to_train:,.0f} pairs: {time}.")
+    rows = [(part, duration(each), what[part]) for part, each in seconds.items()]
+    return _table(f"Time of a step at the chip's published speeds ({chip.source}), by formula", rows, notes)
 
 
-def estimated_pairs_per_second(case: Case) -> float:
-    """The rate at best by formula: all columns of the rows computed, state and gradients read and written once."""
-    flops, least = needed_flops(case), least_memory(case)
-    computed = (flops.needed + flops.recomputed) * max(case.columns / max(case.lengths.tokens, 1), 1)
-    moved, received = 2 * least.weights + 6 * least.gradients, sum(least_traffic(case).values())
-    return case.pairs / max(seconds_of(case, computed / case.topology.chips, moved, received).values())
+def found(attempts: list[Attempt]) -> str:
+    """List what a search compiled."""
+    if not attempts:
+        return "Nothing fits, by formula. Name a larger slice, or train adapters (--use_peft)."
+    note = "Left out are layouts that need more memory by formula than there is, or promise less by formula."
+    if not any(each.fits for each in attempts):
+        note = "None of these fits. Allow more to be tried with --compiles, or train adapters (--use_peft)."
+    return _table("The best layouts by formula, each compiled", [_outcome(each) for each in attempts], [note])
+
+
+def _outcome(attempt: Attempt) -> tuple[str, str, str]:
+    layout = attempt.layout
+    flags = " ".join([str(layout.topology), *(f"--{name} {value}" for name, value in layout.arguments.items())])
+    if attempt.program is None:
+        return flags, "", f"the compiler refuses it or crashed: {attempt.refusal.splitlines()[0]}"
+    there = sized(layout.topology.chip.memory)
+    rate = f"FITS the {there}, at most {most_pairs_per_second(layout):,.1f} pairs a second"
+    return flags, sized(attempt.program.peak), rate if attempt.fits else f"too much for {there}"
+
+
+def notes(workload: Workload, depths: tuple[int, int] | None) -> str:
+    """Say what the figures rest on, and what they cannot show."""
+    parts = [workload.basis, UNSEEN]
+    if depths is not None:
+        parts.insert(
+            1,
+            f"Compiled were {depths[0]} and {depths[1]} of the {workload.model.layers} layers, and memory extended in "
+            "a straight line; it is at least what is needed. --scan_layers or --all_layers compile the whole program.",
+        )
+    return "\n\n".join(map(_wrap, parts))
+
+
+def _table(title: str, rows: list[tuple[str, str, str]], notes: Iterable[str] = ()) -> str:
+    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"  {name:<{names}}  {value:>{values}}  {why}".rstrip() for name, value, why in rows]
+    return "\n".join([title, *lines, *(_wrap(note, "  ") for note in notes)])
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 119, initial_indent=indent, subsequent_indent=2 * indent, break_long_words=False)
+
+
+def sized(size: float) -> str:
+    """Write bytes of memory: 1.75 GiB."""
+    return f"{size / GiB:.2f} GiB" if size >= GiB / 10 else f"{size / MiB:.2f} MiB"
+
+
+def scaled(value: float) -> str:
+    """Write three digits and a suffix: 8.03 G."""
+    size, suffix = next((each for each in _SUFFIXES if value >= each[0]), (1.0, ""))
+    return f"{value / size:.3g} {suffix}"
+
+
+def duration(seconds: float) -> str:
+    """Write three digits of the largest unit that is there at least twice: 5.2 h."""
+    units = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (0, 1e-3, "ms"))
+    size, name = next((size, name) for least, size, name in units if seconds >= least)
+    return f"{seconds / size:,.3g} {name}" if seconds < 3.6e6 else f"{seconds / size:,.0f} {name}"

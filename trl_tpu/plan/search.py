@@ -1,165 +1,106 @@
-"""What would fit, and what would be fast: other ways to train the same, each tried with the compiler.
+"""Which layouts fit and which are fast: a loop that compiles them, the fastest by formula first.
 
-Nothing here is guessed but the order in which ways are tried: a way whose least memory is more than a chip has cannot
-fit, and is left out; the others are compiled.
+A layout whose least memory is more than a chip has cannot fit, and is left out.
 """
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from itertools import chain, islice, product
 
 from ..errors import UserError
 from ..parallel.chips import Topology
 from ..parallel.mesh import MeshShape
 from ..runtime import Remat
-from .apart import Crashed
-from .case import Case, Job
+from .child_process import Crashed
 from .compile import CompiledProgram
-from .needs import least_memory
-from .report import Report, estimated_pairs_per_second
+from .needs import least_memory, most_pairs_per_second
+from .workload import Layout, Workload
 
-#: Compiles one case. A program that the compiler refuses for its memory raises an error that says so.
-CompileStep = Callable[[Case], CompiledProgram]
+#: Compiles one layout. A program that the compiler refuses for its memory raises a RuntimeError that says so.
+Compile = Callable[[Layout], CompiledProgram]
 
 PAIRS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_TENSOR = 8
 _NEARLY = 0.98
 
 # what libtpu 0.0.21 says of a program, and of a single array that is larger than the memory
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
-_ARGUMENTS = re.compile(r"^\s+arguments\s+([\d.]+)([KMGT]?)", re.MULTILINE)  # which "used" has in it
-_TOO_LARGE = re.compile(r"Allocation \(size=(\d+)\) would exceed memory")
+_OUT_OF_MEMORY = re.compile(
+    r"Used [\d.]+[KMGT]? of [\d.]+[KMGT]? hbm|Allocation \(size=\d+\) would exceed memory \(size=\d+\)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A case and what the compiler said.
+    """A layout, and its program, or the error that the compiler refused it with for its memory, or crashed with."""
 
-    Args:
-        needed: Bytes of a chip's memory: of the program, by the compiler's refusal, or at least by formula.
-        report: None if the compiler refused it for its memory, or crashed.
-        crash: What is known of a crash of the compiler.
-    """
-
-    case: Case
-    needed: int
-    report: Report | None = None
-    crash: str = ""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether nobody knows if it fits: the compiler crashed, and by formula it may."""
-        return bool(self.crash) and self.needed <= self.case.available
+    layout: Layout
+    program: CompiledProgram | None = None
+    error: RuntimeError | None = None
 
     @property
     def fits(self) -> bool:
-        return self.report is not None and self.report.fits
+        return self.program is not None and self.program.peak <= self.layout.topology.chip.memory
 
     @property
-    def flags(self) -> str:
-        """What to say to the training for it."""
-        case = self.case
-        return f"--mesh {case.mesh} --remat {case.remat} --per_device_train_batch_size {case.pairs_per_part}"
-
-    def as_json(self) -> dict[str, Any]:
-        report = self.report if self.fits else None
-        return self.case.as_json() | {
-            "flags": self.flags,
-            "crash": self.crash,
-            "fits": self.fits,
-            "memory": {"needed": self.needed, "available": self.case.available},
-            "pairs_per_second": report and report.pairs_per_second,
-            "limit": report and report.limit,
-        }
+    def refusal(self) -> str:
+        """What the compiler says of a chip's memory, or of its crash; empty if it compiled."""
+        found = _OUT_OF_MEMORY.search(str(self.error or ""))
+        return found[0] if found else str(self.error or "")
 
 
-def attempt(case: Case, compile_step: CompileStep) -> Attempt:
+def attempt(layout: Layout, compile_layout: Compile) -> Attempt:
     """Ask the compiler.
 
     Raises:
-        RuntimeError: If it fails for another reason than memory, unless it crashes.
+        RuntimeError: It fails for another reason than memory, unless it crashes.
     """
-    least = least_memory(case)
     try:
-        report = Report(case, compile_step(case))
-    except Crashed as error:
-        return Attempt(case, least.bound, crash=str(error))
+        return Attempt(layout, compile_layout(layout))
     except RuntimeError as error:
-        temporary = memory_refused(str(error))
-        if temporary is None:
+        if not isinstance(error, Crashed) and not _OUT_OF_MEMORY.search(str(error)):
             raise
-        return Attempt(case, max(temporary + least.weights + least.optimizer, least.bound))
-    return Attempt(case, report.program.peak, report)
-
-
-def memory_refused(message: str) -> int | None:
-    """Bytes besides arguments at which the compiler refused a program, by its message; None for another error."""
-    if array := _TOO_LARGE.search(message):
-        return int(array[1])
-    used, arguments = _OUT_OF_MEMORY.search(message), _ARGUMENTS.search(message)
-    return None if used is None else _bytes(used) - (_bytes(arguments) if arguments else 0)
-
-
-def _bytes(size: re.Match[str]) -> int:
-    return int(float(size[1]) * 1024 ** " KMGT".index(size[2].upper() or " "))
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found.
-
-    Args:
-        attempts: Those compiled, the best first.
-    """
-
-    topology: Topology
-    attempts: list[Attempt]
+        return Attempt(layout, error=error)
 
 
 def search(
-    job: Job, topology: Topology, compile_step: CompileStep, most: int = 6, *, until_one_fits: bool = False
-) -> Found:
-    """The best meshes, remat policies and batch sizes for a slice, by pairs a second.
-
-    Args:
-        most: How many to compile: the fastest by formula among those that fit by formula, of each mesh and policy the
-            smallest batch that is nearly as fast as its fastest.
-    """
-    chosen: list[tuple[float, Case]] = []
-    for mesh, remat in product(_meshes(job, topology.chips), Remat):
-        cases = [Case(job, topology, mesh, remat, pairs) for pairs in PAIRS]
-        may_fit = [case for case in cases if least_memory(case).bound <= topology.chip.memory]
-        rated = [(estimated_pairs_per_second(case), case) for case in may_fit]
-        best = max((rate for rate, _ in rated), default=0)
-        chosen += [(rate, case) for rate, case in rated if rate >= _NEARLY * best][:1]
-    chosen.sort(key=lambda each: -each[0])
+    workload: Workload,
+    topologies: Iterable[Topology],
+    compile_layout: Compile,
+    most: int,
+    *,
+    until_one_fits: bool = False,
+) -> list[Attempt]:
+    """Compile the ``most`` best layouts on slices, one slice after the other."""
     attempts: list[Attempt] = []
-    for _, case in chosen[:most]:
-        attempts.append(attempt(case, compile_step))
+    for layout in islice(chain.from_iterable(candidates(workload, each) for each in topologies), most):
+        attempts.append(attempt(layout, compile_layout))
         if until_one_fits and attempts[-1].fits:
             break
-    attempts.sort(key=lambda each: -each.report.pairs_per_second[0] if each.report and each.fits else 0)
-    return Found(topology, attempts)
+    return attempts
 
 
-def remedies(job: Job, topology: Topology, compile_step: CompileStep, most: int) -> Found:
-    """A way that fits a slice or, if none does, a larger one; with at most ``most`` compiled, until one fits."""
-    for each in (topology, *topology.larger()):
-        found = search(job, each, compile_step, most, until_one_fits=True)
-        most -= len(found.attempts)
-        if most <= 0 or any(attempt.fits for attempt in found.attempts):
-            break
-    return found
+def candidates(workload: Workload, topology: Topology) -> list[Layout]:
+    """Return layouts that fit by formula, the fastest by formula first.
+
+    Of each mesh and remat policy that is the smallest batch that is nearly as fast as its fastest.
+    """
+    chosen: list[tuple[float, Layout]] = []
+    for mesh, remat in product(_meshes(workload, topology.chips), Remat):
+        layouts = [Layout(workload, topology, mesh, remat, pairs) for pairs in PAIRS]
+        may_fit = [each for each in layouts if least_memory(each).bound <= topology.chip.memory]
+        rated = [(most_pairs_per_second(each), each) for each in may_fit]
+        best = max((rate for rate, _ in rated), default=0)
+        chosen += [(rate, each) for rate, each in rated if rate >= _NEARLY * best][:1]
+    return [layout for _, layout in sorted(chosen, key=lambda each: -each[0])]
 
 
-def _meshes(job: Job, chips: int) -> Iterator[MeshShape]:
-    """All ways to arrange ``chips`` that fit the model."""
+def _meshes(workload: Workload, chips: int) -> Iterator[MeshShape]:
+    """Yield all ways to arrange ``chips`` that fit the model."""
     for tensor, data in product(range(1, _MOST_TENSOR + 1), range(1, chips + 1)):
         if chips % (data * tensor) == 0:
             mesh = MeshShape(data, chips // data // tensor, tensor)
             with contextlib.suppress(UserError):  # which says why it does not fit
-                job.placements(mesh)
+                workload.placements(mesh)
                 yield mesh

@@ -1,16 +1,44 @@
 """The step that the trainer runs, as a program for a mesh of any size, without weights, data or devices.
 
-The trainer itself is run, with placeholders in the place of weights and batches: see `trl_tpu.plan.placeholder`.
+The trainer itself is run, in a process of its own, with placeholders in the place of weights and batches: see
+`trl_tpu.plan.placeholder`.
 """
 
+import contextlib
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .apart import call_apart
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
-if TYPE_CHECKING:  # a process that compiles reads this module too, and needs no model
-    from transformers import PretrainedConfig
+from .. import runtime
+from ..config.reward_config import RewardConfig
+from ..errors import UserError
+from ..modeling.model_shape import model_without_weights
+from ..packing.schedule import RowPlan
+from ..packing.shapes import RowShape
+from ..trainer.reward_trainer import RewardTrainer
+from .child_process import call_in_child
+from .compile import TracedProgram
+
+# what a trace cannot do is turned off: logging, saving, other shapes
+_FIXED = {
+    "max_steps": 2,
+    "logging_steps": 1000,
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "max_length": None,
+    "max_shapes": 1,
+    "row_length": None,
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +55,7 @@ class StepRequest:
         dtype: The weights', as torch names it.
     """
 
-    model: "PretrainedConfig"
+    model: PretrainedConfig
     chips: int
     length: int
     rows: int | None = None
@@ -36,34 +64,11 @@ class StepRequest:
     dtype: str = "float32"
 
 
-@dataclass(frozen=True)
-class TracedProgram:
-    """A program as torch_xla records it, before any compiler.
-
-    Args:
-        hlo: A serialized HloModuleProto.
-        shardings: How each of its arguments is laid out, in HLO's words.
-        donated: Whether the memory of each goes to a result.
-        mesh: The sizes of the mesh's axes.
-        state: Bytes on one chip of what stays there from step to step: "weight", "optimizer" and "gradient" (buffers
-            to accumulate in).
-        idle: Bytes of it that only other programs of the step take.
-    """
-
-    hlo: bytes
-    shardings: tuple[str, ...]
-    donated: tuple[bool, ...]
-    chips: int
-    mesh: Mapping[str, int]
-    state: Mapping[str, int]
-    idle: int = 0
-
-
 def trace_step(request: StepRequest) -> TracedProgram:
-    """The program that goes over a batch: a whole step, or with `gradient_accumulation_steps` a micro-batch.
+    """Return the program that goes over a batch: a whole step, or with `gradient_accumulation_steps` a micro-batch.
 
     Raises:
-        RuntimeError: If the trainer refuses the request; with what it says.
+        RuntimeError: The trainer refuses the request; with what it says.
     """
     environment = {
         "PJRT_DEVICE": "CPU",
@@ -71,4 +76,91 @@ def trace_step(request: StepRequest) -> TracedProgram:
         "USE_TORCH_XLA": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return call_apart("trace_child:trace_here", request, environment=environment)
+    return call_in_child("trace:trace_here", request, environment=environment)
+
+
+# ---- in a process that has used no device
+
+
+def trace_here(request: StepRequest) -> TracedProgram:
+    """Trace in this process, which can do so once; see `trace_step`."""
+    from .placeholder import PlaceholderRuntime  # imports torch_xla
+
+    placeholders = PlaceholderRuntime(request.chips)
+    runtime.replace(placeholders)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(request, model_without_weights(request.model, request.dtype), folder)
+        first_step = _FirstStep(trainer, placeholders)
+        trainer.add_callback(first_step)
+        with contextlib.suppress(_Traced):
+            trainer.train()
+    # of a step's programs the one that takes a batch; each is there as often as it was run
+    program = max(
+        placeholders.programs, key=lambda each: ("batch" in {value.kind for value in each.arguments}, len(each.hlo))
+    )
+    idle = sum(size for value, size in first_step.state.items() if value not in program.arguments)
+    shardings = tuple(value.text for value in program.arguments)
+    return TracedProgram(program.hlo, shardings, program.donated, request.chips, idle)
+
+
+class _Traced(Exception):
+    """Ends the trainer's run: the step is there."""
+
+
+class _FirstStep(TrainerCallback):
+    """Notes which tensors stay from step to step, and ends the training with the first one."""
+
+    def __init__(self, trainer: Any, placeholders: Any) -> None:
+        self._trainer, self._placeholders = trainer, placeholders
+        self.state: dict[Any, int] = {}  # what a placeholder stands for, and its bytes on one chip
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        states = self._trainer.optimizer.state.values()
+        kept = [*self._trainer.model.parameters(), *(each for state in states for each in state.values())]
+        for tensor in kept:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
+                value = self._placeholders.describe(tensor, "state")
+                self.state[value] = tensor.numel() * tensor.element_size() // value.parts
+        self._placeholders.programs.clear()  # what is recorded from now on is the step's
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._placeholders.step_boundary()
+        raise _Traced
+
+
+def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> RewardTrainer:
+    """Make a trainer of ``model`` whose micro-batches are all as requested, and which may write to ``folder``.
+
+    Raises:
+        UserError: Packed rows are asked for, and the trainer would pad.
+    """
+    accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
+    fixed = _FIXED | {"output_dir": folder, "gradient_accumulation_steps": accumulation}
+    args = RewardConfig(**{**request.arguments, **fixed})
+    pairs = args.train_batch_size
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # nothing is tokenized
+    rows = RowPlan((RowShape(request.rows or pairs, request.length),))
+    trainer: RewardTrainer = type("RewardTrainer", (RewardTrainer,), {"fixed_rows": rows})(
+        model=model,
+        args=args,
+        train_dataset=_full_pairs(request, pairs, 2 * accumulation),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
+        peft_config=request.peft,
+    )
+    reason = trainer.batch_plan.padded_because
+    if request.rows is not None and reason is not None:
+        raise UserError(f"Batches are padded, not packed: {reason}. Plan with --packing false.")
+    return trainer
+
+
+def _full_pairs(request: StepRequest, pairs: int, batches: int) -> Dataset:
+    """Make token pairs that fill the rows of batches of ``pairs``: all rows of packed ones alike."""
+    in_a_row = -(-pairs // request.rows) if request.rows else 0
+    size = request.length // max(in_a_row, 1)
+    answer = max(1, size // 4)
+    prompt = size - (2 if in_a_row else 1) * answer
+    rows = []
+    for number in range(pairs * batches):  # pairs share no first token, nor do answers
+        begin = [2 + number % 2, *([4 + number // 2 % 2] * (prompt - 1))]
+        rows.append({"chosen_ids": begin + [6] * answer, "rejected_ids": begin + [7] * answer})
+    return Dataset.from_list(rows)

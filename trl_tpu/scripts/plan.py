@@ -4,54 +4,180 @@ The arguments of the training itself, from flags or its YAML file, and the slice
 traced and given to the TPU's own compiler; see `trl_tpu.plan`.
 """
 
-import argparse
-import importlib.util
-import os
 import sys
 
+if __name__ == "__main__":  # the command chooses virtual devices before the imports below
+    from trl_tpu.cli import main as command
+
+    raise SystemExit(command(["plan", *sys.argv[1:]]))
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoConfig
+
+from trl_tpu.config.field_help import help_from_docstring
+from trl_tpu.config.reward_config import RewardConfig
+from trl_tpu.data.measure import pair_lengths
 from trl_tpu.errors import UserError
-from trl_tpu.runtime.device_choice import settle
+from trl_tpu.modeling import broken
+from trl_tpu.modeling.adapters import add_adapters, get_peft_config
+from trl_tpu.modeling.build import build_dataset
+from trl_tpu.modeling.chat_template import set_chat_template
+from trl_tpu.modeling.load import load_tokenizer
+from trl_tpu.modeling.model_shape import model_without_weights
+from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
+from trl_tpu.parallel.chips import parse_topology
+from trl_tpu.plan import layers, report
+from trl_tpu.plan.compile import CompiledProgram, missing
+from trl_tpu.plan.search import attempt, search
+from trl_tpu.plan.workload import Layout, Workload, assumed_pair
+from trl_tpu.runtime import Remat
 from trl_tpu.scripts.config_file import take_config
+from trl_tpu.scripts.datafiles import pick_split
+from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
+from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
+from trl_tpu.trainer.model_config import ModelConfig
+
+_DECIDED_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}
+
+
+@help_from_docstring
+@dataclass
+class PlanArguments:
+    """What to plan for, beside the arguments of the training.
+
+    Args:
+        topology: The slice: chip and shape, such as v5e:2x4, v5p:2x2x4 or v6e:4x4.
+        pairs_in_dataset: Pairs to train on, for the hours. By default those of the dataset, if named.
+        price_per_chip_hour: What an hour of a chip costs you, in any currency, for the cost.
+        search: Look for the best mesh, remat policy and batch size for the slice.
+        compiles: How many layouts a search, or a training that does not fit, may compile.
+        all_layers: Compile all layers of a deep model, which takes long, and not two depths of it.
+    """
+
+    topology: str
+    pairs_in_dataset: int | None = None
+    price_per_chip_hour: float | None = None
+    search: bool = False
+    compiles: int = 6
+    all_layers: bool = False
+
+
+def make_parser() -> TrlParser:
+    """Make the parser: the flags of ``trl-tpu reward`` and those of planning."""
+    types = (PlanArguments, ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
+    return TrlParser(types, prog="trl-tpu plan")
 
 
 def run(argv: list[str]) -> int:
-    """The command ``trl-tpu plan``; returns the exit status."""
-    pretend_devices(argv)
-    from trl_tpu.scripts import plan_command, plan_request
-
-    asked = plan_request.parse(plan_request.make_parser(), argv)
+    """Run the command ``trl-tpu plan``; returns the exit status."""
+    if (reason := missing()) is not None:
+        raise UserError(reason)
     try:
-        return plan_command.main(asked)
+        return main(argv)
     except RuntimeError as error:  # of the processes that trace and compile, which say what failed
         print(f"trl-tpu plan: error: {error}", file=sys.stderr)
         return 2
 
 
-def pretend_devices(argv: list[str]) -> None:
-    """Let torch_xla have as many virtual devices as the slice has chips: the training's own checks count them.
+def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | None = None) -> int:
+    """Plan, and print what was found.
 
-    They compute nothing. How many there are is settled before torch_xla is imported.
+    Args:
+        argv: The words after the command's name.
+        compile_layout: What compiles; by default the TPU's own compiler.
+
+    Returns:
+        The exit status: 0 if it fits, or of a search anything does, else 1.
 
     Raises:
-        UserError: torch_xla is not installed, or there is no such slice.
+        UserError: No model, a mesh that the slice or the model does not fit, several slices, and what the training
+            itself would refuse.
+        RuntimeError: The compiler fails for another reason than memory.
     """
-    from trl_tpu.parallel.chips import parse_topology
+    parser = make_parser()
+    asked, script, args, model_args, data = parser.parse_args_and_config(argv)
+    topology, mesh = parse_topology(asked.topology), args.mesh_shape
+    if mesh.slices > 1:
+        raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
+    with tempfile.TemporaryDirectory() as folder:
+        workload = read_workload(script, args, model_args, data, folder)
+    depths = None if asked.all_layers or args.scan_layers else layers.two_depths(workload.config)
+    given = parser.parse_known_args(take_config(argv)[1])[0]  # before `RewardConfig` has read it
+    fields = {each.name for each in dataclasses.fields(RewardConfig) if each.init} - _DECIDED_BY_REMAT
+    compile_layout = compile_layout or partial(
+        layers.compile_layout,
+        arguments={name: value for name, value in vars(given).items() if name in fields},
+        peft_config=get_peft_config(model_args),
+        depths=depths,
+    )
 
-    if importlib.util.find_spec("torch_xla") is None:
-        raise UserError(
-            "Planning traces the training step with PyTorch/XLA, which is not installed: its wheels are for Linux on "
-            "x86-64. There: pip install 'trl-tpu[tpu]'."
-        )
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--topology")
-    values, words = take_config(argv)
-    topology = finder.parse_known_args(words)[0].topology or values.get("topology")
-    chips = parse_topology(topology).chips if topology else 1  # where none is named, the parser will say so
-    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "USE_TORCH_XLA": "1"}
-    settle()
+    def say_and_compile(layout: Layout) -> CompiledProgram:
+        print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
+        return compile_layout(layout)
+
+    if asked.search:
+        attempts = search(workload, [topology], say_and_compile, asked.compiles)
+        parts = [report.found(attempts)]
+    else:
+        layout = Layout(workload, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
+        attempts = [attempt(layout, say_and_compile)]
+        parts = [report.report(attempts[0], pairs_to_train(layout, asked), asked.price_per_chip_hour)]
+        if not attempts[0].fits:
+            slices = [topology, *topology.larger()]
+            others = search(workload, slices, say_and_compile, asked.compiles, until_one_fits=True)
+            parts.append(f"What would fit:\n\n{report.found(others)}")
+    print("\n\n".join([*parts, report.notes(workload, depths)]))
+    return 0 if any(each.fits for each in attempts) else 1
 
 
-if __name__ == "__main__":
-    from trl_tpu.cli import main as command
+def pairs_to_train(layout: Layout, asked: PlanArguments) -> float | None:
+    """Return the pairs of all steps; None if neither their number nor a dataset is known."""
+    workload, args = layout.workload, layout.workload.args
+    if args.max_steps > 0:
+        return args.max_steps * layout.pairs * args.gradient_accumulation_steps
+    pairs = asked.pairs_in_dataset or (None if workload.tokens is None else len(workload.lengths))
+    return pairs and pairs * args.num_train_epochs
 
-    raise SystemExit(command(["plan", *sys.argv[1:]]))
+
+def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data: Any, folder: str) -> Workload:
+    """Return the model without weights, and the pairs of the dataset if one is named.
+
+    Args:
+        script: The dataset, by name.
+        args: The settings of the training.
+        model_args: The model and its adapters.
+        data: The dataset as a mixture.
+        folder: Where a synthetic model may be made.
+
+    Raises:
+        UserError: No model, a stream, and what the trainer refuses in models and data.
+    """
+    if not model_args.model_name_or_path:
+        raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
+    name, kwargs = local_model(model_args.model_name_or_path, folder), model_init_kwargs(model_args, args)
+    loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+    with broken.explaining(name):
+        config = AutoConfig.from_pretrained(name, **loading)
+    dtype = kwargs.get("dtype") or "float32"
+    model = model_without_weights(config, dtype if dtype != "auto" else config.dtype or "float32")
+    tokens = None
+    if script.dataset_name or data.datasets:
+        what = "the mixture" if data.datasets else str(script.dataset_name)
+        dataset = pick_split(load_data(script, data), script.dataset_train_split, what)
+        if not isinstance(dataset, Dataset):
+            raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
+        tokenizer = set_eos_token(model, load_tokenizer(name, **loading), args.eos_token)
+        _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
+        tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
+        tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
+    if (peft_config := get_peft_config(model_args)) is not None:
+        model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
+    return Workload(model, args, assumed_pair(args) if tokens is None else pair_lengths(tokens), tokens)

@@ -7,51 +7,32 @@ import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.plan.compile import CompiledProgram
-from trl_tpu.plan.depth import compile_deep, depth_note, two_depths, with_layers
+from trl_tpu.plan.layers import extend, two_depths, with_layers
 
 
 def program(layers: int) -> CompiledProgram:
-    return CompiledProgram(
-        arguments=10 + 3 * layers,
-        results=1,
-        aliased=8 + 3 * layers,
-        temporary=1000 + 7 * layers,
-        generated_code=5 + layers,
-        flops=1e6 + 2e5 * layers,
-        bytes_moved=1e3 + 1e2 * layers,
-        compile_seconds=2.0 + layers,
-        received={"fsdp": {"all-gather bf16[8]": 100.0 * layers, "all-to-all f32": 64.0}},
-        state={"weight": 4 + 2 * layers, "optimizer": 6 + 4 * layers},
-        idle=3 * layers,
-        largest_buffers=(("bf16[8,128] fusion", 2048),),
-    )
+    return CompiledProgram(10 + 3 * layers, 1, 1000 + 7 * layers, 5 + layers)
 
 
 @pytest.mark.parametrize("depths", [(2, 4), (6, 12)])
-def test_a_straight_line_is_extended_exactly(depths: tuple[int, int]) -> None:
+def test_a_straight_line_is_extended_exactly_and_never_below_zero(depths: tuple[int, int]) -> None:
     asked = []
 
     def compile_layers(layers: int) -> CompiledProgram:
         asked.append(layers)
         return program(layers)
 
-    assert compile_deep(compile_layers, depths, 48) == program(48)
+    assert extend(compile_layers, depths, 48) == program(48)
     assert asked == list(depths)
-
-
-def test_what_only_one_depth_has_is_extended_from_nothing_and_nothing_becomes_negative() -> None:
-    shallow = replace(program(2), temporary=60, received={"data": {"all-reduce f32": 10.0}})
-    deep = replace(program(4), temporary=40, received={"fsdp": {"all-gather bf16": 5.0}})
-    made = compile_deep({2: shallow, 4: deep}.__getitem__, (2, 4), 48)
-    assert made.temporary == 0
-    assert made.received == {"data": {"all-reduce f32": 0.0}, "fsdp": {"all-gather bf16": 5.0 * 23}}
+    falling = {depths[0]: replace(program(2), temporary=60), depths[1]: replace(program(4), temporary=40)}
+    assert extend(falling.__getitem__, depths, 480).temporary == 0
 
 
 def test_memory_is_no_less_than_what_all_layers_need() -> None:
     """As where two layers need most for their embeddings, and 48 for what they keep."""
-    straight = compile_deep(program, (2, 4), 48)
-    assert compile_deep(program, (2, 4), 48, least=1000) == straight
-    raised = compile_deep(program, (2, 4), 48, least=5000)
+    straight = extend(program, (2, 4), 48)
+    assert extend(program, (2, 4), 48, least=1000) == straight
+    raised = extend(program, (2, 4), 48, least=5000)
     assert raised.peak == 5000 + raised.generated_code
     assert raised == replace(straight, temporary=raised.temporary)
 
@@ -69,7 +50,6 @@ def test_few_layers_are_compiled_as_they_are_and_many_by_two_depths() -> None:
     assert two_depths(config("gemma3_text", 26, layer_types=kinds + kinds[:2])) == (2, 8)
     assert two_depths(config("gemma3_text", 25, layer_types=kinds + kinds[:1])) == (7, 13)
     assert two_depths(config("gemma3_text", 12, layer_types=kinds[:12])) is None
-    assert "2 and 4 of the 32 layers" in depth_note((2, 4), 32)
 
 
 def test_a_config_with_fewer_layers_makes_such_a_model_and_leaves_the_config_alone() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from planned import workload
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -16,8 +17,8 @@ from trl_tpu.modeling.work import work_of
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.plan.case import Case, Job
-from trl_tpu.plan.needs import Flops, needed_flops
+from trl_tpu.plan.needs import computed_flops, needed_flops
+from trl_tpu.plan.workload import Layout
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -55,26 +56,24 @@ def counted_by_torch(model: Any) -> float:
     return counter.get_total_flops() - sum(sum(own.values()) for name, own in by_module if name.endswith("rotary_emb"))
 
 
-def flops_of(model: Any, pair: tuple[int, int, int], pairs: int = 1, remat: str = "none") -> Flops:
-    return needed_flops(case_of(model, pair, pairs, remat))
-
-
-def case_of(model: Any, pair: tuple[int, int, int], pairs: int = 1, remat: str = "none") -> Case:
-    return Case(Job(model, PairLengths.of([pair])), parse_topology("v5e:1x1"), MeshShape(), remat, pairs)
+def layout_of(model: Any, pair: tuple[int, int, int], pairs: int = 1, remat: str = "none") -> Layout:
+    """In padded rows, which such pairs fill if they share nothing and are equally long."""
+    planned = workload(model, PairLengths.of([pair]), packing=False)
+    return Layout(planned, parse_topology("v5e:1x1"), MeshShape(), remat, pairs)
 
 
 def attention_of(model: Any, pair: tuple[int, int, int], pairs: int = 1) -> float:
-    case = case_of(model, pair, pairs)
-    return work_of(case.job.model, case.lengths).attention
+    layout = layout_of(model, pair, pairs)
+    return work_of(layout.workload.model, layout.lengths).attention
 
 
 def by_formula(model: Any, remat: str = "none") -> float:
-    """Of the same. Eager attention computes every query with every key."""
-    flops, shape = flops_of(model, (0, LENGTH, LENGTH), DIALOGUES // 2, remat), read_model(model)
+    """The same. Eager attention computes every query with every key."""
+    layout, shape = layout_of(model, (0, LENGTH, LENGTH), DIALOGUES // 2, remat), read_model(model)
     attention = attention_of(model, (0, LENGTH, LENGTH), DIALOGUES // 2)
     all_with_all = 2 * shape.heads * sum(shape.head_dims) * DIALOGUES * LENGTH**2 * shape.layers
     passes = 4 if remat == "full" else 3
-    return flops.needed + flops.recomputed + passes * (all_with_all - attention)
+    return computed_flops(layout) + passes * (all_with_all - attention)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -138,14 +137,9 @@ def test_a_windowed_layer_costs_less_only_where_texts_are_longer_than_the_window
     assert attention_of(model, (0, 40, 40)) == one_layer * (long.attended() + 2 * long.attended(4))
 
 
-def test_a_kernel_computes_scores_once_more_and_masks_are_in_the_program() -> None:
-    long, model = (1024, 512, 512), tiny("llama")
-    attention = attention_of(model, long)
-    assert flops_of(model, long).kernels == (2 + 7) / 2 * attention
-    assert flops_of(model, long, remat="full").kernels == (2 + 2 + 7) / 2 * attention
-    assert flops_of(model, (8, 4, 4)).kernels == 0
-    (size, _) = read_model(model).head_dims  # of a vector's 128 lanes a head fills these
-    assert flops_of(model, long).kernel_units == (2 + 7) / 2 * attention * 128 / size
+def test_padding_is_computed_but_not_needed() -> None:
+    layout = layout_of(tiny("llama"), (8, 16, 8), pairs=2)
+    assert computed_flops(layout) == needed_flops(layout) * (2 * 2 * 24) / (2 * 32)
 
 
 def test_experts_count_by_those_that_a_token_is_routed_to() -> None:

@@ -1,4 +1,4 @@
-"""Functions of this package in processes of their own: ``python -m trl_tpu.plan.apart FUNCTION FILE``.
+"""Calls functions of this package in a process of their own: ``python -m trl_tpu.plan.child_process FUNCTION FILE``.
 
 torch_xla fixes once what a process computes on, and libtpu may end the process that it compiles in.
 """
@@ -16,49 +16,49 @@ from pathlib import Path
 from typing import Any
 
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-"""What these processes are told. jax would otherwise look for a TPU; and several may use libtpu at once."""
+"""Environment of these processes: jax would otherwise look for a TPU; and several may use libtpu at once."""
 
 
 class Crashed(RuntimeError):
-    """A process ended without a word of its own: a fault in a library, or killed for the machine's memory."""
+    """A process ended without an error of its own: a fault in a library, or killed for the machine's memory."""
 
 
-def call_apart(function: str, *given: Any, environment: Mapping[str, str]) -> Any:
-    """What a function of this package returns, called in a process of its own.
+def call_in_child(function: str, *given: Any, environment: Mapping[str, str]) -> Any:
+    """Return what a function of this room returns, called in a process of its own.
 
     Args:
         function: As "module:name".
         given: Its arguments, which are pickled, and so is what it returns.
+        environment: Variables of that process, beside this one's.
 
     Raises:
-        Crashed: If the process ended before the function did.
-        RuntimeError: If the function raises; with what it says.
+        Crashed: The process ended before the function did.
+        RuntimeError: The function raised; with its message.
     """
     paths = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **WITHOUT_A_TPU, **environment, "PYTHONPATH": paths}
     with tempfile.NamedTemporaryFile() as file:
         exchange = Path(file.name)
         exchange.write_bytes(pickle.dumps(given))
-        command = [sys.executable, "-m", __name__, f"{__package__}.{function}", file.name]
+        command = [sys.executable, "-m", __name__, function, file.name]
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
         if process.returncode:
             how = signal.strsignal(-process.returncode) if process.returncode < 0 else f"status {process.returncode}"
             raise Crashed(f"{function} crashed: {how}. It printed last:\n{process.stderr.strip()[-4000:]}")
-        result, said = pickle.loads(exchange.read_bytes())
-    if said:
-        raise RuntimeError(said)
+        result, message = pickle.loads(exchange.read_bytes())
+    if message:
+        raise RuntimeError(message)
     return result
 
 
 def main() -> None:
-    function, exchange = sys.argv[1], Path(sys.argv[2])
-    module, _, name = function.partition(":")
+    (module, _, name), exchange = sys.argv[1].partition(":"), Path(sys.argv[2])
     try:
-        called = attrgetter(name)(importlib.import_module(module))
-        result, said = called(*pickle.loads(exchange.read_bytes())), ""
+        called = attrgetter(name)(importlib.import_module(f"{__package__}.{module}"))
+        result, message = called(*pickle.loads(exchange.read_bytes())), ""
     except Exception as error:  # compilers' are long, and begin with what matters
-        result, said = None, f"{type(error).__name__}: {error}"[:4000]
-    exchange.write_bytes(pickle.dumps((result, said)))
+        result, message = None, f"{type(error).__name__}: {error}"[:4000]
+    exchange.write_bytes(pickle.dumps((result, message)))
 
 
 if __name__ == "__main__":

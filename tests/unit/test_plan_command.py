@@ -1,0 +1,141 @@
+"""The command ``trl-tpu plan``: from flags and YAML to what is compiled and printed, with a made-up compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from planned import REFUSAL, compiled
+from transformers import AutoConfig
+
+from trl_tpu.errors import UserError
+from trl_tpu.plan import layers
+from trl_tpu.plan.compile import CompiledProgram
+from trl_tpu.plan.trace import StepRequest, TracedProgram
+from trl_tpu.plan.workload import Layout
+from trl_tpu.scripts import plan
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with nothing but a config."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+    AutoConfig.for_model("llama", num_attention_heads=4, **sizes).save_pretrained(folder)
+    return str(folder)
+
+
+def planned(model: str, more: str = "") -> list[Layout]:
+    """What is compiled."""
+    seen: list[Layout] = []
+
+    def compile_layout(layout: Layout) -> CompiledProgram:
+        seen.append(layout)
+        return compiled(layout)
+
+    words = ["--model_name_or_path", model, "--report_to", "none", "--topology", "v6e:1x1", *more.split()]
+    assert plan.main(words, compile_layout) == 0
+    return seen
+
+
+def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pytest.CaptureFixture) -> None:
+    words = "--per_device_train_batch_size 4 --row_length 512 --pairs_in_dataset 1000 --remat dots"
+    (layout,) = planned(model, words)
+    assert (layout.pairs, layout.shape, layout.remat, layout.workload.compute_bytes) == (4, (4, 512), "dots", 4)
+    assert layout.workload.attends_with_masks(512)
+    printed = capsys.readouterr()
+    assert "IT FITS" in printed.out
+    assert "3,000 pairs: at least" in printed.out  # transformers' default of epochs is 3
+    assert "pairs are taken to have 512 unique tokens" in printed.out
+    assert "Compiling for v6e:1x1" in printed.err
+
+
+def test_the_number_of_steps_goes_before_the_dataset(model: str, capsys: pytest.CaptureFixture) -> None:
+    planned(
+        model, "--max_steps 10 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --pairs_in_dataset 9000"
+    )
+    assert "80 pairs: at least" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_followed_by_what_would(model: str, capsys: pytest.CaptureFixture) -> None:
+    def compile_layout(layout: Layout) -> CompiledProgram:
+        if layout.pairs > 2:
+            raise RuntimeError(REFUSAL)
+        return compiled(layout)
+
+    words = f"--model_name_or_path {model} --report_to none --topology v6e:1x1 --per_device_train_batch_size 8"
+    assert plan.main(words.split(), compile_layout) == 1
+    out = capsys.readouterr().out
+    assert out.index("IT DOES NOT FIT") < out.index("What would fit:")
+    assert out.count("--per_device_train_batch_size") <= 6
+
+
+def test_a_search_prints_flags_to_use(model: str, capsys: pytest.CaptureFixture) -> None:
+    assert len(planned(model, "--search true --compiles 2")) == 2
+    assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 2
+
+
+def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text(
+        f"model_name_or_path: {model}\nper_device_train_batch_size: 2\nmax_length: 200\nlearning_rate: 2.0e-3\n"
+        "gradient_accumulation_steps: 2\n"
+    )
+    traced: list[StepRequest] = []
+
+    def trace(request: StepRequest) -> TracedProgram:
+        traced.append(request)
+        return TracedProgram(b"", (), (), 1)
+
+    monkeypatch.setattr(layers, "trace_step", trace)
+    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
+    assert plan.main(["--config", str(config), "--topology", "v6e:1x1", "--remat", "none"]) == 0
+    (request,) = traced
+    # two dialogues of 200 tokens that share half of one, in a row that is a multiple of 128
+    assert (request.rows, request.length, request.dtype) == (2, 384, "float32")
+    given = request.arguments
+    assert (given["learning_rate"], given["remat"], given["gradient_accumulation_steps"]) == (2e-3, "none", 2)
+    assert not {"gradient_checkpointing", "topology", "model_name_or_path"} & set(given)
+
+
+def test_a_named_dataset_gives_lengths_and_pairs(capsys: pytest.CaptureFixture) -> None:
+    (layout,) = planned("synthetic:tiny", "--dataset_name synthetic:numbers --max_length 16 --bf16 false")
+    # a dialogue has 13 tokens, and the answers differ in the last two
+    assert set(layout.workload.lengths.sizes_P.tolist()) == {15}
+    assert "6,144 pairs: at least" in capsys.readouterr().out
+
+
+def test_adapters_are_planned_without_weights(model: str) -> None:
+    (layout,) = planned(model, "--use_peft true --lora_r 4 --lora_target_modules q_proj v_proj")
+    adapters = 2 * 2 * (256 * 4 + 4 * 256)
+    assert layout.workload.model.trained_parameters == adapters + 256  # and the score head
+    assert all(parameter.device.type == "meta" for parameter in layout.workload.module.parameters())
+
+
+def test_a_model_that_is_not_named_or_not_there_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Name a model"):
+        plan.main(["--topology", "v6e:1x1", "--report_to", "none"], compiled)
+    with pytest.raises(UserError, match="gone cannot be loaded as a reward model"):
+        planned(str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=f"{model} cannot be loaded as a tokenizer: "):
+        planned(model, "--dataset_name synthetic:numbers")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--topology v6e:5x5", "topology 'v6e:5x5': slices of v6e have the shapes 1x1"),
+        ("--topology v6e:4x4 --mesh fsdp=3", "mesh 'fsdp=3': the axis sizes must multiply to the number of devices"),
+        ("--topology v6e:2x2 --mesh slices=2,fsdp=-1", "v6e:2x2 is one slice"),
+    ],
+)
+def test_mistakes_end_the_command_with_one_line(model: str, words: str, error: str) -> None:
+    """A mesh is checked against the slice's chips."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PJRT", "CPU_NUM", "USE_"))}
+    command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--model_name_or_path", model, *words.split()]
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, "--report_to", "none"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert error in done.stderr.strip().splitlines()[-1]
