@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,13 +22,6 @@ few = st.integers(-3, 3).map(float)
 )
 def test_credit_by_hand(chosen: list[float], rejected: list[float], credit: float) -> None:
     assert Answers(chosen, rejected).credit == pytest.approx(credit)
-
-
-@given(few, st.lists(few, min_size=1, max_size=5))
-def test_credit_of_one_right_answer_is_rewardbenchs(chosen: float, rejected: list[float]) -> None:
-    scores = np.array([chosen, *rejected])
-    expected = 1 / np.sum(scores == scores.max()) if scores[0] == scores.max() else 0
-    assert Answers([chosen], rejected).credit == expected
 
 
 def test_the_score_of_ties_by_hand() -> None:

@@ -12,10 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from trl_tpu import cli
-from trl_tpu.evaluation.verdict import Verdict
 from trl_tpu.report import pictures
 from trl_tpu.report.run_history import read_run
-from trl_tpu.report.scored_rows import read_scored
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 
@@ -143,16 +141,6 @@ def test_curves_of_several_runs_are_in_the_same_axes_with_evaluations_and_resume
     assert list(lines) == [f"{name}{kind}" for name in ("one", "two") for kind in kinds]
     assert list(lines["two"].get_ydata()) == runs[1].series("loss")[1]
     assert list(lines["two: evaluation "].get_xdata()) == [4, 8, 12]
-
-
-def test_bars_are_the_verdicts_counts(tmp_path: Path) -> None:
-    verdict = read_scored(scored(tmp_path / "scored.jsonl")).verdict
-    assert isinstance(verdict, Verdict)
-    axes = Figure().subplots()
-    pictures._margins(axes, "C0", "x", verdict)
-    values, edges, _ = axes.patches[0].get_data()
-    counts = [value * verdict.pairs * (high - low) for value, low, high in zip(values, edges, edges[1:], strict=False)]
-    assert counts == pytest.approx(verdict.margins.counts)
 
 
 def test_rows_of_several_answers_are_reported_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,22 +86,6 @@ def test_length_alone_is_judged_beside_the_model() -> None:
     assert shown[3:] == [(1, 2, 1, 2), (3, 3, 1, 1), (10, 10, 0, 1)]
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=40), st.booleans())
-def test_a_rule_of_lengths_alone_gets_a_half_where_lengths_cannot_help(
-    lengths: list[tuple[int, int]], longer: bool
-) -> None:
-    lengths_N2 = np.array(lengths)
-    found = length_bias_of(lengths_N2 * (1.0 if longer else -1.0), lengths_N2, "characters")
-    if found.controlled is not None:
-        assert found.controlled == 0.5
-    ties = int((lengths_N2[:, 0] == lengths_N2[:, 1]).sum())
-    accuracy = float((lengths_N2[:, 0] > lengths_N2[:, 1]).mean())
-    assert found.longer_wins == pytest.approx(accuracy + ties / len(lengths) / 2)
-    assert sum(each.accuracy.count for each in found.bins) == len(lengths)
-    if found.correlation is not None:
-        assert found.correlation == pytest.approx(1 if longer else -1)
-
-
 def test_lengths_that_are_all_the_same_say_nothing() -> None:
     found = length_bias_of(np.array([[1.0, 0.0], [0.0, 1.0]]), np.full((2, 2), 7), "tokens")
     assert (found.longer_wins, found.length_only, found.controlled, found.correlation) == (0.5, 0.5, None, None)
