@@ -90,7 +90,7 @@ def trace_here(request: StepRequest) -> TracedProgram:
     runtime.replace(placeholders)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(request, model_without_weights(request.model, request.dtype), folder)
-        first_step = _FirstStep(trainer, placeholders)
+        first_step = _FirstStep(placeholders)
         trainer.add_callback(first_step)
         with contextlib.suppress(_Traced):
             trainer.train()
@@ -110,13 +110,13 @@ class _Traced(Exception):
 class _FirstStep(TrainerCallback):
     """Notes which tensors stay from step to step, and ends the training with the first one."""
 
-    def __init__(self, trainer: Any, placeholders: Any) -> None:
-        self._trainer, self._placeholders = trainer, placeholders
+    def __init__(self, placeholders: Any) -> None:
+        self._placeholders = placeholders
         self.state: dict[Any, int] = {}  # what a placeholder stands for, and its bytes on one chip
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        states = self._trainer.optimizer.state.values()
-        kept = [*self._trainer.model.parameters(), *(each for state in states for each in state.values())]
+    def on_step_begin(self, *_: Any, **given: Any) -> None:
+        states = given["optimizer"].state.values()
+        kept = [*given["model"].parameters(), *(each for state in states for each in state.values())]
         for tensor in kept:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
                 value = self._placeholders.describe(tensor, "state")
