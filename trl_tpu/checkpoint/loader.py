@@ -20,7 +20,7 @@ from .manifest import check_given, find_faults, newest_good
 from .remote import RemoteRun
 from .run_folder import RunFolder
 from .saver import Processes
-from .state_dict import has_weights, read_optimizer, read_progress, read_scheduler, read_weights
+from .state_dict import has_weights, read_optimizer, read_progress, read_scheduler, read_torch_optimizer, read_weights
 
 logger = logging.getLogger(__name__)
 
@@ -126,14 +126,15 @@ class CheckpointLoader:
             read_optimizer(optimizer, model, checkpoint, self.progress["optimizer"], self._runtime)
             read_scheduler(scheduler, checkpoint)
             return True
-        of_transformers = Path(checkpoint, OPTIMIZER_NAME).is_file() and not self._runtime.compiles
-        if not of_transformers:
+        if not Path(checkpoint, OPTIMIZER_NAME).is_file():
             logger.warning(
-                "The checkpoint %s has no state of the optimizer that is read here (was it saved with "
-                "`save_only_model`, or by another trainer?): moments and the learning rate's schedule begin anew.",
+                "The checkpoint %s has no state of the optimizer (was it saved with `save_only_model`?), so its "
+                "moments and the learning rate's schedule begin anew.",
                 checkpoint,
             )
-        return not of_transformers
+        elif self._runtime.compiles:
+            read_torch_optimizer(optimizer, scheduler, checkpoint, self._runtime)
+        return self._runtime.compiles
 
     def drop_download(self) -> None:
         """Remove the copy of a checkpoint that has been read."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..errors import UserError
 from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
@@ -186,6 +186,21 @@ def read_optimizer(
         optimizer.state[parameters[parameter]][kind] = value
     for group, saved_group in zip(optimizer.param_groups, numbers["groups"], strict=True):
         _update_group(group, saved_group)
+
+
+def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
+    """Load what transformers' Trainer wrote into existing state, which keeps its layout."""
+    saved = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with torch.no_grad():
+        for index, values in saved["state"].items():
+            own = optimizer.state[parameters[index]]
+            for kind, value in values.items():
+                own[kind] = own[kind].copy_(value) if isinstance(own.get(kind), torch.Tensor) else value
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        _update_group(group, saved_group)
+    read_scheduler(scheduler, checkpoint)
+    runtime.step_boundary()
 
 
 def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
