@@ -39,12 +39,6 @@ def test_signatures_are_trls(name: str) -> None:
     assert parameters(getattr(data_utils, name)) == parameters(getattr(reference, name))
 
 
-def test_the_tokenizer_may_come_by_its_name_of_then() -> None:
-    example, tokenizer = {"chosen": [user("Hi")], "rejected": [user("Ho")]}, tiny_tokenizer()
-    today = formats.maybe_apply_chat_template(example, tokenizer)
-    assert today != example and formats.maybe_apply_chat_template(example, tokenizer=tokenizer) == today
-
-
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("tools", [None, [], TOOLS])
 def test_chat_templates_render_as_trls(example: dict[str, Any], tools: Any) -> None:

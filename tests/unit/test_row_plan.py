@@ -11,12 +11,10 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_tpu.data.measure import pair_sizes, shared_prefix_length
+from trl_tpu.data.measure import pair_sizes
 from trl_tpu.packing.pack import pack, pack_tight
 from trl_tpu.packing.schedule import RowPlan, plan_rows
 from trl_tpu.packing.shapes import RowShape
-
-dialogues = st.lists(st.lists(st.integers(1, 3), max_size=9), min_size=1, max_size=12)
 
 
 @settings(max_examples=30)
@@ -64,26 +62,6 @@ def test_schedules_come_cheapest_first_and_never_end() -> None:
 def test_a_row_length_too_short_for_a_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="row_length=100 is too short: the largest pair takes 130 .* row_length=256"):
         plan_rows(np.array([40, 130]), 2, row_length=100)
-
-
-@given(dialogues, st.integers(0, 3), st.randoms())
-def test_sizes_and_shared_prefix_lengths_equal_a_plain_loop(
-    chosen: list[list[int]], skip: int, random: object
-) -> None:
-    rejected = [list(ids) for ids in chosen]
-    random.shuffle(rejected)  # type: ignore[attr-defined]
-    start = min(skip, len(chosen) - 1)
-    columns = [pa.chunked_array([pa.array(rows, pa.list_(pa.int64()))]).slice(start) for rows in (chosen, rejected)]
-
-    def common(one: list[int], other: list[int]) -> int:
-        return next(
-            (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-        )
-
-    expected = [len(one) + len(other) - common(one, other) for one, other in zip(chosen, rejected, strict=True)]
-    assert pair_sizes(*columns).tolist() == expected[start:]
-    every = chosen[start:] + rejected[start:]
-    assert shared_prefix_length(columns) == min(common(every[0], other) for other in every)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from trl_tpu.batching.batch_plan import LONG_ROW
 from trl_tpu.batching.planned_shapes import attention_crossover_length
 from trl_tpu.config.packing_option import Packing
-from trl_tpu.data.measure import pair_lengths, shared_prefix_length, tables_of
+from trl_tpu.data.measure import measure
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import broken
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
@@ -139,10 +139,8 @@ def _lengths_of_data(request: PlanRequest, model: Any, tokenizer: Any) -> tuple[
     tokenizer = set_eos_token(model, tokenizer, args.eos_token)
     _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
-    tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
-    names = ["chosen_ids", "rejected_ids"]
-    tables = tables_of(tokens, names)
-    return pair_lengths(tokens), shared_prefix_length(table[name] for table in tables for name in names)
+    measured = measure(build_dataset(dataset, model, tokenizer, args, "train", False))
+    return measured.lengths, measured.shared_prefix
 
 
 # ---- what compiles it
