@@ -19,7 +19,6 @@ _TRAINING = {"per_device_train_batch_size": "8", "learning_rate": "1e-3", "num_t
 COMMON = [word for name, value in (_QUIET | _TRAINING).items() for word in (f"--{name}", value)]
 #: The words of each script, and the data that it trains on.
 SCRIPTS: dict[str, tuple[list[str], str]] = {
-    "training_arguments": ([MODEL, TEXTS, "out"], "texts"),
     "model_config": (
         ["--model_name_or_path", MODEL, "--output_dir", "out", "--torch_dtype", "float32", "--overwrite_output_dir"]
         + ["--evaluation_strategy", "steps", "--eval_steps", "2", "--remove_unused_columns", "False"]

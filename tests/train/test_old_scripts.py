@@ -1,6 +1,5 @@
-"""Scripts as TRL shipped them since 0.5 train as they are, or with their import changed, with TRL 1.16's losses.
+"""Scripts as TRL shipped them since 0.7 train with their import changed, with TRL 1.16's losses.
 
-The first gives `TrainingArguments(evaluation_strategy=...)`, which transformers itself refuses: it needs the command.
 TRL 1.16 runs none of them but `token_pairs`, which trains on the tokens that the others make. Tolerance 1e-5: float32
 sums in another order over three steps.
 """
@@ -30,27 +29,10 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-CASES = [
-    ("training_arguments", "as it is"),
-    ("model_config", "its import changed"),
-    ("chat_format", "its import changed"),
-    ("raw_rows", "as it is"),
-    *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in (("model_config", "as it is"), ("chat_format", "as it is"), ("raw_rows", "its import changed"))
-    ),
-]
-
-
-@pytest.mark.parametrize(("script", "way"), CASES)
-def test_an_old_script_trains(
-    script: str, way: str, folder: Path, expected: dict[str, list[float]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("script", run_old_scripts.SCRIPTS)
+def test_an_old_script_trains(script: str, folder: Path, expected: dict[str, list[float]], tmp_path: Path) -> None:
     words, data = run_old_scripts.SCRIPTS[script]
-    if way == "as it is":
-        start = ["-m", "trl_tpu.cli", "run", str(run_old_scripts.FOLDER / f"{script}.py")]
-    else:
-        start = [str(run_old_scripts.with_our_import(script, tmp_path))]
-    losses = run_old_scripts.run(folder, tmp_path, *start, *words)
+    changed = str(run_old_scripts.with_our_import(script, tmp_path))
+    losses = run_old_scripts.run(folder, tmp_path, changed, *words)
     assert len(losses) == 3
     assert losses == pytest.approx(expected[data], abs=1e-5)

@@ -273,7 +273,7 @@ def command_words(model: str, tmp_path: Path) -> Iterator[list[str]]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("during", ["refuse_launcher_flags", "load_data", "RewardTrainer"])
+@pytest.mark.parametrize("during", ["make_parser", "load_data", "RewardTrainer"])
 def test_a_sigterm_before_training_ends_the_command_as_one_in_training_does(
     during: str, command_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +297,7 @@ def test_a_sigterm_before_training_ends_the_command_as_one_in_training_does(
 @pytest.mark.usefixtures("command_words")
 def test_a_worker_of_the_command_ends_as_any_process(tmp_path: Path) -> None:
     sigterm_of_command.listen()
-    sigterm_of_command.may_end(lambda: str((tmp_path / "ended").write_text("")))
+    sigterm_of_command.end_command(lambda: str((tmp_path / "ended").write_text("")))
     if (worker := os.fork()) == 0:
         # a handler would not be run in a worker that is about to wait
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

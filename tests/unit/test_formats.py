@@ -15,7 +15,7 @@ from trl.trainer.utils import remove_none_values as reference_remove_none_values
 from trl_tpu import data_utils
 from trl_tpu.data import formats
 
-NAMES = data_utils.__all__
+NAMES = [name for name in vars(data_utils) if hasattr(formats, name) and not name.startswith("_")]
 FORMS = rows_of_every_form()
 EXAMPLES: list[dict[str, Any]] = [
     {"messages": [user("Hi"), assistant("Yes?")]},

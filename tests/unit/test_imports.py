@@ -160,10 +160,10 @@ BELOW = {
         "training",
     },
     "scripts": {
-        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "old_paths", "packing",
-        "parallel", "plan", "report", "runtime", "scoring", "trainer",
+        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",
+        "plan", "report", "runtime", "scoring", "trainer",
     },
-    "old_paths": set(),
+    "import_utils": set(),
     "cli": {"scripts", "runtime"},
     "data_utils": {"data"},
     "chat_template_utils": {"modeling"},

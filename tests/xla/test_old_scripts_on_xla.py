@@ -17,7 +17,8 @@ def test_an_old_script_trains_on_xla(script: str, tmp_path: Path) -> None:
     expected = run_old_scripts.run(
         tmp_path, tmp_path / "trl", *today, f"{run_old_scripts.TOKENS}-{data}", "out", USE_TORCH_XLA="0"
     )
-    start = ["-m", "trl_tpu.cli", "run", str(run_old_scripts.FOLDER / f"{script}.py")]
-    losses = run_old_scripts.run(tmp_path, tmp_path / "ours", *start, *words)
+    (tmp_path / "ours").mkdir()
+    changed = str(run_old_scripts.with_our_import(script, tmp_path / "ours"))
+    losses = run_old_scripts.run(tmp_path, tmp_path / "ours", changed, *words)
     assert len(losses) == 3
     assert losses == pytest.approx(expected, abs=1e-5)

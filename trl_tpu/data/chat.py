@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,16 +39,13 @@ def apply_template(
         UserTypeError: A row's arguments are no mapping.
     """
     arguments = {**template_variables(settings.pop("chat_template_kwargs", None)), **settings}
-    render = partial(tokenizer.apply_chat_template, tools=read_tools(tools), tokenize=False, **arguments)
-    texts = [_texts_of(message) for message in messages]
-    as_text = [_with(message, "".join(each)) for message, each in zip(messages, texts, strict=True)]
-    as_parts = [
-        _with(message, [{"type": "text", "text": text} for text in each])
-        for message, each in zip(messages, texts, strict=True)
-    ]
+    arguments |= {"tools": read_tools(tools), "tokenize": False}
+    render: Callable[[Messages], Any] = partial(tokenizer.apply_chat_template, **arguments)
+    as_text = [_with(each, "".join(_texts_of(each))) for each in messages]
+    as_parts = [_with(each, [{"type": "text", "text": text} for text in _texts_of(each)]) for each in messages]
     for form in (messages, as_text, as_parts):
         try:
-            rendered: Any = render(form)
+            rendered = render(form)
         except TimeoutError:  # of `checks.rendering`
             raise
         except Exception:  # a template is a program, which may raise anything
@@ -89,7 +86,7 @@ def _parts(message: dict[str, Any]) -> list[Any]:
 
 
 def _texts_of(message: dict[str, Any]) -> list[str]:
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in _parts(message)]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in _parts(message)]
     for part, text in zip(_parts(message), texts, strict=True):
         if not isinstance(text, str) or (part is text and isinstance(message["content"], list)):
             raise UserError(

@@ -83,7 +83,7 @@ def measure_tables(tables: Iterable[pa.Table], columns: tuple[str, str]) -> Meas
         for name, (values_T, ends_N) in halves.items():
             shared = _shared(shared, values_T, ends_N)
             for key, numbers in ((name, values_T), (f"lengths of {name}", np.diff(ends_N))):
-                checksums[key] = crc32(np.ascontiguousarray(numbers, dtype=np.int64), checksums.get(key, 0))
+                checksums[key] = crc32(np.ascontiguousarray(numbers, dtype=np.int64).data, checksums.get(key, 0))
         if "margin" in table.column_names:
             margins = "".join(f"{margin}," for margin in table["margin"].to_pylist())
             checksums["margin"] = crc32(margins.encode(), checksums.get("margin", 0))

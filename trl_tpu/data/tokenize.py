@@ -158,7 +158,8 @@ def tokenize_dialogue(
         if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             # Mistral's, whose tokens are not those of the text that it renders
             settings = {**template_variables(variables), "tools": read_tools(tools), "tokenize": True}
-            return processing_class.apply_chat_template(dialogue, **settings, return_dict=True)["input_ids"]
+            tokens: Any = processing_class.apply_chat_template(dialogue, **settings, return_dict=True)
+            return tokens["input_ids"]
         text = apply_template(processing_class, dialogue, tools=tools, chat_template_kwargs=variables)
     # outside of the time limit of a rendering: a long text takes its time
     return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
