@@ -109,6 +109,10 @@ INTENDED: dict[str, dict[str, str]] = {
                 "supports_tool_calling",
             )
         },
+        **{
+            f"TRL's alone: {name}": "no reward script reads messages of `from` and `value`"
+            for name in ("is_conversational_from_value", "maybe_convert_to_chatml")
+        },
         "TRL's alone: RichProgressCallback": "decoration of the progress bar, not of reward models",
         "ours alone: score": "rewards of many rows by a saved model",
         "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",

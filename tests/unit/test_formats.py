@@ -1,6 +1,5 @@
 """The data functions give what TRL 1.16's give, but where TRL's are wrong."""
 
-import copy
 import inspect
 from typing import Any
 
@@ -124,23 +123,6 @@ def test_trl_tears_pairs_whose_first_characters_differ() -> None:
 def test_an_empty_dialogue_has_no_prompt() -> None:
     with pytest.raises(ValueError, match="got lengths 0 and 1"):
         formats.extract_prompt({"chosen": "", "rejected": "a"})
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "a"}], "id": 1},
-        {"chosen": [{"from": "user", "value": "Hi"}], "rejected": [{"role": "user", "content": "Hi", "weight": 0}]},
-        {"messages": [user("Hi")]},
-        {"prompt": "Hi", "other": [{"from": "here"}]},
-    ],
-)
-def test_from_value_becomes_chatml_as_in_trl_and_the_input_stays(example: dict[str, Any]) -> None:
-    before = copy.deepcopy(example)
-    assert formats.is_conversational_from_value(example) == reference.is_conversational_from_value(example)
-    converted = formats.maybe_convert_to_chatml(example)
-    assert example == before
-    assert converted == reference.maybe_convert_to_chatml(copy.deepcopy(example))
 
 
 @pytest.mark.parametrize("prompt", [True, False])

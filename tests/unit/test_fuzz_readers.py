@@ -1,20 +1,17 @@
 """Any bytes for a config file or a data file: they are read as they are meant, or refused by one clear error."""
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trl_tpu.errors import UserError
 from trl_tpu.scripts import datafiles
-from trl_tpu.scripts.config_file import read_config, take_config
+from trl_tpu.scripts.config_file import read_config
 
 # `tmp_path` is one folder for all examples of a test: each writes its file anew
 FAST = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -30,14 +27,6 @@ YAML_PIECES = st.sampled_from(
 ROWS = st.fixed_dictionaries(
     {"chosen": st.text(max_size=6), "rejected": st.text(max_size=6)}, optional={"margin": st.floats(-1, 1)}
 )
-
-
-@pytest.fixture
-def environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 # ---- YAML
@@ -76,26 +65,6 @@ def test_any_yaml_is_a_mapping_of_names_or_one_error(content: str | bytes, tmp_p
         except (yaml.YAMLError, ValueError):
             return  # a date that is none, say, which is text here
         assert is_meant_by(expected, values)
-
-
-@FAST
-@given(env=VALUES | st.dictionaries(st.text(max_size=4), SCALARS, max_size=4))
-def test_any_env_is_exported_or_refused(env: Any, tmp_path: Path, environment: None) -> None:
-    text = json.dumps({"env": env, "seed": 1})  # JSON is YAML, but for some numbers and characters
-    (tmp_path / "c.yaml").write_text(text)
-    before = dict(os.environ)
-    try:
-        values, words = take_config(["--config", str(tmp_path / "c.yaml"), "--x"])
-    except UserError as error:
-        assert str(tmp_path / "c.yaml") in str(error)
-    else:
-        assert (values, words) == ({"seed": "1"}, ["--x"])
-        read = yaml.safe_load(text)["env"]
-        as_written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in read.items()}
-        assert dict(os.environ) == before | as_written
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 # ---- JSON lines

@@ -115,7 +115,11 @@ GOOD = b'{"chosen": "a", "rejected": "b"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.jsonl", GOOD * 2 + b'{"chosen": "a", "rejec\n' + GOOD, "d.jsonl is broken: line 3: Unterminated string"),
+        (
+            "d.jsonl",
+            GOOD * 2 + b'{"chosen": "a", "rejec\n' + GOOD,
+            "d.jsonl is broken: line 3: Invalid control character",
+        ),
         ("d.json", b'[\n{"chosen": "a", "rejected": "b"},\n{"chosen" "a"}\n]', r"line 3: Expecting ':'"),
         ("d.jsonl.gz", gzip.compress(GOOD + b"oops\n", mtime=0), "d.jsonl.gz is broken: line 2: Expecting value"),
     ],

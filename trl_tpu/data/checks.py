@@ -153,7 +153,7 @@ def _check_message(message: Any, where: str) -> None:
     if not says or isinstance(content, int | float):  # a call of tools needs no content
         raise UserTypeError(
             f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text, '' where "
-            "nothing was said; `maybe_convert_to_chatml` converts `from`/`value`."
+            "nothing was said; rename other keys, such as `from` and `value`."
         )
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, dict) and part.get("type") not in (None, "text"):

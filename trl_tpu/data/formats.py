@@ -3,7 +3,8 @@
 An example is *standard* (plain strings) or *conversational* (lists of ``{"role", "content"}`` messages). Its prompt is
 *explicit* (a ``prompt`` column) or *implicit* (the common beginning of ``chosen`` and ``rejected``).
 
-Left out of TRL 1.16's module: ``pack_dataset`` (supervised fine-tuning) and ``prepare_multimodal_messages`` (images).
+Left out of TRL 1.16's module: ``pack_dataset`` (supervised fine-tuning), ``prepare_multimodal_messages`` (images) and
+what reads ``from``/``value`` messages, which no reward script of TRL's does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,34 +38,6 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
     if key is None or not isinstance(example[key], list) or not example[key]:
         return False
     return isinstance(example[key][0], dict) and "role" in example[key][0]
-
-
-def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
-    """Tell whether the example holds ``conversations`` spelled ``from``/``value`` (see `maybe_convert_to_chatml`)."""
-    messages = example.get("conversations")
-    first = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(first, dict) and {"from", "value"} <= set(first)
-
-
-def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
-    """Spell messages as ``role``/``content`` where they say ``from``/``value``, and ``conversations`` as ``messages``.
-
-    Returns a new example; the one given stays as it is (TRL changes it in place).
-    """
-    spelling = {"from": "role", "value": "content"}
-
-    def convert(key: str, value: Any) -> Any:
-        if key not in (*_DIALOGUE_KEYS, "conversations") or not isinstance(value, list):
-            return value
-        return [
-            {spelling.get(k, k): v for k, v in message.items()} if isinstance(message, dict) else message
-            for message in value
-        ]
-
-    converted = {key: convert(key, value) for key, value in example.items()}
-    if "conversations" in converted:
-        converted["messages"] = converted.pop("conversations")
-    return converted
 
 
 def apply_chat_template(

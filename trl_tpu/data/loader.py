@@ -59,10 +59,8 @@ def host_batches(
     return DataLoader(dataset, batch_sampler=batches, **settings)
 
 
-def skip_batches(loader: Any, count: int) -> Any:
-    """Return the loader without its first ``count`` batches; one that is not torch's makes and drops them."""
-    if not isinstance(loader, DataLoader):
-        return _Rest(loader, count)
+def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+    """Return the loader without its first ``count`` batches; a script's own loader of torch's class will do."""
     settings = {name: getattr(loader, name) for name in (*_SETTINGS, "collate_fn", "worker_init_fn")}
     if isinstance(loader.dataset, IterableDataset):
         return SkipDataLoader(
@@ -72,23 +70,6 @@ def skip_batches(loader: Any, count: int) -> Any:
     sampler = SkipBatchSampler(batches, skip_batches=count)
     sampler.sampler = batches.sampler  # which orders by the epoch that it is told
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
-
-
-@dataclass(frozen=True)
-class _Rest:
-    """What ``loader`` gives after its first ``count`` batches."""
-
-    loader: Any
-    count: int
-
-    def __len__(self) -> int:
-        return len(self.loader) - self.count
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.loader), self.count, None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
 
 
 def epoch_that_skips_by(skip: Callable[[Any, int], Any]) -> Callable[..., None]:

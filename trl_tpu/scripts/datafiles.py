@@ -80,10 +80,10 @@ def _bad_line(path: Path) -> str | None:
         try:
             with fsspec.open(str(file), mode="rb", compression="infer") as lines:
                 for number, line in enumerate(lines, start=1):
-                    text = line.decode("utf-8-sig").strip()
+                    text = line.decode("utf-8-sig")
                     if number == 1 and text.startswith("["):  # an array of rows
                         text += lines.read().decode()
-                    if text:
+                    if text.strip():
                         json.loads(text)
         except json.JSONDecodeError as error:
             line = number + error.lineno - 1

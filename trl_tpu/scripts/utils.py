@@ -165,11 +165,6 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         return DatasetDict({"train": mixture})
     # a command line can only give a float: 200.0 means 200 rows
     rows = int(test_size) if test_size >= 1 and float(test_size).is_integer() else test_size
-    if not 0 < test_size < len(mixture) or (test_size > 1 and rows != int(rows)):
-        raise UserError(
-            f"`test_split_size={test_size:g}` must be a count from 1 to {len(mixture) - 1}, since the mixture has "
-            f"{len(mixture)} rows and one at least is to train on, or a share between 0 and 1."
-        )
     return mixture.train_test_split(test_size=rows, seed=SPLIT_SEED)
 
 
