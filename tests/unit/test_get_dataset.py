@@ -118,7 +118,7 @@ GOOD = b'{"chosen": "a", "rejected": "b"}\n'
         (
             "d.jsonl",
             GOOD * 2 + b'{"chosen": "a", "rejec\n' + GOOD,
-            "d.jsonl is broken: line 3: Invalid control character",
+            "broken: line 3: Invalid control character",
         ),
         ("d.json", b'[\n{"chosen": "a", "rejected": "b"},\n{"chosen" "a"}\n]', r"line 3: Expecting ':'"),
         ("d.jsonl.gz", gzip.compress(GOOD + b"oops\n", mtime=0), "d.jsonl.gz is broken: line 2: Expecting value"),

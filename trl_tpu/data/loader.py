@@ -28,7 +28,7 @@ _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiproce
 
 
 def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
-    """The order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
+    """Return the order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
 
     Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose keeps its own order.
     """
@@ -147,7 +147,7 @@ def _obey_parent() -> None:
 
 
 def read_own(pairs: datasets.Dataset, collate: PairRows, rows: np.ndarray) -> tuple["OwnPairs", "OwnRows"]:
-    """What a host reads of ``pairs`` in batches of padded pair rows, of which its devices hold ``rows``.
+    """Return what a host reads of ``pairs`` in batches of padded pair rows, of which its devices hold ``rows``.
 
     The batches have the shape of the whole ones, as they have to on every host; other rows hold copies.
     """
@@ -172,7 +172,7 @@ class OwnPairs(Dataset[Any]):
         return len(self.pairs)
 
     def __getitems__(self, indices: list[int]) -> tuple[int, list[Any]]:
-        """The number of pairs in the whole batch; its pairs in `rows`, in order; and the longest."""
+        """Return the number of pairs in the whole batch; its pairs in `rows`, in order; and the longest."""
         own = [indices[row] for row in self.rows if row < len(indices)]
         longest = max(indices, key=self.lengths_N.__getitem__)
         return len(indices), self.pairs.__getitems__([*own, longest])

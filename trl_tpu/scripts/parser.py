@@ -79,8 +79,8 @@ class TrlParser(HfArgumentParser):
                 what a dataclass refuses.
         """
         values, words = take_config(sys.argv[1:] if args is None else list(args))
-        unknown_keys = self.set_defaults_with_config(**values)
         try:
+            unknown_keys = self.set_defaults_with_config(**values)
             *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
         except UserError:
             raise
