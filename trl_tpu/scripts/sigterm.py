@@ -17,15 +17,14 @@ from trl_tpu.errors import UNFINISHED
 class _State:
     listens = False
     came = False
-    at_end: Callable[[], str] | None = None  # None where the command is not to end
+    at_end: Callable[[], str] | None = None  # None until the command can be ended
 
 
 def listen() -> None:
     """Handle SIGTERM from here on."""
     forks.end_by_sigterm()
-    _State.listens = threading.current_thread() is threading.main_thread()
-    _State.came = False
-    finish()
+    _State.listens, _State.came, _State.at_end = threading.current_thread() is threading.main_thread(), False, None
+    _handle_by(_end_or_remember)
 
 
 def end_command(at_end: Callable[[], str]) -> None:
@@ -36,30 +35,27 @@ def end_command(at_end: Callable[[], str]) -> None:
     """
     _State.at_end = at_end
     if _State.came:
-        _end()
+        _end_or_remember()
 
 
 def stop_listening() -> None:
     """Handle nothing while training does; a second SIGTERM kills there."""
-    if _State.listens:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _handle_by(signal.SIG_DFL)
 
 
 def finish() -> None:
     """Let the command come to its end from here on, whether or not a SIGTERM comes."""
-    _State.at_end = None
+    _handle_by(lambda *_: _handle_by(signal.SIG_DFL))
+
+
+def _handle_by(handler: Callable[..., None] | signal.Handlers) -> None:
     if _State.listens:
-        signal.signal(signal.SIGTERM, _handle)
+        signal.signal(signal.SIGTERM, handler)
 
 
-def _handle(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _State.came = True
+def _end_or_remember(*_: object) -> None:
+    _handle_by(signal.SIG_DFL)
+    _State.came = _State.at_end is None
     if _State.at_end is not None:
-        _end()
-
-
-def _end() -> None:
-    assert _State.at_end is not None
-    print(f"SIGTERM came before training: {_State.at_end()}.", file=sys.stderr)
-    raise SystemExit(UNFINISHED)
+        print(f"SIGTERM came before training: {_State.at_end()}.", file=sys.stderr)
+        raise SystemExit(UNFINISHED)
