@@ -65,10 +65,12 @@ def naming_bad_lines(*paths: str | None) -> Iterator[None]:
         yield
     except (pa.ArrowException, datasets.exceptions.DatasetGenerationError, UnicodeDecodeError, EOFError) as error:
         named = [path for path in paths if path]
-        faults = (_bad_line(Path(path).expanduser()) for path in named)
-        raise UserError(
-            next(filter(None, faults), f"{', '.join(named)} cannot be read: {error}. Correct the file.")
-        ) from error
+        fault = next(filter(None, (_bad_line(Path(path).expanduser()) for path in named)), None)
+        if fault is None and isinstance(error, pa.ArrowException) and named:
+            fault = f"{', '.join(named)} cannot be read: {error}. Correct the file."
+        if fault is None:  # another's error
+            raise
+        raise UserError(fault) from error
 
 
 def _bad_line(path: Path) -> str | None:
