@@ -5,10 +5,11 @@ Names are imported when they are first used, so that importing the package is qu
 
 import importlib
 import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any
 
-from . import old_paths
 from .runtime.device_choice import settle
 
 try:
@@ -22,23 +23,19 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 settle()  # the device, since transformers and accelerate choose theirs when they are imported
 
-old_paths.install()
-
 _MODULES = {
     "chat_template_utils": ["clone_chat_template"],
-    "config.removed_arguments": ["TrainingArguments"],
     "data_utils": [
         "apply_chat_template",
         "extract_prompt",
         "is_conversational",
-        "is_conversational_from_value",
         "maybe_apply_chat_template",
-        "maybe_convert_to_chatml",
         "maybe_extract_prompt",
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ],
-    "import_utils": ["is_xpu_available"],  # an old path
+    "config.removed_arguments": ["TrainingArguments"],
+    "import_utils": ["is_xpu_available"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
     "modeling.chat_template": ["setup_chat_format"],
     "scoring.stream": ["score"],
@@ -48,18 +45,28 @@ _MODULES = {
     "trainer.reward_trainer": ["RewardTrainer"],
     "trainer.utils": ["RewardDataCollatorWithPadding"],
 }
+# names of old scripts only, which import them from where TRL had them once: see `_OLD_PATHS`
+_OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    module = (_MODULE_OF | _OLD_NAMES).get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{module}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+#: Modules that TRL had; at each of these paths there is every name of this package.
+_OLD_PATHS = ("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils")
+for _path in _OLD_PATHS:
+    _module = sys.modules[f"{__name__}.{_path}"] = ModuleType(f"{__name__}.{_path}")
+    _module.__getattr__ = __getattr__  # type: ignore[method-assign]

@@ -15,7 +15,6 @@ from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
-    "run": "run a script for TRL as it is, on this package's trainer",
     "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
     "report": "a model's verdict and training, in numbers and pictures on a page",
@@ -52,8 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         print(environment())
         return 0
     try:
-        if command != "run":  # whose words are the script's
-            values, rest = take_config(words)  # and its `env`, which must be there before anything below is imported
+        values, rest = take_config(words)  # and its `env`, which must be there before anything below is imported
         if command == "plan":
             pretend_devices(values, rest)
         settle()

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import resource
 import signal
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from preference_forms import assistant, stream, tiny_tokenizer, user
 
 from trl_tpu.data.checks import check_margins, check_raw_row
 from trl_tpu.data.old_columns import tokenize_legacy
-from trl_tpu.data.tokenize import prepare_preference_dataset, tokenize_dialogue
+from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}
@@ -61,27 +60,29 @@ def test_a_misspelled_optional_column_is_named(caplog: pytest.LogCaptureFixture)
 
 ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
     ([GOOD, {**GOOD, "chosen": None}], ValueError, "Row 1 of the train dataset has no `chosen` .null."),
-    ([GOOD, {**GOOD, "rejected": ""}], ValueError, "Row 1 of the train dataset: `rejected` is empty"),
     ([{"prompt": None, **GOOD}], ValueError, "Row 0 .* has no `prompt`"),
     ([{"chosen": 1, "rejected": 2}], TypeError, "Row 0 .*`chosen` must be text or a list of messages, got int"),
     ([{"chosen": ["a"], "rejected": ["b"]}], TypeError, "Row 0 .*`chosen` holds 'a'. A message is .'role'"),
     ([{**CHAT, "prompt": "Hi"}], ValueError, "mixes text and lists of messages in `prompt`.*columns.'prompt'"),
+    ([{**CHAT, "rejected": [user("b")]}], ValueError, "Row 0 .*ends with a message of the role 'assistant', but"),
+    ([{**CHAT, "chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}], ValueError,
+     "type 'image'.*text only"),
+    ([{**GOOD, "margin": 1e300}], ValueError, "Row 0 .*`margin` is 1e.300.*finite number"),
+    ([{**CHAT, "chosen": [{"role": "assistant", "content": 3}]}], TypeError, "`chosen` holds .*both text"),
     ([{"chosen": [], "rejected": []}], ValueError, "Row 0 .*`chosen` is empty"),
     ([{"chosen": [{"from": "user", "value": "a"}], "rejected": [{"from": "user", "value": "a"}]}], ValueError,
-     r"`chosen` holds \{'from': 'user', 'value': 'a'\}.*maybe_convert_to_chatml"),
+     r"`chosen` holds \{'from': 'user', 'value': 'a'\}.*rename other keys"),
     ([{**CHAT, "tools": "no json"}], ValueError, "Row 0 .*`chosen`.* cannot be rendered.*Expecting value.*`tools`"),
     ([{**CHAT, "chat_template_kwargs": {"truncation": True, "max_length": 5}}], ValueError,
      "Row 0 .*`chosen`.* cannot be rendered.*`chat_template_kwargs` has the key 'truncation', which is no variable"),
     ([{**CHAT, "chosen": [{"role": "assistant", "content": [{"type": "text", "text": None}]}]}], ValueError,
-     "Row 0 .*`chosen`.* cannot be rendered.*reads text, but the content holds {'type': 'text', 'text': None}"),
+     "Row 0 .*`chosen`.* cannot be rendered.*the content holds {'type': 'text', 'text': None}"),
     ([{**CHAT, "chosen": [{"role": "assistant", "content": ["a", "b"]}]}], ValueError,
-     "Row 0 .*`chosen`.* cannot be rendered.*reads text, but the content holds 'a'"),
+     "Row 0 .*`chosen`.* cannot be rendered.*the content holds 'a'"),
     ([{**CHAT, "chosen": [{"role": "assistant", "content": {"a": "b"}}]}], ValueError,
-     "Row 0 .*`chosen`.* cannot be rendered.*reads text, but the content holds {'a': 'b'}"),
+     "Row 0 .*`chosen`.* cannot be rendered.*the content holds {'a': 'b'}"),
     ([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], ValueError, "Row 1 .*`margin` is nan.*fill it with 0"),
-    ([{**GOOD, "margin": math.inf}], ValueError, "Row 0 .*`margin` is inf"),
     ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .*`margin` is None"),
-    ([{**GOOD, "margin": "1.0"}], ValueError, "Row 0 .*`margin` is '1.0'.*finite number"),
     ([{**GOOD, "margin": [1.0]}], ValueError, r"Row 0 .*`margin` is \[1.0\]"),
     ([{"chosen_ids": [1], "rejected_ids": [2]}, {"chosen_ids": [], "rejected_ids": [2]}], ValueError,
      "Row 1 .*`chosen_ids` holds no tokens"),
@@ -89,7 +90,6 @@ ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
      "Row 1 .*`rejected_ids` holds no tokens"),
     ([{"chosen_ids": "abc", "rejected_ids": "d"}], TypeError, "`chosen_ids` .*lists of integer token ids, got 'abc'"),
     ([{"chosen_ids": [0.5], "rejected_ids": [1.0]}], TypeError, "`chosen_ids` .*lists of integer token ids, got"),
-    ([{"chosen_ids": [1], "rejected_ids": [1], "margin": math.nan}], ValueError, "Row 0 .*`margin` is nan"),
 ]  # fmt: skip
 
 
@@ -108,14 +108,8 @@ def test_bad_rows(rows: list[dict[str, Any]], error: type[Exception], text: str,
     ("key", "value"),
     [
         ("chat_template", "{{ 'x' }}"),
-        ("continue_final_message", True),
         ("max_length", 5),
-        ("padding", "max_length"),
-        ("return_dict", False),
-        ("return_tensors", "np"),
-        ("sanitize_control_tokens", True),
         ("tokenize", False),
-        ("tokenizer_kwargs", {"truncation": True}),
         ("tools", []),
     ],
 )
@@ -170,48 +164,22 @@ def test_the_old_api_names_the_row_that_cannot_be_rendered() -> None:
         tokenize_legacy(rows, tiny_tokenizer(), num_proc=None, name="train")
 
 
-_ENDLESS, _HUGE = "longer than 0.2 seconds", "more than 0.25 GiB of memory"
-
-
 def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)
-    twice = "{%% set seen = namespace(it='a') %%}{%% for i in range(40) %%}{%% set seen.it = %s %%}{%% endfor %%}"
+    before = signal.getsignal(signal.SIGALRM)
     templates = {
-        "{% for i in range(10**9) %}a{% endfor %}": "Range too big",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": _ENDLESS,
-        "{{ 'a' * 10**15 }}": _HUGE,
-        "{{ 'a' * 10**10 }}": _HUGE,
-        "{{ messages[0].role * 10**10 }}": _HUGE,
-        "{{ '%10000000000d' % 1 }}": _HUGE,
-        twice % "seen.it + seen.it": _HUGE,
-        twice % "seen.it ~ seen.it": _HUGE,
-        "{{ messages[0].role * 10**6 }}": "the template writes 4000000 characters for 103 of the row",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "longer than 0.2 seconds",
         "{% macro more() %}{{ more() }}{% endmacro %}{{ more() }}": "recursion",
         "{{ 1 / (messages | length - messages | length) }}": "division by zero",
     }
-    monkeypatch.setattr("trl_tpu.data.checks._RENDERING_GIB", 0.25)
+    monkeypatch.setattr("trl_tpu.data.checks._RENDERING_SECONDS", 0.2)
     for template, reason in templates.items():
         tokenizer = tiny_tokenizer()
         tokenizer.chat_template = template
-        monkeypatch.setattr("trl_tpu.data.checks._RENDERING_SECONDS", 0.2 if reason == _ENDLESS else 20.0)
         settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
         with pytest.raises(UserError, match=f"^Row 0 .* cannot be rendered as a chat: .*{reason}.*Correct the row"):
             prepare_preference_dataset(Dataset.from_list([CHAT]), tokenizer, **settings)
-        if reason in (_ENDLESS, _HUGE):  # a stream may be read in a thread, where nothing would stop it
-            with pytest.raises(UserError, match=f"^A small dialogue, tried .*: .*{reason}.*Correct the row"):
-                prepare_preference_dataset(Dataset.from_list([CHAT]).to_iterable_dataset(), tokenizer, **settings)
-    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_AS)) == before
+    assert signal.getsignal(signal.SIGALRM) == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-@pytest.mark.parametrize("dialogue", [[user("a" * 5000)], [user("")] * 500], ids=["a long message", "many messages"])
-def test_a_long_dialogue_is_no_hostile_template(
-    dialogue: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trl_tpu.data.chat._ALWAYS_WRITTEN", 1000)  # a million would take seconds
-    tokenizer = tiny_tokenizer()
-    ids = tokenize_dialogue(dialogue, tokenizer, {}, "Row 0")
-    assert ids == tokenizer.apply_chat_template(dialogue, return_dict=True)["input_ids"] and len(ids) >= 4000
 
 
 def test_an_empty_answer_to_a_prompt_is_no_error() -> None:

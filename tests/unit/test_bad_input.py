@@ -90,14 +90,6 @@ def test_what_was_not_foreseen_keeps_its_traceback(job: Job, monkeypatch: pytest
         cli.main(["reward", *job.words()])
 
 
-def test_a_bad_row_in_a_worker_process_is_told_as_one_in_this(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    CASES["no answer"].spoil(job)
-    job.flags["dataset_num_proc"] = "2"
-    with pytest.raises(SystemExit):
-        cli.main(["reward", *job.words()])
-    assert "Row 1 of the train dataset has no `chosen` (null)" in refusal(capsys.readouterr().err, "reward")
-
-
 def test_a_bad_row_in_a_worker_of_the_loader_is_told_as_one_in_this(
     job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,5 @@
 """The data functions give what TRL 1.16's give, but where TRL's are wrong."""
 
-import copy
 import inspect
 from typing import Any
 
@@ -15,7 +14,7 @@ from trl.trainer.utils import remove_none_values as reference_remove_none_values
 from trl_tpu import data_utils
 from trl_tpu.data import formats
 
-NAMES = data_utils.__all__
+NAMES = [name for name in vars(data_utils) if hasattr(formats, name) and not name.startswith("_")]
 FORMS = rows_of_every_form()
 EXAMPLES: list[dict[str, Any]] = [
     {"messages": [user("Hi"), assistant("Yes?")]},
@@ -37,12 +36,6 @@ def test_signatures_are_trls(name: str) -> None:
         return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
     assert parameters(getattr(data_utils, name)) == parameters(getattr(reference, name))
-
-
-def test_the_tokenizer_may_come_by_its_name_of_then() -> None:
-    example, tokenizer = {"chosen": [user("Hi")], "rejected": [user("Ho")]}, tiny_tokenizer()
-    today = formats.maybe_apply_chat_template(example, tokenizer)
-    assert today != example and formats.maybe_apply_chat_template(example, tokenizer=tokenizer) == today
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -130,23 +123,6 @@ def test_trl_tears_pairs_whose_first_characters_differ() -> None:
 def test_an_empty_dialogue_has_no_prompt() -> None:
     with pytest.raises(ValueError, match="got lengths 0 and 1"):
         formats.extract_prompt({"chosen": "", "rejected": "a"})
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "a"}], "id": 1},
-        {"chosen": [{"from": "user", "value": "Hi"}], "rejected": [{"role": "user", "content": "Hi", "weight": 0}]},
-        {"messages": [user("Hi")]},
-        {"prompt": "Hi", "other": [{"from": "here"}]},
-    ],
-)
-def test_from_value_becomes_chatml_as_in_trl_and_the_input_stays(example: dict[str, Any]) -> None:
-    before = copy.deepcopy(example)
-    assert formats.is_conversational_from_value(example) == reference.is_conversational_from_value(example)
-    converted = formats.maybe_convert_to_chatml(example)
-    assert example == before
-    assert converted == reference.maybe_convert_to_chatml(copy.deepcopy(example))
 
 
 @pytest.mark.parametrize("prompt", [True, False])

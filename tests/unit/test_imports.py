@@ -157,10 +157,10 @@ BELOW = {
     },
     "plan": {"batching", "config", "modeling", "packing", "parallel", "runtime", "trainer"},
     "scripts": {
-        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "old_paths", "packing",
-        "parallel", "plan", "report", "runtime", "scoring", "trainer",
+        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",
+        "plan", "report", "runtime", "scoring", "trainer",
     },
-    "old_paths": set(),
+    "import_utils": set(),
     "cli": {"plan", "scripts", "runtime"},
     "data_utils": {"data"},
     "chat_template_utils": {"modeling"},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trl_tpu import RewardConfig
 from trl_tpu.batching.planned_shapes import plan_rows_of
-from trl_tpu.data.measure import pair_lengths, pair_sizes, shared_prefix_length
+from trl_tpu.data.measure import Measured, measure, measure_tables, pair_sizes
 from trl_tpu.packing.schedule import plan_rows
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
@@ -55,33 +55,54 @@ def test_pair_sizes_of_empty_and_identical_dialogues() -> None:
 
 
 @pytest.mark.parametrize("columns", [("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")])
-def test_pairs_are_measured_in_the_columns_of_either_api(columns: tuple[str, str]) -> None:
+def test_pairs_are_measured_once_in_the_columns_of_either_api(columns: tuple[str, str]) -> None:
     pairs = [([1, 2, 3], [1, 2, 4, 5]), ([1], [1]), ([6, 1], [7])]
-    rows = [dict(zip(columns, pair, strict=True)) for pair in pairs]
-    measured = pair_lengths(Dataset.from_list(rows * 500))  # more than are read at a time
-    found = np.stack([measured.prefix_P, measured.chosen_P, measured.rejected_P], axis=1)
+    dataset = Dataset.from_list([dict(zip(columns, pair, strict=True)) for pair in pairs] * 500)  # read in two parts
+    measured = measure(dataset)
+    lengths = measured.lengths
+    found = np.stack([lengths.prefix_P, lengths.chosen_P, lengths.rejected_P], axis=1)
     assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
-    assert len(pair_lengths(Dataset.from_list(rows).select([]))) == 0
+    assert measured.dialogues_N2.tolist() == [[3, 4], [1, 1], [2, 1]] * 500
+    assert measured.longest_N.tolist() == [4, 1, 2] * 500
+    assert measure(dataset) is measured
+    assert len(measure(dataset.select([])).lengths) == 0
     with pytest.raises(ValueError, match="no pairs of token ids in the columns"):
-        pair_lengths(Dataset.from_list(rows).rename_column(columns[0], "other"))
+        measure(dataset.rename_column(columns[0], "other"))
 
 
 @given(
     st.lists(st.integers(1, 2), max_size=5),
-    st.lists(st.lists(ids, min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.lists(st.tuples(ids, ids), min_size=1, max_size=4), min_size=1, max_size=4),
     st.sampled_from(TYPES),
     st.integers(0, 2),
 )
-def test_the_shared_prefix_length_is_that_of_all_dialogues_of_all_columns(
-    prompt: list[int], parts: list[list[list[int]]], kind: pa.DataType, before: int
+def test_what_all_dialogues_share_and_the_checksum_do_not_depend_on_how_arrow_stores_them(
+    prompt: list[int], parts: list[list[tuple[list[int], list[int]]]], kind: pa.DataType, before: int
 ) -> None:
-    parts = [[prompt + one for one in part] for part in parts]
-    columns = [chunked([part], kind, before, 1) for part in parts]
-    every = [one for part in parts for one in part]
-    expected = min(shared(every[0], other) for other in every)
-    assert shared_prefix_length(columns) == shared_prefix_length([chunked(parts, kind, before, 1)]) == expected
-    assert expected >= len(prompt)
-    assert shared_prefix_length([]) == 0
+    parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
+
+    def measured(parts: list[Any], kind: pa.DataType) -> Measured:
+        halves = [[[pair[half] for pair in part] for part in parts] for half in (0, 1)]
+        tables = [
+            pa.table({"a": chunked([a], kind, before, 1), "b": chunked([b], kind, 0, 1)})
+            for a, b in zip(*halves, strict=True)
+        ]
+        return measure_tables(tables, ("a", "b"))
+
+    every = [one for part in parts for pair in part for one in pair]
+    in_parts, at_once = measured(parts, kind), measured([[pair for part in parts for pair in part]], TYPES[0])
+    assert in_parts.shared_prefix == at_once.shared_prefix == min(shared(every[0], other) for other in every)
+    assert in_parts.checksum == at_once.checksum
+    changed = [*parts[:-1], [*parts[-1][:-1], (parts[-1][-1][0], [*parts[-1][-1][1], 3])]]
+    assert measured(changed, kind).checksum != at_once.checksum
+
+
+def test_the_checksum_knows_margins_and_their_order() -> None:
+    rows = {"chosen_ids": [[1]] * 1500, "rejected_ids": [[2]] * 1500}
+    margins = [float(index) for index in range(1500)]
+    datasets = [Dataset.from_dict(rows | {"margin": order}) for order in (margins, margins[::-1], margins)]
+    sums = [measure(each).checksum for each in (*datasets, Dataset.from_dict(rows))]
+    assert sums[0] == sums[2] and len(set(sums)) == 3
 
 
 @pytest.mark.parametrize("change", ["whole", "shuffled", "some", "shards", "filtered"])

@@ -159,12 +159,11 @@ def test_subparsers_take_yaml_defaults(tmp_path: Path) -> None:
         ("- 1\n- 2\n", "YAML mapping"),
         ("just text", "YAML mapping"),
         ("", "YAML mapping"),
-        ("a: [1", "not valid YAML"),
+        ("a: [1", "not a YAML mapping"),
+        ("steps: 1\nsteps: 2", "the key 'steps' is there twice"),
         ("env: text\nsteps: 1", "`env` field should be a dict"),
         ("steps: 1\nmode: quick", "`mode: quick` is not one of fast, slow"),
-        ("steps: 1\nenv: {A: null}", "`env` gives A None, which is no text. Write `A: ''`"),
-        ("steps: 1\nenv: {A: [1]}", "`env` gives A .*no text"),
-        ("steps: on", "`steps: on` in the config file is not a whole number"),
+        ("steps: 1\nenv: {A: null}", "no environment can hold"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -172,9 +171,7 @@ def test_yaml_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path:
         TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    "word", ["2024", "1.10", "010", "12:30", "1_000", "2024_01_05", "no", "On", "2001-01-01", "="]
-)
+@pytest.mark.parametrize("word", ["2024", "1.10", "010", "12:30", "no", "On", "2001-01-01"])
 def test_text_of_yaml_is_what_the_words_of_a_command_line_would_be(word: str, tmp_path: Path) -> None:
     (got,) = TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, f"steps: 1\nname: {word}"))
     assert got.name == word
@@ -183,13 +180,11 @@ def test_text_of_yaml_is_what_the_words_of_a_command_line_would_be(word: str, tm
 @pytest.mark.parametrize(
     ("line", "value"),
     [
-        *(("steps: 8.0", 8), ("steps: 010", 10), ("steps: 1_000", 1000), ("rate: 1e-5", 1e-5), ("rate: .5", 0.5)),
-        *(("rate: .inf", float("inf")), ("rate: null", None), ("rate: none", None), ("quiet: null", None)),
-        *(("loud: off", False), ("loud: No", False), ("quiet: on", True), ("quiet: yes", True)),
+        *(("steps: 010", 10), ("steps: 1_000", 1000), ("rate: 1e-5", 1e-5), ("rate: .5", 0.5), ("rate: null", None)),
+        *(("rate: none", None), ("loud: off", False), ("loud: No", False), ("quiet: on", True), ("quiet: true", True)),
         *(("names: [1.10, on, a, 010]", ["1.10", "on", "a", "010"]), ("sizes: [1_0, 2]", [10, 2])),
-        *(("report: [a, 1.10]", ["a", "1.10"]), ("report: no", False), ("report: 1.10", "1.10")),
-        *(("options: {a: {b: no}}", {"a": {"b": False}}), ("options: '{}'", "{}"), ("options: off", False)),
-        *(("when: no", "no"), ("mode: slow", "slow"), ("extra: {rate: 1e-5, a: 010}", {"rate": 1e-5, "a": "010"})),
+        *(("report: [a, 1.10]", ["a", "1.10"]), ("report: 1.10", "1.10"), ("extra: {rate: 1e-5}", {"rate": 1e-5})),
+        *(("options: {a: {b: no}}", {"a": {"b": False}}), ("when: no", "no"), ("mode: slow", "slow")),
     ],
 )
 def test_the_flag_decides_what_a_value_of_yaml_means(line: str, value: Any, tmp_path: Path) -> None:
@@ -199,10 +194,18 @@ def test_the_flag_decides_what_a_value_of_yaml_means(line: str, value: Any, tmp_
     assert field_value == value and type(field_value) is type(value)
 
 
-def test_base_60_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_value_that_a_flag_cannot_take_is_told_as_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, "steps: 12:30"))
     assert "invalid int value: '12:30'" in capsys.readouterr().err
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        (got,) = TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, f"steps: {steps}\n"))
+        assert got.steps == steps
 
 
 def test_a_variable_is_exported_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,15 +215,6 @@ def test_a_variable_is_exported_as_it_is_written(tmp_path: Path, monkeypatch: py
     lines = "\n".join(f"  TRL_TPU_TEST_{name}: {value or repr(value)}" for name, value in written.items())
     TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, f"steps: 1\nenv:\n{lines}"))
     assert {name: os.environ[f"TRL_TPU_TEST_{name}"] for name in written} == written
-
-
-def test_aliases_of_aliases_are_refused_before_they_are_written_out(tmp_path: Path) -> None:
-    levels = "".join(f"  - &l{level} [{', '.join([f'*l{level - 1}'] * 20)}]\n" for level in range(1, 9))
-    with pytest.raises(ValueError, match=r"aliases \(\*name\) make more than 1,000,000 characters"):
-        TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, f"steps: 1\nnames:\n  - &l0 x\n{levels}"))
-    shared = config_file(tmp_path, "steps: &n 5\nextra: {a: *n, b: &m {c: 1}, d: {<<: *m}}\n")
-    (got,) = TrlParser(Arguments).parse_args_and_config(shared)
-    assert (got.steps, got.extra) == (5, {"a": 5, "b": {"c": 1}, "d": {"c": 1}})
 
 
 def test_config_needs_a_file_and_is_nobodys_field(tmp_path: Path) -> None:

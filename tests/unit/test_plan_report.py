@@ -8,7 +8,7 @@ from datasets import Dataset
 from planned import REFUSAL, compiled, workload
 from transformers import AutoConfig
 
-from trl_tpu.data.measure import pair_lengths
+from trl_tpu.data.measure import measure
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.parallel.chips import GiB, parse_topology
@@ -44,7 +44,7 @@ def layout(planned: Workload) -> Layout:
 
 
 def changed(planned: Workload, tokens: Any = None, **settings: Any) -> Workload:
-    lengths = planned.lengths if tokens is None else pair_lengths(tokens)
+    lengths = planned.lengths if tokens is None else measure(tokens).lengths
     return workload(planned.module, lengths, tokens, **settings)
 
 

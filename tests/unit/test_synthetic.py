@@ -55,11 +55,6 @@ def test_no_comparison_of_the_test_split_is_trained_on(splits: DatasetDict) -> N
     assert not train & test
 
 
-def test_every_number_of_the_test_split_is_trained_on(splits: DatasetDict) -> None:
-    train, test = ({number for row in splits[split] for number in read(row)[1]} for split in ("train", "test"))
-    assert test <= train
-
-
 def test_no_answer_wins_without_its_question(splits: DatasetDict) -> None:
     """Each pair of numbers is asked both ways, so an answer is chosen as often as it is rejected."""
     answers = [read(row)[2:] for row in splits["train"]]
@@ -85,27 +80,6 @@ def test_quickstart_meets_one_shape(splits: DatasetDict, tokenizer: PreTrainedTo
     assert 13 <= quickstart["max_length"] == quickstart["pad_to_multiple_of"]
     assert len(splits["train"]) % (8 * quickstart["per_device_train_batch_size"]) == 0
     assert len(splits["test"]) % (8 * quickstart["per_device_eval_batch_size"]) == 0
-
-
-@pytest.mark.parametrize(
-    "text", ["Which is larger, 29 or 41?", "", "  two  spaces\n\ttab ", "naïve 漢字 🙂", "Whichever island 4141"]
-)
-def test_tokenizer_gives_any_text_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_chat_template_marks_roles_and_ends_messages(tokenizer: PreTrainedTokenizerBase) -> None:
-    good, _ = synthetic.EXAMPLES
-    text = "<|user|> Which is larger, 29 or 41?<|end|><|assistant|> 41<|end|>"
-    assert tokenizer.apply_chat_template(good, tokenize=False) == text
-    assert tokenizer.decode(tokenizer.apply_chat_template(good, return_dict=True)["input_ids"]) == text
-    prompt = tokenizer.apply_chat_template(good[:1], tokenize=False, add_generation_prompt=True)
-    assert text == f"{prompt} 41<|end|>"
-
-
-def test_pad_and_eos_are_tokens_of_their_own(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert tokenizer.convert_tokens_to_ids(["<|pad|>", "<|end|>"]) == [tokenizer.pad_token_id, tokenizer.eos_token_id]
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
 def test_model_folder_loads_as_a_reward_model(model_folder: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -17,10 +17,9 @@ from preference_forms import (
     stream,
     tiny_model,
     tiny_tokenizer,
-    user,
 )
 
-from trl_tpu.data.old_columns import _tokenize, prepare_legacy_dataset, tokenize_legacy
+from trl_tpu.data.old_columns import prepare_legacy_dataset, tokenize_legacy
 from trl_tpu.data.tokenize import prepare_preference_dataset
 
 FORMS = rows_of_every_form()
@@ -111,11 +110,6 @@ def test_columns_of_the_user_stay_as_they_are() -> None:
     assert prepared.remove_columns(["chosen_ids", "rejected_ids"])[:] == dataset[:]
 
 
-def test_worker_processes_give_the_same_pairs() -> None:
-    dataset = Dataset.from_list(FORMS["conversational"])
-    assert prepare(dataset, num_proc=2)[:] == prepare(dataset)[:]
-
-
 def test_token_ids_pass_through_and_are_filtered() -> None:
     dataset = Dataset.from_dict({"chosen_ids": [[1, 2], [3]], "rejected_ids": [[4], [5, 6, 7]], "margin": [1, 2]})
     prepared = prepare(dataset, max_length=2)
@@ -177,24 +171,10 @@ def test_the_old_columns_are_trl_0_23s(form: str, caplog: pytest.LogCaptureFixtu
     assert ("column `prompt` is left out" in caplog.text) == ("implicit" not in form)
 
 
-def test_the_old_tokenize_function_takes_a_batch() -> None:
-    tokenizer = tiny_tokenizer()
-    batch = _tokenize({"chosen": ["ab", "c"], "rejected": ["d", "efg"]}, tokenizer)
-    assert batch["input_ids_chosen"] == [tokenizer("ab")["input_ids"], tokenizer("c")["input_ids"]]
-    assert batch["attention_mask_rejected"] == [[1], [1, 1, 1]]
-    assert set(batch) == {"input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected"}
-
-
 def test_the_old_way_filters_by_length_too() -> None:
     dataset = Dataset.from_dict({"chosen": ["ab", "c"], "rejected": ["d", "efg"]})
     settings: dict[str, Any] = {"num_embeddings": 300, "max_length": 2, "num_proc": None, "name": "train"}
     assert prepare_legacy_dataset(dataset, tiny_tokenizer(), **settings)["chosen"][:] == ["ab"]
-
-
-def test_messages_without_answers_of_their_own_still_render() -> None:
-    row = {"prompt": [user("Hi")], "chosen": [assistant("Yes")], "rejected": [assistant("")]}
-    prepared = prepare(Dataset.from_list([row]))
-    assert tiny_tokenizer().decode(prepared["rejected_ids"][0]).endswith("<|im_start|>assistant\n<|im_end|>\n")
 
 
 def each_message(written: str) -> str:
@@ -253,9 +233,7 @@ def test_a_template_that_reads_parts_gets_them(template: str) -> None:
     assert tokenizer.decode(prepare(pair, tokenizer)["chosen_ids"][0]) == expected
 
 
-@pytest.mark.parametrize(
-    "name", ["llama3", "llama3_1", "phi3", "qwen2_5", "qwen2_5_vl", "qwen3", "smolvlm", "llava_next"]
-)
+@pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2_5_vl", "qwen3", "smolvlm", "llava_next"])
 def test_published_templates_write_text_and_parts_alike(name: str) -> None:
     tokenizer = tiny_tokenizer(bos_token="<|begin|>")
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
@@ -264,24 +242,6 @@ def test_published_templates_write_text_and_parts_alike(name: str) -> None:
         for pair in (pair_of("Hello", "you"), pair_of(in_parts("Hello"), in_parts("you")))
     )
     assert text == parts and "Hello" in text and "you" in text and "{'" not in text
-
-
-def test_a_template_may_read_parts_of_one_role_only() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = each_message(
-        f"{{% if message['role'] == 'user' %}}{PARTS}{{% else %}}{{{{ message['content'] }}}}{{% endif %}}"
-    )
-    pair = prepare(pair_of(in_parts("Hel", "lo"), in_parts("Hel", "lo")), tokenizer)
-    assert tokenizer.decode(pair["chosen_ids"][0]) == "user: <Hel><lo>;assistant: Hello;"
-
-
-def test_the_template_that_stands_at_the_time_decides() -> None:
-    tokenizer = tiny_tokenizer()
-    pair, told = pair_of(in_parts("Hel", "lo")), []
-    for template in (READS_TEXT["prints what it gets"], PARTS):
-        tokenizer.chat_template = each_message(template)
-        told.append(tokenizer.decode(prepare(pair, tokenizer)["chosen_ids"][0]))
-    assert told == ["user: Hello;", "user: <Hel><lo>;"]
 
 
 def test_what_other_rows_give_the_template_is_not_given_as_none() -> None:

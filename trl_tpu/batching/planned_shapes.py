@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
 from ..data.collators import bucket_lengths
-from ..data.measure import longer_dialogues, pair_sizes, shared_prefix_length, tables_of
+from ..data.measure import measure
 from ..packing.schedule import RowPlan, plan_rows
 
 
@@ -29,15 +28,13 @@ def plan_rows_of(
     Raises:
         UserError: For too short a `row_length`.
     """
-    names = ["chosen_ids", "rejected_ids"]
-    tables = list(tables_of(dataset, names))
-    sizes = np.concatenate([pair_sizes(*(table[name] for name in names)) for table in tables])
+    measured = measure(dataset)
     return plan_rows(
-        sizes,
+        measured.sizes_N,
         pairs,
         shards,
         max_shapes=args.max_shapes,
-        shared_prefix=0 if expands else shared_prefix_length(table[name] for table in tables for name in names),
+        shared_prefix=0 if expands else measured.shared_prefix,
         attention_crossover_length=attention_crossover_length(hidden_size),
         multiple=multiple,
         row_length=args.row_length,
@@ -58,7 +55,7 @@ def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
     A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
     """
     is_known = isinstance(dataset, Dataset) and len(dataset) > 0
-    longest = int(longer_dialogues(dataset).max()) if is_known else args.max_length
+    longest = int(measure(dataset).longest_N.max()) if is_known else args.max_length
     if not longest:
         return None
     if multiple := args.pad_to_multiple_of:

@@ -2,12 +2,10 @@
 
 import difflib
 import logging
-import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ RAW_COLUMNS = ("chosen", "rejected")
 TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
 _OPTIONAL_COLUMNS = ("prompt", "margin", "tools", "chat_template_kwargs")
 _RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
-_RENDERING_GIB = 2.0  # so much that no other thread needs it meanwhile
 _LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
@@ -45,8 +42,8 @@ def column_names(dataset: Dataset | IterableDataset, name: str) -> list[str]:
     """Name the dataset's columns; of a stream that does not know them, those of its first row.
 
     Raises:
-        UserTypeError: not a dataset.
-        UserError: no rows.
+        UserTypeError: Not a dataset.
+        UserError: No rows.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise UserTypeError(
@@ -84,13 +81,13 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
     An answer may be empty where a prompt makes the dialogue non-empty (a model may have said nothing).
 
     Args:
-        row: the values by column.
-        where: how errors begin, see `row_of`.
+        row: The values by column.
+        where: How errors begin, see `row_of`.
 
     Raises:
-        UserError: a null value, an empty dialogue, a message with nothing said or with images, a form that mixes text
+        UserError: A null value, an empty dialogue, a message with nothing said or with images, a form that mixes text
             and messages, answers that end with different roles.
-        UserTypeError: neither text nor a list of messages.
+        UserTypeError: Neither text nor a list of messages.
     """
     parts = {key: row[key] for key in ("prompt", *RAW_COLUMNS) if key in row}
     for key, value in parts.items():
@@ -118,13 +115,13 @@ def check_dialogue(value: Any, key: str, where: str) -> None:
     """Check the text or the messages of one column of a row; they may be empty.
 
     Args:
-        value: the value of the column ``key``.
-        key: the column.
-        where: how errors begin, see `row_of`.
+        value: The value of the column ``key``.
+        key: The column.
+        where: How errors begin, see `row_of`.
 
     Raises:
-        UserError: a null value, a message with nothing said or with images, half of a character.
-        UserTypeError: neither text nor a list of messages.
+        UserError: A null value, a message with nothing said or with images, half of a character.
+        UserTypeError: Neither text nor a list of messages.
     """
     if value is None:
         raise UserError(f"{where} has no `{key}` (null); every row needs one. Remove such rows or fill them.")
@@ -156,7 +153,7 @@ def _check_message(message: Any, where: str) -> None:
     if not says or isinstance(content, int | float):  # a call of tools needs no content
         raise UserTypeError(
             f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text, '' where "
-            "nothing was said; `maybe_convert_to_chatml` converts `from`/`value`."
+            "nothing was said; rename other keys, such as `from` and `value`."
         )
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, dict) and part.get("type") not in (None, "text"):
@@ -173,47 +170,32 @@ def _check_message(message: Any, where: str) -> None:
 def rendering(what: str) -> Iterator[None]:
     """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError.
 
-    A template is a program, which may raise anything, need not end, and may fill the memory. Time and memory are those
-    of a process's main thread alone: no other can be interrupted, and memory is limited for all threads at once.
+    A template is a program, which may raise anything, and need not end: in the main thread it is interrupted.
     """
     is_main = threading.current_thread() is threading.main_thread()
     try:
-        with _limits() if is_main else nullcontext():
+        with _time_limit() if is_main else nullcontext():
             yield
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        if isinstance(error, MemoryError):
-            reason = f"it takes more than {_RENDERING_GIB:g} GiB of memory"
         raise UserError(
             f"{what} cannot be rendered as a chat: {reason}. Correct the row, its `tools` or `chat_template_kwargs`, "
             "or the tokenizer's chat template (`chat_template_path` trains with another)."
         ) from error
 
 
-def _address_space() -> int:
-    """Return the size of this process in bytes; where nothing says it, as off Linux, far more than there is."""
-    try:
-        return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 2**60
-
-
 @contextmanager
-def _limits() -> Iterator[None]:
-    """Raise TimeoutError after some seconds, and MemoryError where the process grows by some GiB."""
+def _time_limit() -> Iterator[None]:
+    """Raise TimeoutError after some seconds."""
 
     def interrupt(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
 
-    memory = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = _address_space() + int(_RENDERING_GIB * 2**30)
     handler = signal.signal(signal.SIGALRM, interrupt)
     pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, memory)
         signal.setitimer(signal.ITIMER_REAL, *pending)
         signal.signal(signal.SIGALRM, handler)
 
@@ -225,13 +207,13 @@ def check_ids(ids: Any, key: str, where: str, num_embeddings: int) -> None:
     """Check one dialogue's token ids: XLA would read the table's last row for an id that is too large, silently.
 
     Args:
-        ids: the value of the column ``key``.
-        where: how errors begin, see `row_of`.
-        num_embeddings: rows of the model's embedding table.
+        ids: The value of the column ``key``.
+        where: How errors begin, see `row_of`.
+        num_embeddings: Rows of the model's embedding table.
 
     Raises:
-        UserError: none, or one that is negative or too large.
-        UserTypeError: no list of integers.
+        UserError: None, or one that is negative or too large.
+        UserTypeError: No list of integers.
     """
     if ids is None or len(ids) == 0:
         raise UserError(
@@ -268,7 +250,7 @@ def check_margin(value: Any, where: str, *, nested: bool = False) -> None:
     """Check one target margin: a finite number, or with ``nested`` also a list of one, as old datasets have it.
 
     Raises:
-        UserError: anything else.
+        UserError: Anything else.
     """
     margin = np.asarray(value)
     if nested and margin.shape == (1,):

@@ -3,11 +3,12 @@
 An example is *standard* (plain strings) or *conversational* (lists of ``{"role", "content"}`` messages). Its prompt is
 *explicit* (a ``prompt`` column) or *implicit* (the common beginning of ``chosen`` and ``rejected``).
 
-Left out of TRL 1.16's module: ``pack_dataset`` (supervised fine-tuning) and ``prepare_multimodal_messages`` (images).
+Left out of TRL 1.16's module: ``pack_dataset`` (supervised fine-tuning), ``prepare_multimodal_messages`` (images) and
+what reads ``from``/``value`` messages, which no reward script of TRL's does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -17,7 +18,6 @@ from ..errors import UserError, UserTypeError
 from .chat import apply_template
 
 AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
-Function = TypeVar("Function", bound=Callable[..., Any])
 ListOrMapping = TypeVar("ListOrMapping", list, Mapping)
 
 _DIALOGUE_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
@@ -40,47 +40,6 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
     return isinstance(example[key][0], dict) and "role" in example[key][0]
 
 
-def is_conversational_from_value(example: Mapping[str, Any]) -> bool:
-    """Tell whether the example holds ``conversations`` spelled ``from``/``value`` (see `maybe_convert_to_chatml`)."""
-    messages = example.get("conversations")
-    first = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(first, dict) and {"from", "value"} <= set(first)
-
-
-def maybe_convert_to_chatml(example: dict[str, Any]) -> dict[str, Any]:
-    """Spell messages as ``role``/``content`` where they say ``from``/``value``, and ``conversations`` as ``messages``.
-
-    Returns a new example; the one given stays as it is (TRL changes it in place).
-    """
-    spelling = {"from": "role", "value": "content"}
-
-    def convert(key: str, value: Any) -> Any:
-        if key not in (*_DIALOGUE_KEYS, "conversations") or not isinstance(value, list):
-            return value
-        return [
-            {spelling.get(k, k): v for k, v in message.items()} if isinstance(message, dict) else message
-            for message in value
-        ]
-
-    converted = {key: convert(key, value) for key, value in example.items()}
-    if "conversations" in converted:
-        converted["messages"] = converted.pop("conversations")
-    return converted
-
-
-def _takes_tokenizer(function: Function) -> Function:
-    """Let ``processing_class`` be given by its name up to TRL 0.11, too: ``tokenizer``."""
-
-    @wraps(function)
-    def renamed(*args: Any, **kwargs: Any) -> Any:
-        if "tokenizer" in kwargs:
-            kwargs["processing_class"] = kwargs.pop("tokenizer")
-        return function(*args, **kwargs)
-
-    return renamed  # type: ignore[return-value]
-
-
-@_takes_tokenizer
 def apply_chat_template(
     example: dict[str, Any],
     processing_class: PreTrainedTokenizerBase,
@@ -94,16 +53,16 @@ def apply_chat_template(
     whole dialogue's rendering adds to the prompt's.
 
     Args:
-        example: columns of one of the forms language modeling, prompt only, prompt and completion (with or without
+        example: Columns of one of the forms language modeling, prompt only, prompt and completion (with or without
             ``label``), preference (prompt explicit or implicit); optionally ``chat_template_kwargs``, a dictionary for
             the template.
-        processing_class: the tokenizer whose chat template renders.
-        tools: functions or their JSON schemas, for templates that know tools.
-        **template_kwargs: for the template.
+        processing_class: The tokenizer whose chat template renders.
+        tools: Functions or their JSON schemas, for templates that know tools.
+        **template_kwargs: For the template.
 
     Raises:
-        KeyError: the columns are of none of these forms.
-        UserError: the prompt ends with a turn that is neither user's, tool's nor assistant's; a key of
+        KeyError: The columns are of none of these forms.
+        UserError: The prompt ends with a turn that is neither user's, tool's nor assistant's; a key of
             ``chat_template_kwargs`` that is not for the template; content that is no text for it.
     """
     keys = {key for key in (*_DIALOGUE_KEYS, "label") if key in example}
@@ -114,7 +73,6 @@ def apply_chat_template(
         processing_class,
         tools=tools or None,  # some templates write their tool preamble for an empty list
         chat_template_kwargs=example.get("chat_template_kwargs"),
-        tokenize=False,
         **template_kwargs,
     )
     output: dict[str, Any] = {}
@@ -148,7 +106,6 @@ def _common_length(first: Sequence, second: Sequence) -> int:
     return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
-@_takes_tokenizer
 def maybe_apply_chat_template(
     example: dict[str, Any],
     processing_class: PreTrainedTokenizerBase,
@@ -169,8 +126,8 @@ def conversations_formatting_function(
     def render(rows: Mapping[str, Any]) -> Any:
         messages = rows[messages_field]
         if isinstance(messages[0], list):
-            return [apply_template(tokenizer, each, tokenize=False) for each in messages]
-        return apply_template(tokenizer, messages, tokenize=False)
+            return [apply_template(tokenizer, each) for each in messages]
+        return apply_template(tokenizer, messages)
 
     return render
 
@@ -182,7 +139,7 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
     messages (compared by message). Each answer keeps at least one element, also where one dialogue begins the other.
 
     Raises:
-        UserError: a dialogue is empty.
+        UserError: A dialogue is empty.
     """
     chosen, rejected = example["chosen"], example["rejected"]
     shortest = min(len(chosen), len(rejected))
@@ -224,8 +181,8 @@ def unpair_preference_dataset(dataset: AnyDataset, **map_kwargs: Any) -> AnyData
     """Turn pairs into rows of ``prompt``, ``completion`` and a true or false ``label``; other columns are repeated.
 
     Args:
-        dataset: with ``chosen``, ``rejected`` and optionally ``prompt``.
-        **map_kwargs: for the dataset's ``map``.
+        dataset: With ``chosen``, ``rejected`` and optionally ``prompt``.
+        **map_kwargs: For the dataset's ``map``.
     """
     split: Any = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
     columns = split.column_names or list(next(iter(split)))
@@ -248,7 +205,7 @@ def remove_none_values(example: ListOrMapping) -> ListOrMapping:
     For ``dataset.with_transform(remove_none_values)``, whose batches are mappings of lists.
 
     Raises:
-        UserTypeError: the input is neither a list nor a mapping.
+        UserTypeError: The input is neither a list nor a mapping.
     """
 
     if not isinstance(example, list | Mapping):

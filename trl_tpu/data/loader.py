@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from types import FunctionType
 from typing import Any, cast
 
 import datasets
@@ -17,16 +18,17 @@ import transformers.trainer
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import seed_worker
 
 from .collators import PairRows
-from .measure import longer_dialogues
+from .measure import measure
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
 _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
 
 
 def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
-    """The order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
+    """Return the order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
 
     Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose keeps its own order.
     """
@@ -42,10 +44,15 @@ def host_batches(
     sampler: Sampler[int] | None,
     args: TrainingArguments,
 ) -> DataLoader[Any]:
-    """A torch DataLoader with the loader settings of ``args``, without accelerate around it."""
+    """Return a torch DataLoader with the loader settings of ``args``, without accelerate around it.
+
+    Where hosts share a mesh, ``args.process_index`` is 0 in all: workers that augment rows draw alike, as they must
+    where each host makes the whole batch.
+    """
     settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS}
     settings["collate_fn"] = collate
-    settings["worker_init_fn"] = partial(outlive_sigterm, None)
+    seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+    settings["worker_init_fn"] = partial(outlive_sigterm, seed)
     if isinstance(dataset, IterableDataset) or sampler is None:
         return DataLoader(dataset, batch_size=batch_size, drop_last=args.dataloader_drop_last, **settings)
     batches = BatchSampler(sampler, batch_size, drop_last=args.dataloader_drop_last)
@@ -53,7 +60,7 @@ def host_batches(
 
 
 def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """The same loader without its first ``count`` batches."""
+    """Return the loader without its first ``count`` batches; a script's own loader of torch's class will do."""
     settings = {name: getattr(loader, name) for name in (*_SETTINGS, "collate_fn", "worker_init_fn")}
     if isinstance(loader.dataset, IterableDataset):
         return SkipDataLoader(
@@ -63,6 +70,17 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     sampler = SkipBatchSampler(batches, skip_batches=count)
     sampler.sampler = batches.sampler  # which orders by the epoch that it is told
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+
+
+def epoch_that_skips_by(skip: Callable[[Any, int], Any]) -> Callable[..., None]:
+    """Return transformers' `Trainer._run_epoch`, which skips a resumed epoch's batches by ``skip``.
+
+    It is a copy, with another function in the place of accelerate's `skip_first_batches`, which would rebuild a loader
+    without its sharding; transformers' own stays as it is.
+    """
+    original = Trainer._run_epoch
+    names = vars(transformers.trainer) | {"skip_first_batches": skip}
+    return FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
 
 
 @contextmanager
@@ -129,11 +147,11 @@ def _obey_parent() -> None:
 
 
 def read_own(pairs: datasets.Dataset, collate: PairRows, rows: np.ndarray) -> tuple["OwnPairs", "OwnRows"]:
-    """What a host reads of ``pairs`` in batches of padded pair rows, of which its devices hold ``rows``.
+    """Return what a host reads of ``pairs`` in batches of padded pair rows, of which its devices hold ``rows``.
 
     The batches have the shape of the whole ones, as they have to on every host; other rows hold copies.
     """
-    return OwnPairs(pairs, rows, longer_dialogues(pairs)), OwnRows(collate, rows)
+    return OwnPairs(pairs, rows, measure(pairs).longest_N), OwnRows(collate, rows)
 
 
 @dataclass(frozen=True)
@@ -154,7 +172,7 @@ class OwnPairs(Dataset[Any]):
         return len(self.pairs)
 
     def __getitems__(self, indices: list[int]) -> tuple[int, list[Any]]:
-        """The number of pairs in the whole batch; its pairs in `rows`, in order; and the longest."""
+        """Return the number of pairs in the whole batch; its pairs in `rows`, in order; and the longest."""
         own = [indices[row] for row in self.rows if row < len(indices)]
         longest = max(indices, key=self.lengths_N.__getitem__)
         return len(indices), self.pairs.__getitems__([*own, longest])

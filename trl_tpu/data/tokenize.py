@@ -2,17 +2,21 @@
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import torch.distributed
+from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .chat import apply_template, renders_text, try_template
-from .measure import lengths_of, pair_sizes, tables_of
+from .chat import apply_template, read_tools, template_variables
+from .measure import lengths_of, measure_tables, remember, tables_of, with_margin
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +40,20 @@ def prepare_preference_dataset(
     explicit ``prompt`` is put before both answers. Columns of token ids pass through. All other columns stay as they
     are (TRL writes the end-of-sequence token into the text columns).
 
-    In a distributed run the caller lets the main process go first, so that the others read its cache.
-
     Args:
-        dataset: rows of any form that `checks` accepts. A stream is checked and tokenized row by row as it is read.
-        processing_class: the tokenizer, its special tokens and chat template as training shall use them.
-        num_embeddings: rows of the model's embedding table, which token ids must not pass.
-        max_length: the most tokens a dialogue may have; None keeps all. Nothing is ever truncated.
-        num_proc: worker processes for a dataset (not for a stream).
-        name: what errors and logs call the dataset, "train" say.
+        dataset: Rows of any form that `checks` accepts. A stream is checked and tokenized row by row as it is read.
+        processing_class: The tokenizer, its special tokens and chat template as training shall use them.
+        num_embeddings: Rows of the model's embedding table, which token ids must not pass.
+        max_length: The most tokens a dialogue may have; None keeps all. Nothing is ever truncated.
+        num_proc: Worker processes for a dataset (not for a stream).
+        name: What errors and logs call the dataset, "train" say.
 
     Returns:
-        The dataset with the columns ``chosen_ids`` and ``rejected_ids``.
+        The dataset with the columns ``chosen_ids`` and ``rejected_ids``, already measured: see `measure.measure`.
 
     Raises:
-        UserTypeError: no dataset, or a value of the wrong type.
-        UserError: missing columns, no rows, null or empty values, margins that are not finite, token ids that the
+        UserTypeError: No dataset, or a value of the wrong type.
+        UserError: Missing columns, no rows, null or empty values, margins that are not finite, token ids that the
             model lacks, or no pair within ``max_length``. Errors number the rows as they came.
     """
     columns = checks.column_names(dataset, name)
@@ -72,9 +74,6 @@ def prepare_preference_dataset(
 
     settings = {"processing_class": processing_class, "name": name}
     if isinstance(dataset, IterableDataset):
-        if not is_tokenized:  # its rows may be rendered in a thread that nothing can interrupt
-            with checks.rendering(f"A small dialogue, tried for the {name} dataset,"):
-                try_template(processing_class)
         settings |= {"is_tokenized": is_tokenized, "num_embeddings": num_embeddings}
         dataset = dataset.map(
             _prepare_rows, with_indices=True, batched=True, batch_size=_STREAM_BATCH, fn_kwargs=settings
@@ -82,15 +81,29 @@ def prepare_preference_dataset(
         return dataset if max_length is None else dataset.filter(_fits, fn_kwargs={"max_length": max_length})
     checks.check_margins(dataset, name)
     if not is_tokenized:
-        dataset = dataset.map(
-            _tokenize_rows,
-            with_indices=True,
-            batched=True,
-            fn_kwargs=settings,
-            num_proc=num_proc,
-            desc=f"Tokenizing {name} dataset",
-        )
+        with main_processes_first():
+            dataset = dataset.map(
+                _tokenize_rows,
+                with_indices=True,
+                batched=True,
+                fn_kwargs=settings,
+                num_proc=num_proc,
+                desc=f"Tokenizing {name} dataset",
+            )
     return keep_fitting(dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name)
+
+
+@contextmanager
+def main_processes_first() -> Iterator[None]:
+    """Let the main process work first, then that of each node, then all: the others find its work in a cache.
+
+    Where one process drives all devices of a host, as on XLA, none is waited for: hosts need not share a cache.
+    """
+    if not torch.distributed.is_initialized() or PartialState().num_processes == 1:
+        yield
+        return
+    with PartialState().main_process_first(), PartialState().local_main_process_first():
+        yield
 
 
 def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -130,22 +143,25 @@ def tokenize_dialogue(
     """Tokenize one dialogue.
 
     Args:
-        dialogue: a whole text (see `with_eos`), or messages that `checks.check_dialogue` accepts.
-        processing_class: the tokenizer.
-        row: may hold ``tools`` and ``chat_template_kwargs``, with which messages are rendered.
-        where: how errors begin.
+        dialogue: A whole text (see `with_eos`), or messages that `checks.check_dialogue` accepts.
+        processing_class: The tokenizer.
+        row: May hold ``tools`` and ``chat_template_kwargs``, with which messages are rendered.
+        where: How errors begin.
 
     Raises:
-        UserError: messages that cannot be rendered.
+        UserError: The messages cannot be rendered.
     """
     if isinstance(dialogue, str):
         return processing_class(text=dialogue, return_attention_mask=False)["input_ids"]
     with checks.rendering(f"{where}, whose roles are {[message['role'] for message in dialogue]},"):
-        said = {key: row.get(key) for key in ("tools", "chat_template_kwargs")}
-        if not renders_text(processing_class):
-            return apply_template(processing_class, dialogue, **said, tokenize=True, return_dict=True)["input_ids"]
-        text = apply_template(processing_class, dialogue, **said, tokenize=False)
-    # outside of the limits of a rendering: a long text takes its time and memory
+        tools, variables = row.get("tools"), row.get("chat_template_kwargs")
+        if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+            # Mistral's, whose tokens are not those of the text that it renders
+            settings = {**template_variables(variables), "tools": read_tools(tools), "tokenize": True}
+            tokens: Any = processing_class.apply_chat_template(dialogue, **settings, return_dict=True)
+            return tokens["input_ids"]
+        text = apply_template(processing_class, dialogue, tools=tools, chat_template_kwargs=variables)
+    # outside of the time limit of a rendering: a long text takes its time
     return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
@@ -178,50 +194,50 @@ def keep_fitting(
     """Check the token ids, and leave out the pairs that are too long; count them, and pairs of equals, in the log.
 
     Args:
-        dataset: tokenized pairs.
-        columns: the names of the chosen and of the rejected token ids.
-        num_embeddings: rows of the model's embedding table.
-        max_length: the most tokens a dialogue may have; None keeps all.
-        name: what the log calls the dataset.
+        dataset: Tokenized pairs.
+        columns: The names of the chosen and of the rejected token ids.
+        num_embeddings: Rows of the model's embedding table.
+        max_length: The most tokens a dialogue may have; None keeps all.
+        name: What the log calls the dataset.
+
+    Returns:
+        The dataset, measured in the same pass: see `measure.measure`.
 
     Raises:
-        UserTypeError: a column does not hold lists of integers.
-        UserError: a dialogue without tokens, an id that the model lacks, or no pair that fits.
+        UserTypeError: A column does not hold lists of integers.
+        UserError: A dialogue without tokens, an id that the model lacks, or no pair that fits.
     """
-    longest, identical = _measure(dataset, columns, num_embeddings, name)
-    fits = np.ones(len(longest), bool) if max_length is None else longest <= max_length
-    dropped = int((~fits).sum())
-    if dropped == len(fits):
+    longest: list[np.ndarray] = []
+
+    def fitting() -> Iterator[pa.Table]:
+        first = 0
+        for table in tables_of(dataset, with_margin(columns, dataset)):
+            for key in columns:
+                checks.check_id_column(table[key], key, first, name, num_embeddings)
+            longest.append(lengths_of(table, columns).max(axis=0))
+            first += len(table)
+            yield table if max_length is None else table.filter(pa.array(longest[-1] <= max_length))
+
+    measured = measure_tables(fitting(), columns)
+    longest_N = np.concatenate(longest)
+    kept, dropped = len(measured.lengths), len(longest_N) - len(measured.lengths)
+    if not kept:
         raise UserError(
             f"The {name} dataset is empty after filtering: all {dropped} pairs were dropped, since a pair is kept "
             f"only when both dialogues have at most max_length={max_length} tokens, and the shortest pair has "
-            f"{longest.min()}. Raise `max_length`, or set it to None to keep all pairs."
+            f"{longest_N.min()}. Raise `max_length`, or set it to None to keep all pairs."
         )
     if dropped:
         logger.warning(
-            f"{name} dataset: {dropped} of {len(fits)} pairs dropped, since a dialogue is longer than "
-            f"max_length={max_length} tokens (the longest, of row {longest.argmax()}, has {longest.max()}). Raise "
+            f"{name} dataset: {dropped} of {len(longest_N)} pairs dropped, since a dialogue is longer than "
+            f"max_length={max_length} tokens (the longest, of row {longest_N.argmax()}, has {longest_N.max()}). Raise "
             "`max_length` to keep them."
         )
-        dataset = dataset.select(np.flatnonzero(fits))
-    if same := int(identical[fits].sum()):
+        dataset = dataset.select(np.flatnonzero(longest_N <= max_length))
+    if same := int((measured.sizes_N == measured.lengths.prefix_P).sum()):
         logger.warning(
-            f"{name} dataset: in {same} of {len(fits) - dropped} pairs, chosen and rejected are the same tokens. They "
-            "are kept, but teach nothing."
+            f"{name} dataset: in {same} of {kept} pairs, chosen and rejected are the same tokens. They are kept, but "
+            "teach nothing."
         )
+    remember(dataset, measured)
     return dataset
-
-
-def _measure(
-    dataset: Dataset, columns: tuple[str, str], num_embeddings: int, name: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Count the tokens of each pair's longer dialogue [N], and say whether its two are equal [N]; checks the ids."""
-    longest, identical, first = [], [], 0
-    for table in tables_of(dataset, columns):
-        for key in columns:
-            checks.check_id_column(table[key], key, first, name, num_embeddings)
-        lengths_2N = lengths_of(table, columns)
-        longest.append(lengths_2N.max(axis=0))
-        identical.append((pair_sizes(*(table[key] for key in columns)) == lengths_2N).all(axis=0))
-        first += len(table)
-    return np.concatenate(longest), np.concatenate(identical)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
-from ..data.measure import longer_dialogues
+from ..data.measure import measure
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
@@ -204,7 +204,7 @@ def _with_positions(dataset: Any, model: PreTrainedModel, name: str, columns: tu
     if not isinstance(dataset, Dataset):
         settings = {"limit": limit, "name": name, "columns": columns}
         return dataset if learned is None else dataset.map(_check_row, with_indices=True, fn_kwargs=settings)
-    lengths = longer_dialogues(dataset)
+    lengths = measure(dataset).longest_N
     row = int(lengths.argmax())
     if lengths[row] > limit:
         message = _too_long(int(lengths[row]), row, limit, name)

@@ -6,11 +6,9 @@ from typing import Any
 from datasets import Dataset
 from torch import nn
 
-from ..data.measure import pair_lengths
+from ..data.measure import measure
 from ..packing.lengths import PairLengths
 from .model_shape import ModelShape, read_model
-
-_SAMPLE = 4096  # pairs, that stand for all of a dataset
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
         shape = read_model(model)
         if not _attends_in_every_layer(model):
             return None
-        pairs = pair_lengths(dataset.select(range(0, len(dataset), -(-len(dataset) // _SAMPLE) or 1)))
+        pairs = measure(dataset).lengths
     except (AttributeError, TypeError, ValueError):  # of the user's own: no such config, or no such columns
         return None
     return work_of(shape, pairs).needed / len(pairs) if len(pairs) else None

@@ -4,11 +4,11 @@ This module imports nothing heavy, so that the command can export ``env`` before
 imported: they read some variables (``USE_TORCH_XLA``, ``XLA_FLAGS``) once, on import.
 """
 
-import math
+import copy
 import os
 import re
 from collections.abc import Sequence
-from itertools import chain
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -26,8 +26,8 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         The file's values without ``env`` (empty without ``--config``), and the words without ``--config``.
 
     Raises:
-        UserError: ``--config`` without a file, a file that is not a YAML mapping with text for keys, each once, or
-            an ``env`` that no environment can hold.
+        UserError: ``--config`` without a file, a file that is not a YAML mapping with each key once, or an ``env``
+            that no environment can hold.
         UserFileError: The file is not there or cannot be read.
     """
     path, rest = _split_flag(list(args))
@@ -36,137 +36,83 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     values = read_config(path)
     env = values.pop("env", {})
     if not isinstance(env, dict):
-        raise UserError(
-            f"`env` field should be a dict in the YAML file. In {path} it is {env!r}; write `env:` and below it, "
-            "indented, `NAME: value`, or leave it out."
-        )
-    if others := [name for name, value in env.items() if not isinstance(value, str)]:
-        raise UserError(
-            f"Config file {path}: `env` gives {others[0]} {env[others[0]]!r:.80}, which is no text. Write "
-            f"`{others[0]}: ''` for an empty value, or leave it out."
-        )
+        raise UserError(f"Config file {path}: the `env` field should be a dict in the YAML file; it is {env!r:.80}.")
     try:
-        os.environ.update({str(name): value for name, value in env.items()})
-    except (OSError, ValueError) as error:
+        os.environ.update(env)
+    except (OSError, TypeError, ValueError) as error:
         raise UserError(
-            f"Config file {path}: `env` has a name or value that no environment can hold ({error}). Correct it."
+            f"Config file {path}: `env` has a name or value that no environment can hold ({error}). Write '' for an "
+            "empty value."
         ) from error
     return values, rest
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read the mapping that a YAML file holds.
+    """Read the mapping that a YAML file holds; once, until the file changes.
 
-    Numbers, yes, no, on and off are text as they are written: the flag that takes a value decides what it means, as
-    on a command line. So are those in lists, and all values of ``env``. What is in mappings is read: see `_Reader`.
+    Numbers and yes, no, on and off are text as they are written, and so are all values of ``env``: the flag that takes
+    a value decides what it means, as on a command line. What is in mappings is read as YAML reads it.
 
     Raises:
-        UserError: It is not UTF-8, not YAML, not a mapping, or has a key that is not text or is there twice, or
-            aliases by which it grows without bounds.
+        UserError: It is not UTF-8, not YAML, not a mapping, or has a key twice.
         UserFileError: It is not there or cannot be read.
     """
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            values = yaml.load(file, _Reader)  # noqa: S506  # a kind of SafeLoader
+        return copy.deepcopy(_read(path, os.stat(path).st_mtime_ns))
     except OSError as error:
         raise UserFileError(f"Config file {path} cannot be read: {error.strerror}. Correct the path.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, a date such as 2001-13-45
         reason = " ".join(str(error).split())
-        raise UserError(f"Config file {path} is not valid YAML in UTF-8: {reason}. Correct it there.") from error
+        raise UserError(f"Config file {path} is not a YAML mapping in UTF-8: {reason}. Correct it there.") from error
+
+
+@lru_cache(maxsize=1)
+def _read(path: str, changed: int) -> dict[str, Any]:
+    with open(path, encoding="utf-8-sig") as file:
+        values = yaml.load(file, _Reader)  # noqa: S506  # a kind of SafeLoader
     if not isinstance(values, dict):
-        raise UserError(
-            f"Config file {path} must contain a YAML mapping (`name: value`), not "
-            f"{'nothing' if values is None else type(values).__name__}."
-        )
-    if others := [key for key in values if not isinstance(key, str)]:
-        raise UserError(f"Config file {path}: the key {others[0]!r} is not text. Correct or remove it.")
+        raise ValueError(f"it holds {'nothing' if values is None else type(values).__name__}, not `name: value`")
     return values
 
 
-def read_scalar(text: str) -> Any:
-    """Return the number or bool that YAML takes a text for; else the text."""
-    reader = _Reader("")
-    tag = reader.resolve(yaml.ScalarNode, text, (True, False))
-    return reader.construct_object(yaml.ScalarNode(tag, text)) if tag in (_INT, _FLOAT, _BOOL) else text
-
-
-_INT, _FLOAT, _BOOL, _NULL, _STR, _MERGE = (
-    f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "null", "str", "merge")
-)
-_ONLY_IN_1_1 = re.compile(r"[-+]?0[0-7_]+|.*:.*")  # 010 is 8 there, and 12:30 is 750
-_NOT_IN_1_1 = re.compile(r"[-+]?[0-9]+[eE][-+][0-9]+")  # 1e-5 is text there
-_LARGEST = 1_000_000
+_STR, _BOOL, _NULL, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "bool", "null", "merge"))
 
 
 class _Reader(yaml.SafeLoader):
-    """Reads YAML without its surprises.
-
-    - A key twice in a mapping, which YAML forbids: PyYAML takes the last, and a user who edits the other trains on
-      the old.
-    - Numbers of YAML 1.1, of which 1.2 has rid itself: those in base 8 and 60 are text here, as dates are, and 1e-5 is
-      a number.
-    - Aliases of aliases, by which a few lines become gigabytes.
-    """
-
-    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        tag: str = super().resolve(kind, value, implicit)
-        if kind is not yaml.ScalarNode or not implicit[0] or tag in (_BOOL, _NULL, _MERGE):
-            return tag
-        if tag in (_INT, _FLOAT):
-            return _STR if _ONLY_IN_1_1.fullmatch(value) else tag
-        return _FLOAT if _NOT_IN_1_1.fullmatch(value) else _STR
+    """Reads YAML as flags are read, and refuses a key twice: PyYAML takes the last of them, and a user edits one."""
 
     def get_single_node(self) -> yaml.Node | None:
         root: yaml.Node | None = super().get_single_node()
-        if root is not None and _size(root, {}) > _LARGEST:
-            problem = f"written out, its aliases (*name) make more than {_LARGEST:,} characters"
-            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=root.start_mark)
         if isinstance(root, yaml.MappingNode):
             root.value = [
-                (key, _all_text(value) if getattr(key, "value", None) == "env" else _as_written(value))
+                (key if key.tag == _MERGE else _as_written(key), _as_written(value, is_env=key.value == "env"))
                 for key, value in root.value
             ]
         return root
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
-                if (key.tag, key.value) in seen:
-                    problem = f"the key {key.value!r} is there twice"
-                    raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
-                seen.add((key.tag, key.value))
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        if twice := [name for name in names if names.count(name) > 1]:
+            problem = f"the key {twice[0]!r} is there twice"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
-def _size(node: yaml.Node, known: dict[int, float]) -> float:
-    """Count a node's values and characters, those behind an alias each time: without end in one that holds itself."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1 + len(node.value)
-    if id(node) not in known:
-        known[id(node)] = math.inf
-        parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
-    return known[id(node)]
+_Reader.add_implicit_resolver(  # YAML 1.1 takes 1e-5 for text
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
-def _as_written(node: yaml.Node) -> yaml.Node:
-    """Make text of a number and of yes, no, on and off, also in a list: what it is, the flag knows that takes it."""
+def _as_written(node: yaml.Node, is_env: bool = False) -> yaml.Node:
+    """Make text of a scalar and of those in a list, but for true, false and null; in ``env``, of all but null."""
     if isinstance(node, yaml.SequenceNode):
         return yaml.SequenceNode(node.tag, list(map(_as_written, node.value)), node.start_mark, node.end_mark)
-    is_text = node.tag in (_INT, _FLOAT) or (node.tag == _BOOL and node.value.lower() not in ("true", "false"))
-    return _text(node) if is_text else node
-
-
-def _all_text(node: yaml.Node) -> yaml.Node:
-    """Make text of a mapping's names and values, as an environment holds them; null stays null."""
-    if not isinstance(node, yaml.MappingNode):
+    if isinstance(node, yaml.MappingNode) and is_env:
+        pairs = [tuple(_as_written(each, is_env) for each in pair) for pair in node.value]
+        return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+    is_switch = node.tag == _BOOL and node.value.lower() in ("true", "false") and not is_env
+    if not isinstance(node, yaml.ScalarNode) or node.tag == _NULL or is_switch:
         return node
-    pairs = [tuple(_text(each) if each.tag in (_INT, _FLOAT, _BOOL) else each for each in pair) for pair in node.value]
-    return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
-
-
-def _text(node: yaml.Node) -> yaml.Node:
     return yaml.ScalarNode(_STR, node.value, node.start_mark, node.end_mark)  # a new one: aliases share the old
 
 

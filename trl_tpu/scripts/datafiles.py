@@ -32,8 +32,7 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         A dataset, or with ``split=None`` the dictionary of all splits; iterable ones when streaming.
 
     Raises:
-        UserError: What cannot be loaded (the first bad line of a JSON file is named), a split that is not there,
-            or `data_files` for what is a file already.
+        UserError: What cannot be loaded (the first bad line of a JSON file is named), or a split that is not there.
         UserFileError: `path` spells a local file and there is none.
     """
     if path.startswith(synthetic.PREFIX):
@@ -43,8 +42,6 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
     if (builder := _builder(local)) is not None:
         if not local.exists():
             raise UserFileError(f"There is no data file {path} (looked for {local.absolute()}).")
-        if kwargs.get("data_files") or kwargs.get("data_dir"):
-            raise UserError(f"{path} is a file already: leave `data_files` and `data_dir` out, or give a folder.")
         kwargs |= {"data_files": {"train": source}}
         if ".tsv" in local.suffixes[-2:]:
             kwargs["sep"] = "\t"
@@ -67,45 +64,35 @@ def naming_bad_lines(*paths: str | None) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, datasets.exceptions.DatasetGenerationError, UnicodeDecodeError, EOFError) as error:
-        for path in filter(None, paths):
-            if (fault := _bad_line(Path(path).expanduser())) is not None:
-                raise UserError(fault) from error
-        if isinstance(error, pa.ArrowException) and any(paths):
-            raise UserError(f"{', '.join(filter(None, paths))} cannot be read: {error}. Correct the file.") from error
-        raise
+        named = [path for path in paths if path]
+        fault = next(filter(None, (_bad_line(Path(path).expanduser()) for path in named)), None)
+        if fault is None and isinstance(error, pa.ArrowException) and named:
+            fault = f"{', '.join(named)} cannot be read: {error}. Correct the file."
+        if fault is None:  # another's error
+            raise
+        raise UserError(fault) from error
 
 
 def _bad_line(path: Path) -> str | None:
-    """Say which JSON file, of one file or of a folder, is broken, and in which line; None if none is."""
+    """Say which JSON Lines file, of one file or of a folder, is broken, in which line and how; None if none is."""
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file() and _builder(file) == "json" and (fault := first_bad_line(file)) is not None:
-            return f"{file} is broken: {fault}. Correct the file."
+        if not file.is_file() or _builder(file) != "json":
+            continue
+        number = 0
+        try:
+            with fsspec.open(str(file), mode="rb", compression="infer") as lines:
+                for number, line in enumerate(lines, start=1):
+                    text = line.decode("utf-8-sig")
+                    if number == 1 and text.startswith("["):  # an array of rows
+                        text += lines.read().decode()
+                    if text.strip():
+                        json.loads(text)
+        except json.JSONDecodeError as error:
+            line = number + error.lineno - 1
+            return f"{file} is broken: line {line}: {error.msg} (column {error.colno}). Correct the file."
+        except Exception as error:  # each compression has errors of its own
+            return f"{file} is broken: line {number}: {' '.join(str(error).split())}. Correct the file."
     return None
-
-
-def first_bad_line(file: Path) -> str | None:
-    """Find where and how a JSON or JSON Lines file, perhaps compressed, is broken; None if it is not.
-
-    Returns:
-        ``"line 3: Expecting ',' delimiter (column 14)"``, say.
-    """
-    number = rows = 0
-    try:
-        with fsspec.open(str(file), mode="rb", compression="infer") as lines:
-            for number, line in enumerate(lines, start=1):
-                is_array = rows == 0 and line.lstrip(b"\xef\xbb\xbf \t").startswith(b"[")
-                text = (line + lines.read() if is_array else line).decode("utf-8-sig").rstrip()
-                if text:
-                    rows += 1
-                    if not isinstance(json.loads(text), list if is_array else dict):
-                        return f"line {number}: a row must be a JSON object"
-    except json.JSONDecodeError as error:
-        return f"line {number + error.lineno - 1}: {error.msg} (column {error.colno})"
-    except UnicodeDecodeError as error:
-        return f"line {number + error.object.count(10, 0, error.start)}: {error}"  # 10 is the end of a line
-    except Exception as error:  # each compression has errors of its own
-        return f"it cannot be read ({' '.join(str(error).split())})"
-    return None if rows else "it holds no rows"
 
 
 def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:

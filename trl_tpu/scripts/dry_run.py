@@ -5,13 +5,10 @@ from collections.abc import Iterable
 from itertools import islice, takewhile
 from typing import Any
 
-import torch
 from datasets import Dataset
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer_utils import has_length
 
-from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.data.checks import TOKEN_COLUMNS
 from trl_tpu.trainer.reward_trainer import RewardTrainer
 
@@ -66,57 +63,19 @@ def _shown(text: Any) -> str:
 
 def _schedule(trainer: RewardTrainer) -> str:
     args, dataset = trainer.args, trainer.train_dataset
-    steps, epochs = _steps(trainer)
-    pairs = f"{len(dataset):,} pairs" if has_length(dataset) else "a stream of pairs"
-    batch = trainer.args.train_batch_size * trainer.accelerator.num_processes * args.gradient_accumulation_steps
+    steps, pairs = args.max_steps, "a stream of pairs"
+    if has_length(dataset):
+        pairs = f"{len(dataset):,} pairs"
+        an_epoch = max(math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps), 1)
+        steps = steps if steps > 0 else math.ceil(args.num_train_epochs * an_epoch)
+        pairs += f" are {steps / an_epoch:.3g} epochs"
+    batch = args.train_batch_size * trainer.accelerator.num_processes * args.gradient_accumulation_steps
+    strategies = {"logging": args.logging_steps, "eval": args.eval_steps, "save": args.save_steps}
+    shown = {name: getattr(getattr(args, f"{name}_strategy"), "value", "") for name in strategies}
     lines = [
-        f"{steps:,} steps of {batch} pairs: {epochs}, {pairs}",
-        f"learning rate {_rates(args, steps)}",
-        f"logs {_every(args.logging_strategy, args.logging_steps, steps)}; evaluates "
-        f"{_every(args.eval_strategy, args.eval_steps, steps)}; saves {_saves(args, steps)}",
+        f"{steps:,} steps of {batch} pairs: {pairs}",
+        f"learning rate {args.learning_rate:g} by {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}, "
+        f"{args.get_warmup_steps(steps):,} steps of warm-up",
+        ", ".join(f"{name}: {f'{strategies[name]:g} ' if by == 'steps' else ''}{by}" for name, by in shown.items()),
     ]
-    if (evaluated := trainer.eval_dataset) is not None:
-        sets = evaluated if isinstance(evaluated, dict) else {"": evaluated}
-        counts = [f"{name} {len(each):,}".strip() if has_length(each) else name for name, each in sets.items()]
-        lines.append(f"evaluation on {', '.join(counts)} pairs")
     return "\n".join(["Schedule", *(f"  {line}" for line in lines)])
-
-
-def _steps(trainer: RewardTrainer) -> tuple[int, str]:
-    """Return how many steps there will be, and how many epochs that is in words, as transformers counts them."""
-    args = trainer.args
-    if not has_length(trainer.train_dataset):
-        return args.max_steps, "max_steps"
-    batches = len(trainer.get_train_dataloader())
-    an_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
-    if args.max_steps > 0:
-        return args.max_steps, f"max_steps, which is {args.max_steps / an_epoch:.3g} epochs"
-    return math.ceil(args.num_train_epochs * an_epoch), f"{args.num_train_epochs:g} epochs"
-
-
-def _rates(args: RewardConfig, steps: int) -> str:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
-    warmup = args.get_warmup_steps(steps)
-    kwargs: Any = args.lr_scheduler_kwargs  # the config has parsed text
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, warmup, steps, kwargs)
-    name = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    if not isinstance(schedule, LambdaLR):
-        return f"{args.learning_rate:g}, by {name}"
-    at = sorted({0, warmup, steps // 2, max(steps - 1, 0)})
-    rates = ", ".join(f"{args.learning_rate * schedule.lr_lambdas[0](step):.3g} in step {step + 1:,}" for step in at)
-    return f"by {name}, {warmup:,} steps of warm-up: {rates}"
-
-
-def _every(strategy: Any, interval: float | None, steps: int) -> str:
-    kind = getattr(strategy, "value", strategy)
-    if kind != "steps":
-        return {"no": "never", "epoch": "after each epoch", "best": "after the best evaluations"}.get(kind, str(kind))
-    if interval is None:
-        return "never"
-    count = max(1, math.ceil(steps * interval)) if interval < 1 else int(interval)
-    return f"every {count:,} steps"
-
-
-def _saves(args: RewardConfig, steps: int) -> str:
-    saves, limit = _every(args.save_strategy, args.save_steps, steps), args.save_total_limit
-    return saves if limit is None or saves == "never" else f"{saves}, of which {limit} stay"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from transformers.hf_argparser import HfArgumentParser
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from trl_tpu.errors import UserError
-from trl_tpu.scripts.config_file import read_scalar, take_config
+from trl_tpu.scripts.config_file import take_config
 
 T = TypeVar("T")
 
@@ -52,8 +52,6 @@ class TrlParser(HfArgumentParser):
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:
             action.type = _json_object
-        if action.type is str:
-            action.takes_more = bool(set(members) - {str, NoneType})  # type: ignore[attr-defined]  # for `_typed`
         takes_one_value = action.nargs is None and action.choices is None and bool not in members
         if NoneType in members and takes_one_value and callable(action.type) and action.type is not str:
             action.type = _or_none(action.type)
@@ -81,8 +79,8 @@ class TrlParser(HfArgumentParser):
                 what a dataclass refuses.
         """
         values, words = take_config(sys.argv[1:] if args is None else list(args))
-        unknown_keys = self.set_defaults_with_config(**values)
         try:
+            unknown_keys = self.set_defaults_with_config(**values)
             *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
         except UserError:
             raise
@@ -105,13 +103,12 @@ class TrlParser(HfArgumentParser):
             What no flag took, as command-line words: ``["--name", "value", ...]``.
 
         Raises:
-            UserError: A value that is not among the flag's choices, or of a type that the flag cannot have.
+            UserError: A value that is not among the flag's choices.
         """
         taken: set[str] = set()
         for action in _actions(self):
             if action.dest in kwargs:
-                _check_choice(action, kwargs[action.dest])
-                action.default = _typed(action, kwargs[action.dest])
+                action.default = _default(action, kwargs[action.dest])
                 action.required = False
                 taken.add(action.dest)
         return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
@@ -143,57 +140,22 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return found
 
 
-def _check_choice(action: argparse.Action, value: Any) -> None:
-    """Check a default, where the values of a file go: argparse checks the choices of flags alone."""
-    if action.choices is None or value is None:
-        return
-    choices = [str(choice) for choice in action.choices]
-    # an Enum member prints as its class and name, its value is the spelling
-    if str(getattr(value, "value", value)) not in choices:
-        raise UserError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.")
+def _default(action: argparse.Action, value: Any) -> Any:
+    """Return a value of the file as the flag's default: argparse converts text, but not in lists, nor checks choices.
 
-
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "int": ("a whole number", lambda value: isinstance(value, int | float) and value == value // 1),
-    "float": ("a number", lambda value: isinstance(value, int | float)),
-    "string_to_bool": ("true or false", lambda value: value in (True, False)),
-    "str": ("text", lambda value: not isinstance(value, list | dict)),
-}
-
-
-def _typed(action: argparse.Action, given: Any) -> Any:
-    """Convert a value of the file as the flag does: argparse converts text only, and leaves any other default.
-
-    So a whole number may be written 8.0, a switch on, and a name 1.10, as on a command line. A flag of text or
-    something else takes lists and mappings too, and no for false.
+    Raises:
+        UserError: It is not among the flag's choices.
     """
-    kind = getattr(action.type, "__name__", "")
-    if kind not in _KINDS:
-        return given
-    if action.nargs == "+":
-        return [_read(each, kind) for each in given] if isinstance(given, list) else given
-    if getattr(action, "takes_more", False):
-        switch = _read(given, "string_to_bool")
-        return switch if isinstance(switch, bool) else given
-    value = _read(given, kind)
-    may_be_none = action.type not in (int, float)
-    if isinstance(value, str) or (value is None and may_be_none):
-        return value
-    wanted, fits = _KINDS[kind]
-    if not fits(value) or (kind in ("int", "float") and isinstance(value, bool)):
-        shown = given if isinstance(given, str) else json.dumps(given, default=str)
-        raise UserError(
-            f"`{action.dest}: {shown}` in the config file is not {wanted}. Correct it, or leave it out for the "
-            "default."
-        )
-    if kind == "int":
-        return int(value)
-    return str(value) if kind == "str" and not isinstance(value, bool) else value
-
-
-def _read(given: Any, kind: str) -> Any:
-    """Read a value of the file, where it is text, as YAML does, for a flag that is not of text."""
-    return read_scalar(given) if isinstance(given, str) and kind != "str" else given
+    # an Enum member prints as its class and name, its value is the spelling
+    choices = [str(choice) for choice in action.choices or ()]
+    if choices and value is not None and str(getattr(value, "value", value)) not in choices:
+        raise UserError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.")
+    convert = action.type if callable(action.type) else str
+    if isinstance(value, list):
+        return [convert(each) if isinstance(each, str) else each for each in value]
+    if convert is string_to_bool:
+        return {"on": True, "off": False}.get(str(value).lower(), value)
+    return value
 
 
 def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:

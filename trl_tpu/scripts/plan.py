@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.data.measure import pair_lengths
+from trl_tpu.data.measure import measure
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import broken
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config
@@ -180,4 +180,4 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     if (peft_config := get_peft_config(model_args)) is not None:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
-    return Workload(model, args, assumed_pair(args) if tokens is None else pair_lengths(tokens), tokens)
+    return Workload(model, args, assumed_pair(args) if tokens is None else measure(tokens).lengths, tokens)

@@ -23,18 +23,14 @@ from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts import score, sigterm, synthetic
-from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
 from trl_tpu.scripts.dry_run import describe_run
 from trl_tpu.scripts.parser import TrlParser
-from trl_tpu.scripts.short_help import add_help
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
 from trl_tpu.trainer.model_config import ModelConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
 
 logger = logging.getLogger(__name__)
-
-LAUNCHER_FLAGS = {"accelerate_config", "config_file", "num_machines", "num_processes"}
 
 
 @help_from_docstring
@@ -81,7 +77,7 @@ def main(
         training_args.push_to_hub = False  # which makes the repository first
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
     if not dry_run:
-        sigterm.may_end(lambda: be_resumable(training_args, checkpoint))
+        sigterm.end_command(lambda: be_resumable(training_args, checkpoint))
     dataset = load_data(script_args, dataset_args)
     what = "the mixture" if dataset_args.datasets else str(script_args.dataset_name)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
@@ -108,7 +104,7 @@ def main(
         return
     say(trainer.describe())
     trainer.at_late_sigterm = lambda: None  # what is left is short
-    sigterm.leave_to_training()
+    sigterm.stop_listening()
     trainer.train(resume_from_checkpoint=checkpoint)
     sigterm.finish()
     if trainer.stopped_by is not None:
@@ -238,30 +234,12 @@ def make_parser(subparsers: Any = None, prog: str | None = None) -> TrlParser:
     """Make the parser of the command's flags, alone or below the `subparsers` of another."""
     types = (RewardScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
     if subparsers is None:
-        parser = TrlParser(types, prog=prog, add_help=False)
-        add_help(parser)
-        return parser
+        return TrlParser(types, prog=prog)
     return subparsers.add_parser("reward", help="Train a reward model", dataclass_types=types)
-
-
-def refuse_launcher_flags(argv: list[str]) -> None:
-    """Say why the flags of accelerate's launcher, which TRL's command takes, are not among ours.
-
-    Raises:
-        UserError: One of them is given, on the command line or in the YAML file.
-    """
-    values, words = take_config(argv)
-    named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
-    if launcher := sorted(LAUNCHER_FLAGS & (named | values.keys())):
-        raise UserError(
-            f"`--{launcher[0]}` belongs to accelerate's launcher, which is not used here: one process drives every "
-            "device of the host by itself (SPMD). Remove it; `--mesh` says how the devices are used."
-        )
 
 
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu reward``; returns the exit status."""
-    refuse_launcher_flags(argv)
     parsed = make_parser(prog="trl-tpu reward").parse_args_and_config(argv)
     script_args, training_args, model_args, dataset_args = parsed
     with naming_bad_lines(script_args.dataset_name, *(part.path for part in dataset_args.datasets)):

@@ -5,7 +5,6 @@ is lost, and the run can be resumed. After training the command finishes, so tha
 SIGTERM kills at any time.
 """
 
-import os
 import signal
 import sys
 import threading
@@ -15,51 +14,48 @@ from trl_tpu import forks
 from trl_tpu.errors import UNFINISHED
 
 
-class _Heard:
-    process = 0  # which listens
-    signal = False
-    at_end: Callable[[], str] | None = None  # None where the command is not to end
+class _State:
+    listens = False
+    came = False
+    at_end: Callable[[], str] | None = None  # None until the command can be ended
 
 
 def listen() -> None:
-    """Hear SIGTERM from here on."""
+    """Handle SIGTERM from here on."""
     forks.end_by_sigterm()
-    _Heard.process, _Heard.signal, _Heard.at_end = os.getpid(), False, None
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _hear)
+    _State.listens, _State.came, _State.at_end = threading.current_thread() is threading.main_thread(), False, None
+    _handle_by(_end_or_remember)
 
 
-def may_end(at_end: Callable[[], str]) -> None:
-    """End the command from here on, and now if a SIGTERM has come.
+def end_command(at_end: Callable[[], str]) -> None:
+    """End the command at a SIGTERM from here on, and now if one has come.
 
     Args:
-        at_end: Does what is to be done then, and returns how to go on.
+        at_end: Does what is to be done then, and returns how to resume.
     """
-    _Heard.at_end = at_end
-    if _Heard.signal:
-        _end(at_end)
+    _State.at_end = at_end
+    if _State.came:
+        _end_or_remember()
 
 
-def leave_to_training() -> None:
-    """Hear nothing while training does; a second SIGTERM kills there."""
-    if _Heard.process == os.getpid():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def stop_listening() -> None:
+    """Handle nothing while training does; a second SIGTERM kills there."""
+    _handle_by(signal.SIG_DFL)
 
 
 def finish() -> None:
     """Let the command come to its end from here on, whether or not a SIGTERM comes."""
-    _Heard.at_end = None
-    if _Heard.process == os.getpid():
-        signal.signal(signal.SIGTERM, _hear)
+    _handle_by(lambda *_: _handle_by(signal.SIG_DFL))
 
 
-def _hear(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _Heard.signal = True
-    if _Heard.at_end is not None:
-        _end(_Heard.at_end)
+def _handle_by(handler: Callable[..., None] | signal.Handlers) -> None:
+    if _State.listens:
+        signal.signal(signal.SIGTERM, handler)
 
 
-def _end(at_end: Callable[[], str]) -> None:
-    print(f"SIGTERM came before training: {at_end()}.", file=sys.stderr)
-    raise SystemExit(UNFINISHED)
+def _end_or_remember(*_: object) -> None:
+    _handle_by(signal.SIG_DFL)
+    _State.came = _State.at_end is None
+    if _State.at_end is not None:
+        print(f"SIGTERM came before training: {_State.at_end()}.", file=sys.stderr)
+        raise SystemExit(UNFINISHED)

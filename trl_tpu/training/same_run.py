@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from datasets import Dataset
 
+from ..data.measure import id_columns, measure
 from ..errors import UserError
 
 _SETTINGS = (
@@ -16,9 +16,6 @@ _SETTINGS = (
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("center_rewards_coefficient", "disable_dropout", "bf16", "nonfinite_limit"),
 )
-
-_ROWS = 10_000
-"""Rows of a dataset that are summed up at once."""
 
 
 def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -60,16 +57,12 @@ def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dic
 
 
 def digest(dataset: Any) -> Any:
-    """Return how many rows there are, and a checksum of all; None for a stream; of a dict, this of each dataset."""
+    """Return how many pairs there are, and a checksum of all; None for a stream; of a dict, this of each dataset."""
     if isinstance(dataset, dict):
         return {name: digest(part) for name, part in dataset.items()}
-    if not isinstance(dataset, Dataset) or not len(dataset):
+    if not isinstance(dataset, Dataset) or id_columns(dataset) is None:
         return None
-    checksum = 0
-    for table in dataset.with_format("arrow").iter(_ROWS):
-        for batch in table.select(sorted(table.column_names)).combine_chunks().to_batches():
-            checksum = crc32(batch.serialize(), checksum)
-    return f"{len(dataset)} pairs ({checksum:08x})"
+    return f"{len(dataset)} pairs ({measure(dataset).checksum:08x})"
 
 
 def _named(hosts: list[int]) -> str:
