@@ -84,7 +84,9 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
     attention = base.config._attn_implementation
     model.eval()
     try:
-        # before, since a model's own code may ask for the name of its attention
+        use_tree_masks(base)  # or says why not
+        # under the name that it had, which a model's own code may ask for
+        base.set_attn_implementation(attention)
         padded = [_padded(model, examples, pad_token_id) for examples in _tiny_batches(pad_token_id)]
         use_tree_masks(base)
         for examples, expected in zip(_tiny_batches(pad_token_id), padded, strict=True):
