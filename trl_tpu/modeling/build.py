@@ -15,7 +15,7 @@ from ..data.measure import longer_dialogues
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
-from ..parallel.shard import WeightPlacer
+from ..parallel.shard import place_model, plan_model
 from .adapters import (
     add_adapters,
     is_peft_model,
@@ -29,7 +29,7 @@ from .chat_template import set_chat_template
 from .dropout import disable_dropout_in_model
 from .experts import use_static_experts
 from .layers import find_layers
-from .load import check_num_labels, load_model, load_processing_class
+from .load import check_num_labels, forget_files, load_model, load_processing_class
 from .positions import learned_positions
 from .readers import tell_readers
 from .score_head import keep_score_head_in_float32
@@ -99,17 +99,18 @@ def build_reward_model(
     Raises:
         UserError, ImportError: From the parts, which say what to do.
     """
-    revision = placer = None
+    revision, in_files = None, False
     if isinstance(model, str):
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
         revision = (model_init_kwargs or {}).get("revision")
-        placer = _weight_placer(args, peft_config)
+        # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
+        in_files = runtime.current().shares_mesh and not (peft_config is not None and reads_base_weights(peft_config))
         model = load_model(
             model,
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
-            place=placer,
+            in_files=in_files,
         )
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
@@ -122,8 +123,9 @@ def build_reward_model(
     )
     tokenizer = set_eos_token(model, tokenizer, args.eos_token)
     model, tokenizer, added_tokens = set_chat_template(model, tokenizer, args.chat_template_path)
-    if placer is not None:
-        placer.finish(model)
+    if in_files:  # before adapters, which are made where their weights are
+        place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
+        forget_files(model)
     checkpointing = bool(args.activation_checkpointing)
     if peft_config is not None:
         model = add_adapters(model, peft_config, added_tokens=added_tokens, gradient_checkpointing=checkpointing)
@@ -136,14 +138,6 @@ def build_reward_model(
     tell_readers(without_adapters(model).config)
     _fit_to_device(model, args)
     return model, tokenizer
-
-
-def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
-    """Send weights, on XLA, to their devices as they are read, unless adapters have to read them on the host."""
-    if not runtime.current().shares_mesh or (peft_config is not None and reads_base_weights(peft_config)):
-        return None
-    grows = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
-    return WeightPlacer(args.mesh_shape, args.sharding_rules, runtime.current(), args.device, keeps_embeddings=grows)
 
 
 def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
