@@ -103,20 +103,6 @@ def sent_over(axes: str, compiled: CompiledProgram) -> list[Sent]:
     return found
 
 
-@pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v6e:2x4")])
-def test_blocks_are_added_up_over_tensor_once(
-    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
-) -> None:
-    """Two blocks of a layer in the forward, the first again for the backward, and two there; in bfloat16.
-
-    Embeddings are added up in float32. A sum comes twice, and half of it a chip has itself.
-    """
-    block, layers = LENGTH * config().hidden_size * 2, 2
-    sent = sent_over("tensor", programs[name, topology].result().compiled)
-    added = {each.dtype: each.bytes for each in sent if each.kind == "all-reduce" and each.one >= block}
-    assert added == {"bf16": 5 * layers * block, "f32": 2 * block}
-
-
 ONE = LARGE["hidden_size"] * LARGE["intermediate_size"] * 2
 """Bytes of a large weight in bfloat16. A layer has three."""
 

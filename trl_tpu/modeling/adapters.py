@@ -129,8 +129,8 @@ def add_adapters(
         adapted: Any = get_peft_model(model, peft_config)
     except (ValueError, AttributeError) as error:
         raise UserError(
-            f"{type(model).__name__} cannot have the adapters of `peft_config`: {error} Correct it (on a command line, "
-            f"the flags `--lora_...`); its task_type is {peft_config.task_type!s}, a reward model's is 'SEQ_CLS'."
+            f"{type(model).__name__} cannot have the adapters of `peft_config`: {error} Correct it (on a command "
+            f"line, the `--lora_` flags); its task_type is {peft_config.task_type!s}, a reward model's is 'SEQ_CLS'."
         ) from error
     prepare_adapters(adapted, gradient_checkpointing=gradient_checkpointing)
     return adapted

@@ -95,10 +95,8 @@ def keep_activations_split(
     """Keep activations split by forward hooks: batches over the batch axes, heads and inner features over `tensor`.
 
     Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
-    Projections that are split over `tensor` share the cast of what they all take, see `_CastOnce`.
     """
     batch = plan.mesh.batch_axes
-    cast_once = _CastOnce()
     for name, module in model.named_modules():
         weight = placements.get(f"{name}.weight")
         if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.is_sharded:
@@ -107,12 +105,8 @@ def keep_activations_split(
             gathered = plan.style_of(f"{bare_name(name)}.weight") in GATHERED_OUTPUTS
             out = "tensor" if "tensor" in names_of(weight.axes[0]) and not gathered else None
             _constrain(module, batch, out, runtime)
-            if out is not None:
-                module.register_forward_pre_hook(cast_once)
         elif isinstance(module, GradientCheckpointingLayer | nn.Embedding):
             _constrain(module, batch, None, runtime)
-            if plan.mesh.tensor > 1:
-                module.register_forward_hook(cast_once.forget)
 
 
 def scatter_gradients(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
@@ -124,30 +118,6 @@ def scatter_gradients(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
         is_table = bare_name(name) in plan.embeddings
         if parameter.requires_grad and not is_table and "fsdp" in placements[name].names:
             parameter.register_hook(partial(runtime.scatter, axes=placements[name].axes))
-
-
-class _CastOnce:
-    """A forward pre-hook that gives modules which take the same tensor under autocast the same cast of it.
-
-    What each of them, split over `tensor`, passes back is a sum over devices that is still to be made. Of separate
-    casts these sums are made one by one; of one cast they are added up first, in autocast's type, and made at once.
-    """
-
-    def __init__(self) -> None:
-        self._given: torch.Tensor | None = None
-        self._cast: torch.Tensor | None = None
-
-    def __call__(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        given, *others = inputs
-        if given.dtype != torch.float32 or not torch.is_autocast_enabled(given.device.type):
-            return None
-        if given is not self._given:
-            self._given, self._cast = given, given.to(torch.get_autocast_dtype(given.device.type))
-        return (self._cast, *others)
-
-    def forget(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        """Hold no tensor after a layer has run: to XLA it would be one more result of the step."""
-        self._given = self._cast = None
 
 
 def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime: Runtime) -> None:
