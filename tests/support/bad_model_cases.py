@@ -22,63 +22,25 @@ MORE_TOKENS = [f"<more{number}>" for number in range(99)]
 SECOND = "model-00002-of-00002.safetensors"
 
 MODELS = {
-    "no such model": Case(
-        flags(model_name_or_path="{folder}/no"),
-        ["DIR/no cannot be loaded as a", "there is no folder DIR/no", "Correct the name"],
-    ),
-    "a model that is a file": Case(
-        flags(model_name_or_path="{folder}/pairs.jsonl"), ["there is no folder DIR/pairs.jsonl", "Correct the name"]
-    ),
+    "no such model": Case(flags(model_name_or_path="{folder}/no"), ["DIR/no cannot be loaded", "Correct the name"]),
     "an empty folder for a model": Case(
         empty_folder("model_name_or_path"), ["DIR/empty cannot be loaded as a reward model", "its files"]
     ),
     "a broken config.json": Case(
         model_file("config.json", b'{"model_type": "llama",'),
-        ["DIR/model/config.json (23 bytes) is broken: ", "line 1 column", "again"],
-    ),
-    "a list for config.json": Case(
-        model_file("config.json", b"[1]"),
-        ["DIR/model cannot be loaded as a reward model", "`model_type`", "its files"],
-    ),
-    "config.json in another encoding": Case(
-        model_file("config.json", b'{"\xff'), ["DIR/model/config.json (3 bytes) is broken: 'utf-8' codec"]
-    ),
-    "no config.json": Case(
-        model_file("config.json", None),
-        ["DIR/model cannot be loaded as a reward model", "Correct the name, its files"],
+        ["DIR/model/config.json is broken: ", "line 1 column", "again"],
     ),
     "no model_type": Case(edit_json("config.json", lambda c: c.pop("model_type")), ["`model_type`", "Correct"]),
-    "an unknown model_type": Case(edit_json("config.json", set_to(model_type="lama")), ["`lama`", "Correct the name"]),
     "a model that classifies no text": Case(
         edit_json("config.json", set_to(model_type="clip")), ["CLIPConfig", "one of"]
     ),
-    "heads that do not divide": Case(edit_json("config.json", set_to(num_attention_heads=3)), ["(16)", "heads (3)"]),
     "a size of text": Case(edit_json("config.json", set_to(hidden_size="big")), ["'hidden_size'", "'big'", "Correct"]),
-    "weights of another size": Case(
-        edit_json("config.json", set_to(hidden_size=32)),
-        ["(272, 16) in the file and (272, 32) in the model", "sizes in"],
-    ),
-    "two labels": Case(two_labels, ["score.weight has the shape (2, 16)", "which has one output", "start from"]),
+    "weights of another size": Case(edit_json("config.json", set_to(hidden_size=32)), ["ignore_mismatched_sizes"]),
+    "two labels": Case(two_labels, ["DIR/model cannot be loaded", "ignore_mismatched_sizes"]),
     "no weights": Case(model_file("model.safetensors", None), ["no file named model.safetensors", "DIR/model"]),
-    "half of the weights": Case(
-        cut("model.safetensors", 0.5), ["DIR/model/model.safetensors", "bytes) is broken", "again"]
-    ),
-    "weights of no bytes": Case(
-        model_file("model.safetensors", b""), ["model.safetensors (0 bytes) is broken", "again"]
-    ),
-    "a pointer for weights": Case(
-        model_file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
-        ["DIR/model/model.safetensors (43 bytes) is broken", "download it again"],
-    ),
+    "half of the weights": Case(cut("model.safetensors", 0.5), ["DIR/model/model.safetensors", "is broken", "again"]),
     "a shard that is missing": Case(both(in_shards, model_file(SECOND, None)), ["No such file", SECOND]),
     "half a shard": Case(both(in_shards, cut(SECOND, 0.5)), [f"DIR/model/{SECOND}", "is broken", "again"]),
-    "a shard of anything": Case(both(in_shards, model_file(SECOND, b"\xff" * 99)), [f"{SECOND} (99 bytes) is broken"]),
-    "a broken index": Case(
-        both(in_shards, model_file("model.safetensors.index.json", b"{")), ["index.json (1 bytes) is broken"]
-    ),
-    "an index of nothing": Case(
-        both(in_shards, model_file("model.safetensors.index.json", b"{}")), ["KeyError: 'weight_map'", "its files"]
-    ),
     "an index of files elsewhere": Case(
         both(
             in_shards,
@@ -93,12 +55,7 @@ MODELS = {
     "no tokenizer": Case(
         model_file("tokenizer.json", None), ["DIR/model cannot be loaded as a tokenizer", "its files"]
     ),
-    "a broken tokenizer": Case(
-        model_file("tokenizer.json", b"{"), ["DIR/model/tokenizer.json (1 bytes) is broken", "again"]
-    ),
-    "a broken tokenizer_config.json": Case(
-        model_file("tokenizer_config.json", b"{"), ["tokenizer_config.json (1 bytes) is broken"]
-    ),
+    "a broken tokenizer": Case(model_file("tokenizer.json", b"{"), ["DIR/model/tokenizer.json is broken", "again"]),
     "no chat template": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template=None))),
         ["Row 0", "chat_template is not set", "`chat_template_path`"],
@@ -113,9 +70,6 @@ MODELS = {
     ),
     "a chat template of nothing": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template="{{ '' }}"))), ["Row 0", "`chosen_ids` holds no tokens"]
-    ),
-    "no such chat template": Case(
-        flags(chat_template_path="{folder}/t.jinja"), ["No such file", "DIR/t.jinja", "Give"]
     ),
     "neither pad nor eos token": Case(
         tokenizer(set_to(pad_token=None, eos_token=None)),

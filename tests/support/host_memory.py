@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from trl_tpu.modeling.load import load_model
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.parallel.shard import WeightPlacer, place_model, plan_model
+from trl_tpu.parallel.shard import place_model, plan_model
 from trl_tpu.runtime import PartitionSpec, current
 from trl_tpu.runtime.xla import XlaRuntime
 
@@ -74,13 +74,8 @@ def main(model: str, out: str, way: str) -> None:
     placed = runtime.place(torch.zeros(8), (None,), device)
     runtime.place(placed, (None,), device)
     runtime.begin()
-    if way == "streamed":
-        placer = WeightPlacer(mesh, None, runtime, device)
-        loaded = load_model(model, place=placer)
-        placer.finish(loaded)
-    else:
-        loaded = load_model(model)
-        place_model(loaded, plan_model(loaded, mesh), runtime, device)
+    loaded = load_model(model, in_files=way == "streamed")
+    place_model(loaded, plan_model(loaded, mesh), runtime, device)
     sizes = [parameter.numel() * parameter.element_size() for parameter in loaded.parameters()]
     Path(out).write_text(json.dumps({"held": max(runtime.held), "model": sum(sizes), "largest": max(sizes)}))
 

@@ -55,7 +55,7 @@ def test_the_default_flags_train_the_score_head() -> None:
     names = trainable(model)
     assert "base_model.model.score.modules_to_save.default.weight" in names
     assert all("lora_" in name or "modules_to_save" in name for name in names)
-    with pytest.raises(ValueError, match="'CAUSAL_LM'; that of a reward model is 'SEQ_CLS'"):  # TRL's default
+    with pytest.raises(ValueError, match="CAUSAL_LM, a reward model's is 'SEQ_CLS'"):  # TRL's default
         adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"), gradient_checkpointing=False)
 
 
@@ -121,9 +121,7 @@ def test_adapters_get_gradients_through_recomputed_layers() -> None:
     torch.testing.assert_close(grads[True], grads[False])
 
 
-def test_wrong_combinations_are_refused() -> None:
-    with pytest.raises(TypeError, match="must be a `peft.PeftConfig` instance.*got dict"):
-        adapters.add_adapters(tiny(), {"r": 4}, gradient_checkpointing=False)  # type: ignore[arg-type]
+def test_adapters_on_adapters_are_refused() -> None:
     model: Any = adapters.add_adapters(tiny(), peft.LoraConfig(), gradient_checkpointing=False)
     with pytest.raises(ValueError, match="`PeftModel` instance together with a `peft_config`"):
         adapters.add_adapters(model, peft.LoraConfig(), gradient_checkpointing=False)
@@ -172,7 +170,7 @@ def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraCon
     torch.testing.assert_close(reloaded.eval()(IDS).logits, expected)
 
 
-@pytest.mark.parametrize("config", ['{"r": 4', "[]", '{"r": 4}', '{"peft_type": "LORA"}', '{"peft_type": "SORCERY"}'])
+@pytest.mark.parametrize("config", ['{"r": 4', '{"peft_type": "SORCERY"}'])
 def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(UserError, match=f"{tmp_path} cannot be loaded as a reward model: ") as refused:
@@ -191,14 +189,6 @@ def test_adapter_names_are_those_of_the_saved_tensors(config: peft.LoraConfig, t
     written = load_file(tmp_path / "adapter_model.safetensors")
     assert sorted(tuple(state[name].shape) for name in names) == sorted(tuple(t.shape) for t in written.values())
     assert {name for name in names if not state[name].requires_grad} == set()
-
-
-def test_quantization_is_refused_on_xla_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(runtime.current()), "compiles", True)
-    for flag in ("load_in_4bit", "load_in_8bit"):
-        with pytest.raises(ValueError, match="bitsandbytes quantization needs CUDA.*--dtype bfloat16 --use_peft"):
-            adapters.get_quantization_config(ModelConfig(**{flag: True}))
-    assert adapters.get_quantization_config(ModelConfig()) is None
 
 
 @pytest.mark.parametrize(

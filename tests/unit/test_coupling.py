@@ -175,11 +175,13 @@ def test_a_collator_is_taken_from_the_trainer_when_a_loader_is_made() -> None:
 # ---- names in modules: read from their source, so that nothing need be imported (torch_xla starts devices)
 
 NAMES = {
-    "transformers.core_model_loading": ["revert_weight_conversion", "HF_DEACTIVATE_ASYNC_LOAD"],
+    "transformers.core_model_loading": ["revert_weight_conversion"],
     "transformers.modeling_layers": ["GradientCheckpointingLayer", "_gradient_checkpointing_func"],
     "transformers.modeling_utils": [
-        "safe_open",  # modeling/streaming.py puts a reader in its place
-        "_is_hf_initialized",
+        "_keep_in_fp32_modules",
+        "_keep_in_fp32_modules_strict",
+        "_can_set_attn_implementation",
+        "_can_set_experts_implementation",
         "AttentionInterface",
     ],
     "transformers.masking_utils": ["AttentionMaskInterface", "sdpa_mask", "causal_mask_function"],

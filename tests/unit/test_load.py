@@ -19,7 +19,6 @@ from transformers import (
     Qwen2ForCausalLM,
     set_seed,
 )
-from transformers.utils import logging as transformers_logging
 from trl.trainer.utils import create_model_from_path
 
 from trl_tpu import chat_template_utils, runtime
@@ -49,14 +48,6 @@ def source_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-@pytest.fixture
-def transformers_log(caplog: pytest.LogCaptureFixture) -> Any:
-    """caplog, with transformers' messages, which do not propagate by themselves."""
-    transformers_logging.enable_propagation()
-    yield caplog
-    transformers_logging.disable_propagation()
-
-
 def trl_trainer(model: Any, tmp_path: Path, tokenizer: Any = None, **kwargs: Any) -> Any:
     dataset = Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]})
     args = trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **kwargs)
@@ -78,7 +69,7 @@ def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, 
     assert_equal_weights(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "auto", None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto", None, torch.bfloat16])
 def test_dtypes_are_trls(checkpoint: str, dtype: Any) -> None:
     theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)
     given = {"dtype": dtype}
@@ -91,17 +82,6 @@ def test_the_old_name_of_dtype_counts(checkpoint: str) -> None:
     assert load.load_model(checkpoint, model_init_kwargs={"torch_dtype": "bfloat16"}).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bf16", 16])
-def test_unknown_dtypes_are_refused_as_in_trl(checkpoint: str, dtype: Any) -> None:
-    loaders: list[Callable] = [
-        lambda: load.load_model(checkpoint, model_init_kwargs={"dtype": dtype}),
-        lambda: create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype),
-    ]
-    for loader in loaders:
-        with pytest.raises(ValueError, match=r"Invalid `dtype` passed to the config\..*float32"):
-            loader()
-
-
 def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
     with pytest.raises(ValueError, match="both as a trainer argument and in `args.model_init_kwargs`"):
         load.load_model(checkpoint, model_init_kwargs={"quantization_config": 1}, quantization_config=1)
@@ -112,7 +92,6 @@ def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
     [
         {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
         {"model_init_kwargs": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}},
-        {"model_init_kwargs": {"quantization_config": {"load_in_8bit": True}}},
         {"model_init_kwargs": {"load_in_4bit": True}},
     ],
 )
@@ -127,7 +106,7 @@ def test_the_trainer_places_the_model_on_xla(
 ) -> None:
     monkeypatch.setattr(type(runtime.current()), "compiles", True)
     model = load.load_model(checkpoint, model_init_kwargs={"device_map": "auto"})
-    assert not hasattr(model, "hf_device_map") and "`device_map='auto'` is ignored" in caplog.text
+    assert not hasattr(model, "hf_device_map") and "`device_map` is ignored" in caplog.text
 
 
 def test_another_number_of_labels_is_overruled_aloud(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -135,43 +114,23 @@ def test_another_number_of_labels_is_overruled_aloud(checkpoint: str, caplog: py
     assert "`num_labels=3` is ignored" in caplog.text
 
 
-def test_the_expected_load_warnings_are_not_shown(
-    checkpoint: str, tmp_path: Path, transformers_log: pytest.LogCaptureFixture
-) -> None:
-    AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
-    assert "LOAD REPORT" in transformers_log.text  # what is to be kept from the log
-    transformers_log.clear()
-    load.load_model(checkpoint)
-    assert transformers_log.text == ""
+def test_a_head_of_another_size_is_refused_and_may_be_made_anew(tmp_path: Path) -> None:
+    tiny_model(num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="cannot be loaded as a reward model: .*`ignore_mismatched_sizes`"):
+        load.load_model(str(tmp_path))
+    model = load.load_model(str(tmp_path), model_init_kwargs={"ignore_mismatched_sizes": True})
+    assert model.score.weight.shape[0] == 1
+
+
+def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_way(tmp_path: Path) -> None:
+    """What is left in files has no value for what they lack, such as BERT's pooler: it is made on the host."""
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
     BertForMaskedLM(BertConfig(vocab_size=260, **config)).save_pretrained(tmp_path)
-    load.load_model(str(tmp_path))
-    assert "2 weights of the backbone are not in" in transformers_log.text  # the pooler is truly new
-    assert "bert.pooler.dense.bias" in transformers_log.text and "LOAD REPORT" not in transformers_log.text
-
-
-def test_other_missing_and_unexpected_weights_are_reported(
-    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
-) -> None:
-    model = Qwen2ForCausalLM(tiny_config())
-    weights = model.state_dict()
-    weights["model.extra.weight"] = weights.pop("model.norm.weight")
-    model.save_pretrained(tmp_path, state_dict=weights)
-    load.load_model(str(tmp_path))
-    assert "1 weights of the backbone are not in" in transformers_log.text
-    assert "start random: model.norm.weight" in transformers_log.text
-    assert "are left out: model.extra.weight" in transformers_log.text
-
-
-def test_a_head_of_another_size_is_an_error_that_says_it_and_may_be_made_anew(
-    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
-) -> None:
-    tiny_model(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"score.weight has the shape \(2, .*which has one output.*ignore_mismatch"):
-        load.load_model(str(tmp_path))
-    assert "LOAD REPORT" not in transformers_log.text
-    model = load.load_model(str(tmp_path), model_init_kwargs={"ignore_mismatched_sizes": True})
-    assert model.score.weight.shape[0] == 1 and "They start random" in transformers_log.text
+    models = []
+    for in_files in (False, True):
+        set_seed(3)
+        models.append(load.load_model(str(tmp_path), in_files=in_files))
+    assert_equal_weights(*models)
 
 
 def test_one_label_is_required_as_in_trl(tmp_path: Path) -> None:
@@ -210,13 +169,6 @@ def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
     assert given.special_tokens_map == before
 
 
-def test_a_tokenizer_that_is_right_is_not_copied() -> None:
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    assert special_tokens.set_pad_token(model, tokenizer) is tokenizer
-    assert special_tokens.set_eos_token(model, tokenizer, "<|im_end|>") is tokenizer
-    assert chat_template.set_chat_template(model, tokenizer, None) == (model, tokenizer, [])
-
-
 @pytest.mark.parametrize(
     ("kind", "settle"), [("pad_token", special_tokens.set_pad_token), ("eos_token", special_tokens.set_eos_token)]
 )
@@ -225,7 +177,7 @@ def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, settle: 
     text = rf"The specified `{kind}` \('<none>'\) is not found in the vocabulary of the given `processing_class`"
     with pytest.raises(ValueError, match=text):
         trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(), **{kind: "<none>"})
-    with pytest.raises(ValueError, match=text + r".*add_special_tokens.*resize_token_embeddings"):
+    with pytest.raises(ValueError, match=text + r".*add_special_tokens"):
         settle(tiny_model(), tiny_tokenizer(), "<none>")
 
 
@@ -252,7 +204,6 @@ def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog
     ("reserved", "taken"),
     [
         (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], "<|finetune_right_pad_id|>"),  # Llama 3.1
-        (["<|vision_pad|>", "<|fim_pad|>"], "<|vision_pad|>"),  # Qwen 2.5
         (["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"], "<|reserved_special_token_0|>"),  # Llama 3
         (["<unused0>"], "<unused0>"),
         (["(pad)", "pad"], "<|pad|>"),  # words of a text
@@ -315,13 +266,6 @@ def test_cloning_a_chat_template_grows_a_model_without_weights_as_one_with_them(
     assert results[0] == results[1]
     assert model.get_input_embeddings().num_embeddings > tiny_config().vocab_size
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-
-
-def test_the_trainers_cloning_leaves_the_users_tokenizer(source_tokenizer: str) -> None:
-    given = tiny_tokenizer()
-    _, tokenizer, added = chat_template.set_chat_template(tiny_model(), given, source_tokenizer)
-    assert tokenizer.convert_ids_to_tokens(added)[0] == "<|eot|>"
-    assert (given.chat_template, given.eos_token, len(given)) == (TEMPLATE, "<|im_end|>", len(tiny_tokenizer()))
 
 
 def test_the_settled_tokenizer_saves_and_loads(tmp_path: Path) -> None:

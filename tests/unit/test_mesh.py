@@ -95,7 +95,7 @@ def test_the_meshes_offered_are_the_nearest(spec: str, devices: int, nearest: li
 @pytest.mark.parametrize(
     ("spec", "devices", "text"),
     [
-        ("slices=2,data=3,fsdp=2", 6, "`data` goes over the slices, but data=3 / slices=2 is no whole number"),
+        ("slices=2,data=3,fsdp=2", 6, "`data` also goes over the slices, and data=3 / slices=2 is no whole number"),
         ("slices=3,data=-1", 8, "data=8 / slices=3 is no whole number. 8 devices are not 3 slices of one size"),
         ("slices=2,fsdp=-1", 9, "data=2 x fsdp=-1 x tensor=1 leaves 9/2"),
     ],

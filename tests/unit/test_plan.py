@@ -271,7 +271,7 @@ def test_tied_parameters_stay_tied_count_once_and_keep_their_flags() -> None:
     report, recorder = place(model, MeshShape(fsdp=8), device="meta")  # any device that the model is not on
     assert report.sizes == {"embed.weight": 8 * 16 * 2}
     assert report.bytes_per_device == 16 * 2
-    assert [axes for _, axes in recorder.asked] == [(None, "fsdp"), (None,)]
+    assert [axes for _, axes in recorder.asked] == [(None,), (None, "fsdp")]
     assert model["head"].weight is model["embed"].weight
     assert model["head"].weight.device.type == model.steps.device.type == "meta"
     assert not model["head"].weight.requires_grad

@@ -1,7 +1,6 @@
 """Adapters (PEFT) and quantized base models. The only module that imports peft, and only when it is asked to."""
 
 import copy
-import importlib.util
 import logging
 import sys
 import warnings
@@ -14,10 +13,8 @@ from accelerate import PartialState
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from .. import runtime
-from ..errors import UserError, UserTypeError
+from ..errors import UserError
 from . import broken
-from .load import NO_BITSANDBYTES
 from .readers import save_base_config, write_old_rope_names
 
 if TYPE_CHECKING:
@@ -29,15 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
-    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``.
-
-    Raises:
-        UserError: ``use_peft`` without peft installed.
-    """
+    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``."""
     if not model_args.use_peft:
         return None
-    if importlib.util.find_spec("peft") is None:
-        raise UserError("`use_peft` needs the peft library: run `pip install peft`, or leave `use_peft` out.")
     from peft import LoraConfig
 
     return LoraConfig(
@@ -57,13 +48,10 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
 def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
     """Make the bitsandbytes configuration that the flags ask for; None without ``load_in_4bit`` and ``load_in_8bit``.
 
-    Raises:
-        UserError: One of the two on PyTorch/XLA: the kernels of bitsandbytes need CUDA.
+    XLA, which has no kernels for it, is said where the model is loaded.
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
-    if runtime.current().compiles:
-        raise UserError(NO_BITSANDBYTES)
     if model_args.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -125,17 +113,10 @@ def add_adapters(
         The model with its adapters.
 
     Raises:
-        ImportError: peft is not installed.
-        UserTypeError: `peft_config` is not a configuration of peft.
         UserError: The model has adapters already, or cannot have these.
     """
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    if not isinstance(peft_config, PeftConfig):
-        raise UserTypeError(
-            "`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
-            f"{type(peft_config).__name__}."
-        )
     if is_peft_model(model):
         raise UserError(
             "You passed a `PeftModel` instance together with a `peft_config`. Either leave `peft_config` out to train "
@@ -147,12 +128,9 @@ def add_adapters(
     try:
         adapted: Any = get_peft_model(model, peft_config)
     except (ValueError, AttributeError) as error:
-        kind = getattr(peft_config.task_type, "value", peft_config.task_type)
-        task = "" if kind == "SEQ_CLS" else f" Its task_type is {kind!r}; that of a reward model is 'SEQ_CLS'."
-        reason = str(error).rstrip(".")
         raise UserError(
-            f"{type(model).__name__} cannot have the adapters of `peft_config`: {reason}.{task} Correct the "
-            "configuration (on a command line, the flags `--lora_...`)."
+            f"{type(model).__name__} cannot have the adapters of `peft_config`: {error} Correct it (on a command "
+            f"line, the `--lora_` flags); its task_type is {peft_config.task_type!s}, a reward model's is 'SEQ_CLS'."
         ) from error
     prepare_adapters(adapted, gradient_checkpointing=gradient_checkpointing)
     return adapted

@@ -1,28 +1,14 @@
 """What is wrong with a model's folder, found after loading it failed: the libraries' errors rarely name the file."""
 
 import json
-import pickle
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from ..errors import UserError
-
-# What transformers and what it reads with raise for folders that are not as they should be; a ValueError is also an
-# unknown architecture, broken JSON, or text that is not UTF-8. Faults of a device (RuntimeError) are not among them.
-_LOADING_ERRORS = (
-    OSError,
-    ValueError,
-    TypeError,
-    KeyError,
-    SafetensorError,
-    pickle.UnpicklingError,
-    StrictDataclassError,
-)
 
 
 @contextmanager
@@ -32,28 +18,23 @@ def explaining(name: str, what: str = "a reward model") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except _LOADING_ERRORS as error:
+    except Exception as error:  # of transformers, of what it reads with, or of a model's own code
         reason = textwrap.shorten(str(error), 800)  # some libraries list every model they know
-        fault = _fault(name) or f"{type(error).__name__}: {reason}"
+        fault = _broken_file(Path(name)) or f"{type(error).__name__}: {reason}"
         raise UserError(
             f"{name} cannot be loaded as {what}: {fault.rstrip('.')}. Correct the name, its files or what "
             "`model_init_kwargs` says."
         ) from error
 
 
-def _fault(name: str) -> str | None:
-    """Say which file of a model's folder is broken, and how; None where that is not what is wrong."""
-    folder = Path(name)
-    if not folder.is_dir():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or folder.exists()
-        return f"there is no folder {folder.absolute()}" if is_path else None
-    for file in filter(Path.is_file, sorted(folder.iterdir())):
+def _broken_file(folder: Path) -> str | None:
+    """Name the first file of a model's folder that cannot be read, and say why; None where all can."""
+    for file in sorted(folder.glob("*.json")) + sorted(folder.glob("*.safetensors")):
         try:
             if file.suffix == ".json":
                 json.loads(file.read_text(encoding="utf-8"))
-            elif file.suffix == ".safetensors":
-                with safe_open(file, framework="pt"):
-                    pass
-        except (ValueError, SafetensorError) as error:
-            return f"{file} ({file.stat().st_size} bytes) is broken: {error}; copy or download it again"
+            else:
+                safe_open(file, framework="pt").__exit__(None, None, None)
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{file} is broken: {error}; copy or download it again"
     return None

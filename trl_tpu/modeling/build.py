@@ -15,7 +15,7 @@ from ..data.measure import measure
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
-from ..parallel.shard import WeightPlacer
+from ..parallel.shard import place_model, plan_model
 from .adapters import (
     add_adapters,
     is_peft_model,
@@ -29,7 +29,7 @@ from .chat_template import set_chat_template
 from .dropout import disable_dropout_in_model
 from .experts import use_static_experts
 from .layers import find_layers
-from .load import check_num_labels, load_model, load_processing_class
+from .load import check_num_labels, forget_files, load_model, load_processing_class
 from .positions import learned_positions
 from .readers import tell_readers
 from .score_head import keep_score_head_in_float32
@@ -57,28 +57,18 @@ def check_arguments(
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
-    if model_init is not None and any(optimizers):
-        raise UserError(
-            "`model_init` makes a new model for each `train()`, which an optimizer in `optimizers` would not train: "
-            "leave `optimizers` out, or pass the class as `optimizer_cls_and_kwargs`."
-        )
     if compiles and optimizers[0] is not None:
         kind = type(optimizers[0]).__name__
         raise UserError(
             "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "
             f"made before: give its class, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
         )
-    if train_dataset is None:
-        raise UserError("`train_dataset` is required: pass a `datasets.Dataset` or `IterableDataset` of pairs.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
-        kind = type(train_dataset).__name__
         hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
+        kind = type(train_dataset).__name__
         raise UserTypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
     if isinstance(train_dataset, IterableDataset) and max_steps < 1:
-        raise UserError(
-            f"`train_dataset` is a stream, which has no length, so that max_steps must say how long to train; it is "
-            f"{max_steps}. Set it to 1 or more, or load the dataset without streaming."
-        )
+        raise UserError(f"`train_dataset` is a stream, so max_steps must be 1 or more; it is {max_steps}.")
 
 
 def build_reward_model(
@@ -99,17 +89,18 @@ def build_reward_model(
     Raises:
         UserError, ImportError: From the parts, which say what to do.
     """
-    revision = placer = None
+    revision, in_files = None, False
     if isinstance(model, str):
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
         revision = (model_init_kwargs or {}).get("revision")
-        placer = _weight_placer(args, peft_config)
+        # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
+        in_files = runtime.current().shares_mesh and not (peft_config is not None and reads_base_weights(peft_config))
         model = load_model(
             model,
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
-            place=placer,
+            in_files=in_files,
         )
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
@@ -122,8 +113,9 @@ def build_reward_model(
     )
     tokenizer = set_eos_token(model, tokenizer, args.eos_token)
     model, tokenizer, added_tokens = set_chat_template(model, tokenizer, args.chat_template_path)
-    if placer is not None:
-        placer.finish(model)
+    if in_files:  # before adapters, which are made where their weights are
+        place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
+        forget_files(model)
     checkpointing = bool(args.activation_checkpointing)
     if peft_config is not None:
         model = add_adapters(model, peft_config, added_tokens=added_tokens, gradient_checkpointing=checkpointing)
@@ -136,14 +128,6 @@ def build_reward_model(
     tell_readers(without_adapters(model).config)
     _fit_to_device(model, args)
     return model, tokenizer
-
-
-def _weight_placer(args: RewardConfig, peft_config: Any | None) -> WeightPlacer | None:
-    """Send weights, on XLA, to their devices as they are read, unless adapters have to read them on the host."""
-    if not runtime.current().shares_mesh or (peft_config is not None and reads_base_weights(peft_config)):
-        return None
-    grows = args.chat_template_path is not None  # a template's tokens may enlarge the embedding table
-    return WeightPlacer(args.mesh_shape, args.sharding_rules, runtime.current(), args.device, keeps_embeddings=grows)
 
 
 def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
@@ -180,7 +164,7 @@ def build_dataset(
         num_proc=args.dataset_num_proc,
         name=name,
     )
-    return _with_positions(prepared, model, name, OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)
+    return _check_positions(prepared, model, name, OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)
 
 
 def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
@@ -191,38 +175,24 @@ def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
     return pairs[:_LOOKED_AT][column]
 
 
-def _with_positions(dataset: Any, model: PreTrainedModel, name: str, columns: tuple[str, str]) -> Any:
-    """Refuse a dialogue for which the model has no positions; warn where they are computed, but untrained.
-
-    Returns:
-        The dataset; a stream's rows are checked as they are read, for positions that are learned.
-    """
-    learned = learned_positions(model)
-    limit = learned or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not limit:
+def _check_positions(dataset: Any, model: PreTrainedModel, name: str, columns: tuple[str, str]) -> Any:
+    """Refuse a dialogue with more tokens than the model has learned positions for; a stream's as it is read."""
+    limit = learned_positions(model)
+    if limit is None:
         return dataset
     if not isinstance(dataset, Dataset):
         settings = {"limit": limit, "name": name, "columns": columns}
-        return dataset if learned is None else dataset.map(_check_row, with_indices=True, fn_kwargs=settings)
-    lengths = measure(dataset).longest_N
-    row = int(lengths.argmax())
-    if lengths[row] > limit:
-        message = _too_long(int(lengths[row]), row, limit, name)
-        if learned is not None:
-            raise UserError(message)
-        logger.warning(message)
+        return dataset.map(_check_length, with_indices=True, fn_kwargs=settings)
+    longest = int(measure(dataset).longest_N.argmax())
+    _check_length(dataset[longest], longest, limit, name, columns)
     return dataset
 
 
-def _check_row(row: dict[str, Any], index: int, limit: int, name: str, columns: tuple[str, str]) -> dict[str, Any]:
-    longest = max(len(row[key]) for key in columns)
-    if longest > limit:
-        raise UserError(_too_long(longest, index, limit, name))
+def _check_length(row: dict[str, Any], index: int, limit: int, name: str, columns: tuple[str, str]) -> dict[str, Any]:
+    length = max(len(row[column]) for column in columns)
+    if length > limit:
+        raise UserError(
+            f"The {name} dataset has a dialogue of {length} tokens (row {index} of those kept), but the model was "
+            f"made for {limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
+        )
     return row
-
-
-def _too_long(length: int, row: int, limit: int, name: str) -> str:
-    return (
-        f"The {name} dataset has a dialogue of {length} tokens (row {row} of those kept), but the model was made for "
-        f"{limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
-    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import UserError, UserFileError
+from ..errors import UserError
 from .load import load_tokenizer
 
 # OpenAI's ChatML, as TRL up to 0.23 rendered it
@@ -63,21 +63,15 @@ def set_chat_template(
         tokens that were added.
 
     Raises:
-        UserFileError: a template file that does not exist or is not UTF-8.
-        UserError: a tokenizer that cannot be loaded.
+        FileNotFoundError: There is no such template file.
+        UserError: A tokenizer that cannot be loaded.
     """
     if path is None:
         return model, processing_class, []
     processing_class = copy.deepcopy(processing_class)
     if not path.endswith((".jinja", ".j2")) or Path(path).is_dir():
         return clone_chat_template(model, processing_class, path)
-    try:
-        processing_class.chat_template = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserFileError(
-            f"`chat_template_path` names a template file that cannot be read: {error}. Give an existing `.jinja` or "
-            "`.j2` file in UTF-8, or a tokenizer's hub id or folder."
-        ) from error
+    processing_class.chat_template = Path(path).read_text(encoding="utf-8")
     return model, processing_class, []
 
 

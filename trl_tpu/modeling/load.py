@@ -1,14 +1,14 @@
-"""Loading a model and its tokenizer, with errors that say what is wrong with a folder."""
+"""Load a model and its tokenizer: on the host, or with the weights left in their files until they are placed."""
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_submodules
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -20,16 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from .. import runtime
 from ..errors import UserError
 from . import broken
-from .streaming import Place, placing
 
 logger = logging.getLogger(__name__)
-
-NO_BITSANDBYTES = (
-    "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it "
-    "(`load_in_4bit` and `load_in_8bit` off, no `BitsAndBytesConfig`), the frozen base model in bfloat16 with "
-    "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
-)
-_LANGUAGE_MODEL_HEADS = ("lm_head.", "embed_out.")
 
 
 def load_model(
@@ -38,25 +30,22 @@ def load_model(
     model_init_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
     quantization_config: Any | None = None,
-    place: Place | None = None,
+    in_files: bool = False,
 ) -> PreTrainedModel:
     """Load a checkpoint as a reward model: a sequence classifier with one label.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
-    The model stays on the CPU for the trainer to place, unless `place` does (TRL defaults to ``device_map="auto"`` on
-    accelerators).
+    The model stays on the CPU for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
 
     Args:
-        name: hub id or folder.
-        model_init_kwargs: for ``from_pretrained``; not changed. ``dtype`` is a torch.dtype, "auto", None or one of
-            "bfloat16", "float16", "float32", and defaults to float32.
-        trust_remote_code: the default for the ``model_init_kwargs`` of that name.
-        quantization_config: a transformers quantization config.
-        place: where each weight goes as soon as it is read, instead of staying on the CPU.
+        name: A Hub id or folder.
+        model_init_kwargs: For ``from_pretrained``; not changed. ``dtype`` defaults to float32.
+        trust_remote_code: The default for the ``model_init_kwargs`` of that name.
+        quantization_config: A quantization config of transformers.
+        in_files: As in `load_classifier`.
 
     Raises:
-        UserError: ``quantization_config`` in both places, an unknown dtype, bitsandbytes quantization on XLA, or a
-            name or folder that holds no whole reward model (the broken file is named).
+        UserError: ``quantization_config`` in both places or on XLA, or a name or folder that holds no whole model.
     """
     kwargs = dict(model_init_kwargs or {})
     if quantization_config is not None:
@@ -68,50 +57,80 @@ def load_model(
         kwargs["quantization_config"] = quantization_config
     if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
-    kwargs["dtype"] = _dtype(kwargs.get("dtype", "float32"))
+    kwargs.setdefault("dtype", torch.float32)
     if kwargs.get("num_labels", 1) != 1:
         logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: reward models have `num_labels=1`.")
     kwargs["num_labels"] = 1
     kwargs.setdefault("trust_remote_code", trust_remote_code)
-    kwargs.setdefault("device_map", None)
     if runtime.current().compiles:
         _fit_xla(kwargs)
-    may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
-    with nullcontext() if place is None else placing(place):
-        model, info = load_classifier(name, may_mismatch=may_mismatch, **kwargs)
-    _report_unexpected(model, info, name)
-    return model
+    return load_classifier(name, in_files=in_files, **kwargs)[0]
 
 
-def load_classifier(name: str, *, may_mismatch: bool = False, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+def load_classifier(name: str, *, in_files: bool = False, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a sequence classifier, and transformers' loading info: which weights are missing or unexpected.
 
     Args:
-        name: hub id or folder.
-        may_mismatch: start weights of another shape than the model's random, with a warning.
-        **kwargs: for ``from_pretrained``.
+        name: A Hub id or folder.
+        in_files: Leave the weights of the backbone, but for the input embeddings, in the checkpoint's files, for
+            `place_model` to read one module after the other; `forget_files` has to follow. Weights that transformers
+            has to make of those in the files (as experts, of separate ones) are on the host none the less.
+        **kwargs: For ``from_pretrained``.
 
     Raises:
-        UserError: there is none, a file is broken, or weights have other shapes than the config says.
+        UserError: There is none, or a file is broken.
     """
     _check_shards(Path(name))
-    with broken.explaining(name), _without_load_report():
+    from_pretrained = AutoModelForSequenceClassification.from_pretrained
+    with broken.explaining(name):
+        if in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}:
+            random_state = torch.get_rng_state()
+            if loaded := _load_in_files(name, kwargs):
+                return loaded
+            torch.set_rng_state(random_state)  # the new head is the one that it would have been
+            logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
+        return from_pretrained(name, output_loading_info=True, **kwargs)
+
+
+def _load_in_files(name: str, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """Load a model whose backbone is "offloaded to disk", as transformers calls it; None where it cannot be."""
+    of_offloading = logging.getLogger("accelerate.big_modeling")
+    level = of_offloading.level
+    of_offloading.setLevel(logging.ERROR)  # it warns of what was asked for
+    try:
+        device_map = _offload_backbone(name, kwargs)
         model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            name, output_loading_info=True, **kwargs | {"device_map": device_map}
         )
-    if misfits := sorted(info["mismatched_keys"]):
-        key, saved, made = misfits[0]
-        told = (
-            f"{len(misfits)} of the weights in {name} do not fit: {key} has the shape {tuple(saved)} in the file and "
-            f"{tuple(made)} in the model, which has one output."
-        )
-        if not may_mismatch:
-            raise UserError(
-                f"{told} Correct the sizes in its config.json, start from the model that it was trained from, or give "
-                "`model_init_kwargs={'ignore_mismatched_sizes': True}` for new random weights."
-            )
-        logger.warning(f"{told} They start random, as `ignore_mismatched_sizes` asks for.")
-    return model, info
+    except (OSError, ValueError):  # weights that are in no file as they are, or an error that the host meets as well
+        return None
+    finally:
+        of_offloading.setLevel(level)
+    is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
+    # of a model in another type these stay float32, but would be read in that type
+    is_mixed = model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
+    return None if is_lost or is_mixed else (model, info)
+
+
+def _offload_backbone(name: str, kwargs: dict[str, Any]) -> dict[str, str]:
+    """Return the device map of a classifier whose backbone, but for its input embeddings, stays on disk."""
+    config = AutoConfig.from_pretrained(name, **kwargs)
+    with torch.device("meta"):
+        empty = AutoModelForSequenceClassification.from_config(config, trust_remote_code=kwargs["trust_remote_code"])
+    offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
+    return {
+        path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
+        for path, module in empty.named_modules()
+        if not any(True for _ in module.children())
+    }
+
+
+def forget_files(model: PreTrainedModel) -> None:
+    """Make a model that was loaded from files, and is placed now, one like any other."""
+    remove_hook_from_submodules(model)
+    for module in model.modules():
+        vars(module).pop("forward", None)  # what accelerate puts back is bound, and would not be copied with the model
+    vars(model).pop("hf_device_map", None)
 
 
 def _check_shards(folder: Path) -> None:
@@ -130,66 +149,18 @@ def _check_shards(folder: Path) -> None:
                 raise UserError(f"{index} names {str(file)!r}, a file elsewhere. Correct it, or copy it anew.")
 
 
-def _dtype(dtype: Any) -> Any:
-    if isinstance(dtype, torch.dtype) or dtype in ("auto", None):
-        return dtype
-    if dtype in ("bfloat16", "float16", "float32"):
-        return getattr(torch, dtype)
-    raise UserError(
-        "Invalid `dtype` passed to the config. Expected a `torch.dtype`, 'auto', None, 'bfloat16', 'float16' or "
-        f"'float32', but got {dtype!r}."
-    )
-
-
 def _fit_xla(kwargs: dict[str, Any]) -> None:
+    """Refuse bitsandbytes, and leave out a device map: the trainer places the weights."""
     quantization = kwargs.get("quantization_config")
     flags = quantization if isinstance(quantization, dict) else kwargs
     if isinstance(quantization, BitsAndBytesConfig) or flags.get("load_in_4bit") or flags.get("load_in_8bit"):
-        raise UserError(NO_BITSANDBYTES)
-    if kwargs["device_map"] is not None:
-        logger.warning(
-            f"`device_map={kwargs['device_map']!r}` is ignored: on XLA the trainer places the model, by its sharding "
-            "plan."
+        raise UserError(
+            "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it "
+            "(`load_in_4bit` and `load_in_8bit` off, no `BitsAndBytesConfig`), the frozen base model in bfloat16 with "
+            "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
         )
-        kwargs["device_map"] = None
-
-
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Keep transformers' table of missing, mismatched and unexpected weights from the log, unless it tells an error.
-
-    For a reward model it always lists the new reward head and the old language model head; what else it would say,
-    `load_model` says. This hangs on the name of transformers' logger and on the words of its table: where they change,
-    the table is shown again.
-    """
-
-    def explains_error(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "LOAD REPORT" not in text or "CONVERSION" in text
-
-    modeling_logger = logging.getLogger("transformers.modeling_utils")
-    modeling_logger.addFilter(explains_error)
-    try:
-        yield
-    finally:
-        modeling_logger.removeFilter(explains_error)
-
-
-def _report_unexpected(model: PreTrainedModel, info: dict[str, Any], name: str) -> None:
-    backbone = f"{model.base_model_prefix}."
-    missing = sorted(key for key in info["missing_keys"] if key.startswith(backbone))
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(_LANGUAGE_MODEL_HEADS))
-    found = {
-        f"weights of the backbone are not in {name} and start random": missing,
-        f"weights in {name} have no place in {type(model).__name__} and are left out": unexpected,
-    }
-    for what, weights in found.items():
-        if weights:
-            listed = ", ".join(weights[:5]) + (", ..." if len(weights) > 5 else "")
-            logger.warning(
-                f"{len(weights)} {what}: {listed}. Check that the checkpoint is one of a `{model.config.model_type}` "
-                "model."
-            )
+    if kwargs.pop("device_map", None) is not None:
+        logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
 
 
 def check_num_labels(model: Any) -> None:

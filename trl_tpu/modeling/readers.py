@@ -1,4 +1,4 @@
-"""What a saved reward model's config tells other programs, so that they give the rewards that training computed.
+"""What a saved reward model's config tells inference engines, so that they give the rewards that training computed.
 
 Without it transformers' pipeline, vLLM and sentence-transformers put a sigmoid on a model's only output, since that is
 what classifiers of two classes need.
@@ -21,7 +21,7 @@ _OF_PHI3 = {"rope_type", "type", "short_factor", "long_factor", "original_max_po
 
 @dataclass(frozen=True)
 class RewardScale:
-    """How large a model's rewards are: those of a reader that normalizes them are (reward - mean) / std.
+    """How large a model's rewards are: those of an engine that normalizes them are (reward - mean) / std.
 
     Args:
         mean: Of the rewards.

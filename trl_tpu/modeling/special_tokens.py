@@ -128,7 +128,6 @@ def _check_in_vocabulary(processing_class: PreTrainedTokenizerBase, kind: str, t
     if token not in processing_class.get_vocab():
         raise UserError(
             f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
-            f"({type(processing_class).__name__}). Choose a token of the vocabulary, or first add this one with "
-            f"`tokenizer.add_special_tokens({{'{kind}': {token!r}}})` and resize the model's embeddings with "
-            "`model.resize_token_embeddings(len(tokenizer))`."
+            f"({type(processing_class).__name__}). Choose a token of it, or add this one with `tokenizer."
+            f"add_special_tokens` and call `model.resize_token_embeddings(len(tokenizer))`."
         )

@@ -18,20 +18,9 @@ from torch.optim import Optimizer
 from ..runtime import PartitionSpec, Remat, Runtime
 from .layers import ScanImpossible, find_layers
 
-#: torch's optimizers whose update of a number depends on that number's own gradients, so that what is stacked is
-#: updated as if it were not.
-_ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+#: Optimizers whose update of a number depends on that number's own gradients, so that what is stacked is updated as if
+#: it were not.
+_ELEMENTWISE = (torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.SGD)
 
 
 class StackedLayers(nn.ModuleList):

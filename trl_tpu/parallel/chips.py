@@ -4,7 +4,6 @@ A v5p chip has two TensorCores, which work as one ("megacore"). Google's names o
 chips, topology v5p:2x2x2.
 """
 
-import re
 from dataclasses import dataclass
 from math import prod
 
@@ -95,10 +94,8 @@ def parse_topology(text: str) -> Topology:
     kind, colon, shape = text.strip().partition(":")
     chip = CHIPS.get(kind.lower())
     if chip is None or not colon:
-        is_name = re.fullmatch(r"v\d\w*?(itepod)?-\d+", text.strip())
-        hint = f" {text!r} is the name of a slice; a topology says its shape." if is_name else ""
         raise UserError(
-            f"topology {text!r} is not of the form CHIP:SHAPE, as in v6e:4x4, with a chip of {', '.join(CHIPS)}.{hint}"
+            f"topology {text!r} is not of the form CHIP:SHAPE, as in v6e:4x4, with a chip of {', '.join(CHIPS)}."
         )
     if shape not in chip.shapes:
         raise UserError(

@@ -84,10 +84,7 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
         shape = MeshShape(**{axis: devices // fixed if size == -1 else size for axis, size in sizes.items()})
         if shape.data % slices == 0:
             return MeshShape(**shape.sizes, slices=slices)
-        raise UserError(
-            f"mesh {spec!r}: `data` goes over the slices, but data={shape.data} / slices={slices} is no whole number."
-            f"{_nearest(devices, slices, sizes)}"
-        )
+        fault = f"`data` also goes over the slices, and data={shape.data} / slices={slices} is no whole number"
     raise UserError(
         f"mesh {spec!r}: the axis sizes must multiply to the number of devices, but {fault}."
         f"{_nearest(devices, slices, sizes)}"

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -57,62 +58,34 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
     """Move ``model`` to the device in place, each parameter straight to its shards; buffers go whole to all.
 
-    Tied parameters stay tied and count once. Each is freed on the host before the next goes, unless others hold it.
+    Tied parameters stay tied and count once. Each is freed on the host before the next module's go, unless others hold
+    it; what is still in a checkpoint's files (see `load_classifier`) is read then.
 
     Raises:
         UserError: From `Plan.place`.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    placements = {name: plan.place(name, shape) for name, shape in shapes.items()}
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    names: dict[int, list[str]] = {}  # of each parameter; a tied one has several
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for all_names in names.values():
-        parameter = model.get_parameter(all_names[0])
-        placed = runtime.place(parameter.detach(), placements[all_names[0]].axes, device)
-        if parameter.device != placed.device:
-            parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            for name in all_names:
-                owner, _, leaf = name.rpartition(".")
-                model.get_submodule(owner)._parameters[leaf] = parameter
-    for module in model.modules():
-        for leaf, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
+    placements = {name: plan.place(name, shape) for name, shape in shapes.items()}
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied one has several
+    names = {name: first_names[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
+    placed: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        leaves = {
+            leaf: names[f"{path}.{leaf}" if path else leaf] for leaf, _ in module.named_parameters(recurse=False)
+        }
+        with align_module_device(module):  # reads what is in files
+            for leaf, name in leaves.items():
+                if name not in placed:
+                    parameter = module._parameters[leaf]
+                    assert parameter is not None
+                    weight = runtime.place(parameter.detach(), placements[name].axes, device)
+                    is_there = parameter.device == weight.device
+                    placed[name] = parameter if is_there else nn.Parameter(weight, parameter.requires_grad)
+        module._parameters.update({leaf: placed[name] for leaf, name in leaves.items()})
+        for leaf, buffer in module.named_buffers(recurse=False):
+            module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
     return ShardReport(plan.mesh, placements, shapes, sizes)
-
-
-class WeightPlacer:
-    """Places the weights of a model that transformers is just reading: see `trl_tpu.modeling.streaming`.
-
-    With ``keeps_embeddings`` the table of input embeddings waits on the host for `finish`, so that it may still grow.
-    """
-
-    def __init__(
-        self,
-        mesh: MeshShape,
-        rules: Rules | None,
-        runtime: Runtime,
-        device: torch.device,
-        keeps_embeddings: bool = False,
-    ) -> None:
-        self._mesh, self._rules, self._runtime, self._device = mesh, rules, runtime, device
-        self._keeps_embeddings = keeps_embeddings
-        self._plan: Plan | None = None
-
-    def __call__(self, model: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``weight`` in its shards. The plan is made, and may be refused, at the first one."""
-        if self._plan is None:
-            self._plan = plan_model(model, self._mesh, self._rules)
-        if self._keeps_embeddings and model.get_submodule(name.rpartition(".")[0]) is model.get_input_embeddings():
-            return weight
-        placement = self._plan.place(name, tuple(weight.shape))
-        return self._runtime.place(weight, placement.axes, self._device)
-
-    def finish(self, model: Any) -> None:
-        """Place what is on the host still: what the checkpoint did not have, and the embeddings that were kept."""
-        place_model(model, self._plan or plan_model(model, self._mesh, self._rules), self._runtime, self._device)
 
 
 def keep_activations_split(
@@ -121,10 +94,8 @@ def keep_activations_split(
     """Keep activations split by forward hooks: batches over the batch axes, heads and inner features over `tensor`.
 
     Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
-    Projections that are split over `tensor` share the cast of what they all take, see `_CastOnce`.
     """
     batch = plan.mesh.batch_axes
-    cast_once = _CastOnce()
     for name, module in model.named_modules():
         weight = placements.get(f"{name}.weight")
         if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.is_sharded:
@@ -133,36 +104,8 @@ def keep_activations_split(
             gathered = plan.style_of(f"{bare_name(name)}.weight") in GATHERED_OUTPUTS
             out = "tensor" if "tensor" in names_of(weight.axes[0]) and not gathered else None
             _constrain(module, batch, out, runtime)
-            if out is not None:
-                module.register_forward_pre_hook(cast_once)
         elif isinstance(module, GradientCheckpointingLayer | nn.Embedding):
             _constrain(module, batch, None, runtime)
-            if plan.mesh.tensor > 1:
-                module.register_forward_hook(cast_once.forget)
-
-
-class _CastOnce:
-    """A forward pre-hook that gives modules which take the same tensor under autocast the same cast of it.
-
-    What each of them, split over `tensor`, passes back is a sum over devices that is still to be made. Of separate
-    casts these sums are made one by one; of one cast they are added up first, in autocast's type, and made at once.
-    """
-
-    def __init__(self) -> None:
-        self._given: torch.Tensor | None = None
-        self._cast: torch.Tensor | None = None
-
-    def __call__(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        given, *others = inputs
-        if given.dtype != torch.float32 or not torch.is_autocast_enabled(given.device.type):
-            return None
-        if given is not self._given:
-            self._given, self._cast = given, given.to(torch.get_autocast_dtype(given.device.type))
-        return (self._cast, *others)
-
-    def forget(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        """Hold no tensor after a layer has run: to XLA it would be one more result of the step."""
-        self._given = self._cast = None
 
 
 def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime: Runtime) -> None:

@@ -46,8 +46,8 @@ _WHOLE = {
 }
 
 _TILE_ROWS = 16
-"""Of bfloat16, of which a TPU moves no less. Of a gradient that is split so, libtpu adds up and scatters in one; split
-by columns it often is added up whole on every chip, at twice the traffic, and then cut."""
+"""Rows of a bfloat16 tile, the least that a TPU moves. libtpu adds up and scatters a gradient that is split by whole
+tiles at once; one that is split by columns it often adds up whole on every chip, and then cuts."""
 
 # Styles whose outputs every device needs whole, though the weight is split.
 GATHERED_OUTPUTS = ("colwise_gather_output", "colwise_rep")
