@@ -77,12 +77,11 @@ class BatchPlan:
         self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
         self._default_collator: Any = None
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
-        self._lengths: dict[str, tuple[int, ...] | None] = {}
-        self._is_tight = self._expands = False
+        self._is_unpadded = self._expands = False
         self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
         self._reads_padding = False
         self.padded_because = None
-        obstacle = _obstacle_in_settings(args, old_columns, runtime.compiles) or self._obstacle_in_code(data_collator)
+        obstacle = _obstacle_in_settings(args, old_columns) or self._obstacle_in_code(data_collator)
         if obstacle is not None:
             self._pad_because(obstacle)
         self.use_model(model)
@@ -106,14 +105,14 @@ class BatchPlan:
         except PackingImpossible as reason:
             self._pad_because(str(reason))
             return
-        self._is_tight = not self._runtime.compiles and self._fixed_rows is None
+        self._is_unpadded = not self._runtime.plans_shapes and self._fixed_rows is None
         if not self._packs(self._train_dataset):
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
         elif self._expands:
             use_expanded_attention(self._model)
 
     def _obstacle_in_code(self, data_collator: Any) -> str | None:
-        """Tell what of the user's code expects padded rows; None if nothing does."""
+        """Return what of the user's code expects padded rows; None if nothing does."""
         if data_collator is not self._default_collator:
             return "a data collator of your own makes the batches"
         method = self._reads_padded_rows()
@@ -125,7 +124,7 @@ class BatchPlan:
 
     def _find_out_about_padding(self) -> None:
         """Keep TRL's lengths where more padding gives other rewards: some forwards of users', learned prompts."""
-        if self.packed or not self._runtime.compiles or self._args.pad_to_multiple_of:
+        if self.packed or not self._runtime.plans_shapes or self._args.pad_to_multiple_of:
             return
         own_code = _own_code(self._whole_model)
         if own_code == self._tried_for:
@@ -169,8 +168,8 @@ class BatchPlan:
         return "packed" if self.packed else "padded"
 
     def _packs(self, dataset: Any) -> bool:
-        """Tell whether batches of ``dataset`` are packed: those of a stream have no shapes that could be planned."""
-        return self.packed and (self._is_tight or isinstance(dataset, Dataset))
+        """Return whether batches of ``dataset`` are packed: those of a stream have no shapes that could be planned."""
+        return self.packed and (self._is_unpadded or isinstance(dataset, Dataset))
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Plan the rows of prepared datasets, choose how they attend, and see that a `row_length` holds every pair.
@@ -180,7 +179,7 @@ class BatchPlan:
                 if the user insists on attention that the model does not allow.
         """
         self._train_dataset = train_dataset
-        if not self._runtime.compiles or not self._packs(train_dataset):
+        if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
         self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
         if self._expands:
@@ -223,11 +222,11 @@ class BatchPlan:
         """
         self._look_again(user_collator)
         if self._packs(dataset):
-            if self._is_tight:
+            if self._is_unpadded:
                 return UnpaddedRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
             return PlannedRows(self.rows(dataset, batch_size), batch_size, self._pad_token_id, self._expands)
         is_known = isinstance(user_collator, DataCollatorForPreference | RewardDataCollatorWithPadding)
-        if not self._runtime.compiles or not is_known:
+        if not self._runtime.plans_shapes or not is_known:
             return user_collator
         collate, lengths = user_collator, self._lengths_of(dataset)
         if lengths is not None:
@@ -262,34 +261,30 @@ class BatchPlan:
 
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the lengths of padded batches of ``dataset``; None where they are not planned."""
-        if self._reads_padding:
-            return None
-        key = getattr(dataset, "_fingerprint", "")
-        if key not in self._lengths:
-            self._lengths[key] = planned_lengths(dataset, self._args)
-        return self._lengths[key]
+        plans = self._runtime.plans_shapes and not self._reads_padding
+        return planned_lengths(dataset, self._args) if plans else None
 
     @property
     def shapes(self) -> int | None:
         """How many shapes of batches training will see, where that is planned."""
         if self.packed:
-            return None if self._is_tight else len(self._training_rows.shapes)
+            return None if self._is_unpadded else len(self._training_rows.shapes)
         lengths = self._lengths_of(self._train_dataset)
         return None if lengths is None else len(lengths)
 
     @property
     def accumulates(self) -> bool:
         """Whether some batches are computed in several micro-batches."""
-        return self.packed and not self._is_tight and bool(self._training_rows.accumulate)
+        return self.packed and not self._is_unpadded and bool(self._training_rows.accumulate)
 
     def describe(self) -> str:
         """Return the start of a log's word on training batches: packed or padded, to which shapes and why."""
         if self.packed:
-            if self._is_tight:
+            if self._is_unpadded:
                 return "each packed into one row without padding"
             attention = "in rows of whole dialogues" if self._expands else "through masks"
             return f"packed into rows of {self._training_rows}; they attend {attention}"
-        lengths = self._lengths_of(self._train_dataset) if self._runtime.compiles else None
+        lengths = self._lengths_of(self._train_dataset)
         if lengths is None:
             shape = "their longest"
         else:
@@ -299,7 +294,7 @@ class BatchPlan:
 
 
 def _own_code(model: PreTrainedModel) -> str | None:
-    """Tell what in ``model`` is not its libraries' own way to rewards; None if nothing is."""
+    """Return what in ``model`` is not its libraries' own way to rewards; None if nothing is."""
     try:
         check_unmodified(model)
     except PackingImpossible as found:
@@ -307,16 +302,16 @@ def _own_code(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _obstacle_in_settings(args: RewardConfig, old_columns: bool, compiles: bool) -> str | None:
-    """Tell which setting keeps batches from being packed; None if none does."""
+def _obstacle_in_settings(args: RewardConfig, old_columns: bool) -> str | None:
+    """Return which setting keeps batches from being packed; None if none does."""
     counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
     obstacles = {
         "packing is turned off": args.packing == Packing.FALSE,
         "this is the old API, with its own columns and collator": old_columns,
         "neftune_noise_alpha scales its noise by the length of rows": bool(args.neftune_noise_alpha),
         "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
-        "accelerator_config has dispatch_batches, which would cut packed rows apart": (
-            not compiles and bool(getattr(args.accelerator_config, "dispatch_batches", None))
+        "accelerator_config has dispatch_batches, which would cut packed rows apart": bool(
+            getattr(args.accelerator_config, "dispatch_batches", None)
         ),
         "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
             counts_tokens not in (False, "no")

@@ -113,7 +113,7 @@ def check_remat(args: Any) -> None:
             f"remat={args.remat!r} contradicts gradient_checkpointing={args.activation_checkpointing}: leave "
             "gradient_checkpointing out, or choose remat='none' to keep all activations."
         )
-    if args.scan_layers and not runtime.current().compiles:
+    if args.scan_layers and not runtime.current().records_steps:
         raise UserError("scan_layers=True shortens what XLA compiles, and plain torch compiles nothing: leave it out.")
     if args.scan_layers and policy == Remat.NONE:
         raise UserError(

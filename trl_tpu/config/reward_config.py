@@ -222,7 +222,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         if chosen.shares_mesh:
             check_xla_limits(self, chosen.topology().process_count)
         if self.bf16 is None:
-            can_compute_bf16 = chosen.compiles or self.use_cpu or is_torch_bf16_gpu_available()
+            can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16
 
     @property

@@ -47,9 +47,9 @@ def default_folder(model: Any) -> str:
 
 
 def check_arguments(
-    model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int, *, compiles: bool
+    model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int, *, shares_mesh: bool
 ) -> None:
-    """Refuse trainer arguments that are missing or exclude each other; ``compiles`` says whether the runtime does.
+    """Refuse trainer arguments that are missing or exclude each other; ``shares_mesh`` says whether the runtime does.
 
     Raises:
         UserTypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
@@ -57,7 +57,7 @@ def check_arguments(
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
-    if compiles and optimizers[0] is not None:
+    if shares_mesh and optimizers[0] is not None:
         kind = type(optimizers[0]).__name__
         raise UserError(
             "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "

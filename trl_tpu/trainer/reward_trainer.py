@@ -126,7 +126,7 @@ class RewardTrainer(DeviceTrainer):
             max_length, quantization_config = quantization_config, None
         device = runtime.current()
         max_steps = getattr(args, "max_steps", -1)
-        check_arguments(model, model_init, train_dataset, optimizers, max_steps, compiles=device.compiles)
+        check_arguments(model, model_init, train_dataset, optimizers, max_steps, shares_mesh=device.shares_mesh)
         args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
         self._check_evaluation(args, eval_dataset, compute_metrics, callbacks)
         self._old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)

@@ -256,10 +256,10 @@ class DeviceTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         plan = plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         plan.check(name for name, _ in model.named_parameters())
-        if not self.runtime.compiles:
+        if not self.runtime.shares_mesh:
             super()._move_model_to_device(model, device)
         self.shard_report = place_model(model, plan, self.runtime, device)
-        if self.runtime.compiles:
+        if self.runtime.shares_mesh:
             keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
             if self.runtime.topology().process_count == 1:  # else all would have to ask for them together
                 give_weights_on_host(model, self.runtime)
@@ -276,7 +276,7 @@ class DeviceTrainer(Trainer):
         dataloader_key: str | None = None,
     ) -> DataLoader:
         collate = self.batch_plan.collator(dataset, batch_size, self.data_collator)
-        if not self.runtime.compiles:
+        if not self.runtime.shares_mesh:
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
             try:
                 loader = super()._get_dataloader(
@@ -302,7 +302,7 @@ class DeviceTrainer(Trainer):
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            with skipping_with(skip) if self.runtime.compiles else contextlib.nullcontext():
+            with skipping_with(skip) if self.runtime.shares_mesh else contextlib.nullcontext():
                 super()._run_epoch(*args, **kwargs)
 
     # ---- the step
@@ -310,7 +310,7 @@ class DeviceTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""
         self.runtime.recompute_layers(self.model, self.args.remat_policy)
-        if self.runtime.compiles:
+        if self.runtime.records_steps:
             assert self.shard_report is not None  # whatever compiles was placed
             optimizer_of_torch = bare(self.optimizer)
             if self._step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch):
@@ -457,7 +457,7 @@ class DeviceTrainer(Trainer):
 
         def write() -> None:
             weights = None
-            if self.runtime.compiles:
+            if self.runtime.shares_mesh:
                 weights = whole_weights(self.model, self.runtime, keeps=self.args.should_save)
             if not self.args.should_save:
                 if weights is None:  # accelerate's FSDP and DeepSpeed gather them

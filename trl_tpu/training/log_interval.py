@@ -120,7 +120,7 @@ class LogInterval:
             logs["grad_norm"] = norm.item()
         logs["learning_rate"] = learning_rate
         logs |= self._metrics.close([sums for _, sums in everyone], step)
-        if self._runtime.compiles:
+        if self._runtime.plans_shapes:
             logs["compiled_programs"] = self._runtime.compile_count()
         if (memory := self._runtime.most_memory(self._device)) is not None:
             logs["memory_gib"] = memory / GiB

@@ -96,7 +96,7 @@ class NonfiniteGuard:
         self._count(finite_1)
         self._sum_before_1 = torch.where(finite_1, loss_sum_1, self._sum_before_1)
         self._known_sum = self._sum_before_1.clone()  # the loop adds to it in place
-        if not self._runtime.compiles and not finite_1:
+        if not self._runtime.records_steps and not finite_1:
             drop_gradients(bare(optimizer))
         return self._known_sum
 

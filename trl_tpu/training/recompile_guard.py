@@ -55,7 +55,7 @@ class RecompileGuard:
         self._note(self._evaluated, _shapes_of(batch), " for evaluation")
 
     def _note(self, seen: Counter[str], shapes: str, which: str) -> None:
-        if not self._runtime.compiles:
+        if not self._runtime.plans_shapes:
             return
         self.settle()
         seen[shapes] += 1
