@@ -6,7 +6,7 @@ Each host has a mesh of its own virtual devices, over which the batch is not spl
 do, and no network joins their devices. Everything else is as on a pod: their indices, the group in which they meet, a
 folder that both write to. Prints as JSON what this host did.
 
-Of KIND "stop in a step" host 1 alone wishes to stop between two micro-batches, "stop after a log" when it has seen the
+Of KIND "stop in a step" host 1 alone requests to stop between two micro-batches, "stop after a log" when it has seen the
 second log; "SIGTERM" comes to host 1 alone while it evaluates; "other data" has host 1 started with other pairs, and
 "resume" goes on from the newest checkpoint.
 """
@@ -36,7 +36,7 @@ from trl_tpu.checkpoint.manifest import find_faults  # noqa: E402
 
 
 class Own(TrainerCallback):
-    """What a callback of one host alone wishes, and what this host was told to do."""
+    """What a callback of one host alone requests, and what this host was told to do."""
 
     def __init__(self) -> None:
         self.logged: list[int] = []

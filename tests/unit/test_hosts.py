@@ -1,9 +1,8 @@
 """Together several hosts see every pair once, in order, on the right devices; and all of them do the same."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
@@ -27,50 +26,23 @@ from trl_tpu.training import agreement
 from trl_tpu.training.agreement import HostAgreement
 from trl_tpu.training.same_run import check_alike
 
-HOSTS = (1, 2, 4, 16)
 
-
-def chips_of_hosts(hosts: int) -> np.ndarray:
-    """Chip numbers [hosts, 4] as a TPU has them: through the grid, of which each host has 2 x 2."""
-    across = {1: 2, 2: 2, 4: 4, 16: 8}[hosts]  # chips
-    grid = np.arange(4 * hosts).reshape(-1, across)
-    blocks = grid.reshape(grid.shape[0] // 2, 2, across // 2, 2).swapaxes(1, 2)
-    return blocks.reshape(hosts, 4)
-
-
-@dataclass(frozen=True)
-class Host:
-    """A host, and where in the mesh its devices are."""
-
-    index: int
-    positions: tuple[int, ...]
-
-    def rows(self, count: int, mesh: MeshShape) -> np.ndarray:
-        return rows_of_host(self.positions, count, mesh)
-
-
-def everyone(devices_of_host: np.ndarray, order: np.ndarray) -> list[Host]:
-    """All hosts, where device ``order[p]`` is at position p of the mesh."""
-    places = [tuple(np.flatnonzero(np.isin(order, devices)).tolist()) for devices in devices_of_host]
-    return [Host(index, own) for index, own in enumerate(places)]
+def positions_of_hosts(order: Sequence[int], hosts: int) -> list[tuple[int, ...]]:
+    """Where in the mesh the devices of each host are, if device ``order[p]`` is at position p of the mesh."""
+    return [tuple(np.flatnonzero(np.isin(order, own)).tolist()) for own in np.split(np.arange(len(order)), hosts)]
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[list[Host], MeshShape]:
-    """Hosts of four or eight devices in one of three orders, and a mesh over all of them."""
-    count = draw(st.sampled_from(HOSTS))
-    wiring = draw(st.sampled_from(["in a row", "grid", "any"]))
-    each = 4 if wiring == "grid" else draw(st.sampled_from([1, 4, 8]))
-    devices = count * each
-    order = np.arange(devices)
-    if wiring == "any":  # as where several slices are put together
-        order = np.array(draw(st.permutations(range(devices))))
+def clusters(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], MeshShape]:
+    """Hosts of several devices in any order, as where several slices are put together, and a mesh over all of them."""
+    hosts = draw(st.sampled_from([1, 2, 4, 16]))
+    devices = hosts * draw(st.sampled_from([1, 4, 8]))
+    order = draw(st.permutations(range(devices)) | st.just(range(devices)))
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
     tensor = draw(st.sampled_from(sizes))
     data = draw(st.sampled_from([size for size in sizes if devices // tensor % size == 0]))
     slices = draw(st.sampled_from([size for size in (1, 2) if data % size == 0]))
-    of_host = chips_of_hosts(count) if wiring == "grid" else np.arange(devices).reshape(count, each)
-    return everyone(of_host, order), MeshShape(data, devices // tensor // data, tensor, slices)
+    return positions_of_hosts(order, hosts), MeshShape(data, devices // tensor // data, tensor, slices)
 
 
 def rows_at_position(count: int, mesh: MeshShape) -> list[list[int]]:
@@ -83,21 +55,21 @@ def rows_at_position(count: int, mesh: MeshShape) -> list[list[int]]:
 @settings(max_examples=300)
 @given(clusters(), st.integers(1, 3))
 def test_a_hosts_rows_are_those_of_its_devices_and_all_hosts_have_all(
-    cluster: tuple[list[Host], MeshShape], each: int
+    cluster: tuple[list[tuple[int, ...]], MeshShape], each: int
 ) -> None:
     hosts, mesh = cluster
     count = each * mesh.batch_shards
     at_position = rows_at_position(count, mesh)
     times = np.zeros(count, dtype=int)
-    for host in hosts:
-        held = sorted(set(itertools.chain(*(at_position[position] for position in host.positions))))
-        assert host.rows(count, mesh).tolist() == held
+    for positions in hosts:
+        held = sorted(set(itertools.chain(*(at_position[position] for position in positions))))
+        assert rows_of_host(positions, count, mesh).tolist() == held
         times[held] += 1
     assert (times >= 1).all() and (mesh.tensor > 1 or (times == 1).all())
 
 
 def test_a_batch_that_the_mesh_does_not_divide_is_whole_everywhere() -> None:
-    assert Host(1, (4, 5, 6, 7)).rows(12, MeshShape(fsdp=8)).tolist() == list(range(12))
+    assert rows_of_host((4, 5, 6, 7), 12, MeshShape(fsdp=8)).tolist() == list(range(12))
 
 
 # ---- padded batches: each host reads its own pairs
@@ -140,8 +112,9 @@ def test_padded_batches_of_all_hosts_are_one_hosts_and_each_reads_its_own_pairs(
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     whole = list(host_batches(pairs, collate, batch, order, args))  # type: ignore[arg-type]
     read: list[int] = []
-    for host in everyone(chips_of_hosts(count), np.arange(4 * count)):
-        rows = host.rows(batch, mesh)
+    devices = np.random.default_rng(2).permutation(4 * count).tolist()
+    for positions in positions_of_hosts(devices, count):
+        rows = rows_of_host(positions, batch, mesh)
         counting: Any = Counting(pairs)
         own, own_collate = read_own(counting, collate, rows)
         for ours, theirs in zip(host_batches(own, own_collate, batch, order, args), whole, strict=True):  # type: ignore[arg-type]
