@@ -75,7 +75,7 @@ class _Settled:
 
 
 def settle() -> None:
-    """Choose by the environment as it is now: when this package is imported, and again for whoever changes it then.
+    """Choose by the environment as it is now: when this package is imported, and again where it was changed since.
 
     Once transformers is imported, what it was told stays.
     """
