@@ -72,7 +72,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
         **{
             f"ours alone: {name}": _INTERNAL
-            for name in ("find_best_again", "fixed_rows", "note_best", "parts_for", "rewards_of", "shard_report")
+            for name in ("fixed_rows", "note_best", "parts_for", "rewards_of", "shard_report")
         },
         "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",
         "ours alone: stopped_by": "what ended training before its end",
@@ -84,6 +84,10 @@ INTENDED: dict[str, dict[str, str]] = {
         **{
             f"ours alone: {name}": _OLD
             for name in ("TrainingArguments", "get_kbit_device_map", "is_xpu_available", "setup_chat_format")
+        },
+        **{
+            f"TRL's alone: {name}": "no reward script reads messages of `from` and `value`"
+            for name in ("is_conversational_from_value", "maybe_convert_to_chatml")
         },
         "ours alone: score": "rewards of many rows by a saved model",
         "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",

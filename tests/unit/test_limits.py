@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trl_tpu import RewardConfig
-from trl_tpu.config.checks import HOSTS_LIMITS, OPTIMIZER_LIMITS, XLA_LIMITS, check_xla_limits
+from trl_tpu.config.checks import OPTIMIZER_LIMITS, XLA_LIMITS, check_xla_limits
 
 LIMITED: dict[str, Any] = dict.fromkeys(XLA_LIMITS, True) | {
     "fsdp": "full_shard",
@@ -25,7 +25,7 @@ def args(tmp_path: Path) -> RewardConfig:
 
 
 def test_the_default_config_is_within_the_limits(args: RewardConfig) -> None:
-    check_xla_limits(args, hosts=16)
+    check_xla_limits(args)
 
 
 @pytest.mark.parametrize("setting", LIMITED)
@@ -45,11 +45,3 @@ def test_so_are_optimizers_by_what_is_in_their_names(args: RewardConfig) -> None
         with pytest.raises(ValueError) as caught:
             check_xla_limits(args)
         assert str(caught.value) == f"optim={optimizer!r} is impossible on PyTorch/XLA: {instead}."
-
-
-def test_what_one_host_can_do_alone_is_refused_on_several(args: RewardConfig) -> None:
-    assert list(HOSTS_LIMITS) == ["enable_jit_checkpoint"]
-    args.enable_jit_checkpoint = True
-    check_xla_limits(args)
-    with pytest.raises(ValueError, match="enable_jit_checkpoint=True is impossible on PyTorch/XLA on 16 hosts: "):
-        check_xla_limits(args, hosts=16)

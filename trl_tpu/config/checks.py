@@ -29,13 +29,7 @@ XLA_LIMITS = {
     "include_num_input_tokens_seen": "read num_tokens in the logs, which counts them without stopping the device",
     "neftune_noise_alpha": f"leave it out, or {_PLAIN_TORCH}",
     "torch_empty_cache_steps": "leave it out: XLA plans memory when it compiles",
-}
-#: The same of several hosts.
-HOSTS_LIMITS = {
-    "enable_jit_checkpoint": (
-        "it saves on the host that is told to stop, and the others would wait for it. Leave it out: a SIGTERM to any "
-        "host lets all of them save and stop"
-    ),
+    "enable_jit_checkpoint": "leave it out: a SIGTERM to any host lets all of them save and stop without it",
 }
 #: The same of optimizers, by what is in their names.
 OPTIMIZER_LIMITS = {
@@ -82,23 +76,21 @@ def check_values(args: Any) -> None:
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
 
 
-def check_xla_limits(args: Any, hosts: int = 1) -> None:
-    """Refuse settings that XLA cannot honor, or not on several ``hosts``.
+def check_xla_limits(args: Any) -> None:
+    """Refuse settings that XLA cannot honor.
 
     Raises:
         UserError: Names the setting, its value and what to do instead.
     """
-    where = "PyTorch/XLA" if hosts == 1 else f"PyTorch/XLA on {hosts} hosts"
     optimizer = getattr(args.optim, "value", args.optim)
-    limits = XLA_LIMITS if hosts == 1 else XLA_LIMITS | HOSTS_LIMITS
-    for setting, instead in limits.items():
+    for setting, instead in XLA_LIMITS.items():
         value = getattr(args, setting)
         value = getattr(value, "value", value)  # an enum's text
         if value and value != "no":
-            raise UserError(f"{setting}={value!r} is impossible on {where}: {instead}.")
+            raise UserError(f"{setting}={value!r} is impossible on PyTorch/XLA: {instead}.")
     for marks, instead in OPTIMIZER_LIMITS.items():
         if any(mark in optimizer for mark in marks):
-            raise UserError(f"optim={optimizer!r} is impossible on {where}: {instead}.")
+            raise UserError(f"optim={optimizer!r} is impossible on PyTorch/XLA: {instead}.")
 
 
 def check_remat(args: Any) -> None:

@@ -220,7 +220,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         """Start the runtime, before transformers looks for the device, and settle what depends on it."""
         chosen = runtime.current()  # on XLA, SPMD is on by now
         if chosen.shares_mesh:
-            check_xla_limits(self, chosen.topology().process_count)
+            check_xla_limits(self)
         if self.bf16 is None:
             can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16

@@ -219,7 +219,9 @@ class DeviceTrainer(Trainer):
             self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
             self._globalstep_last_logged = progress["logged_step"]
         self.agreement.start(self.state.global_step)
-        self.find_best_again()
+        # transformers looks for the best checkpoint only where it was saved
+        if (best := self.checkpoints.best_so_far(self.run_folder)) is not None:
+            self.state.best_model_checkpoint = best
         self.recompiles.start(self.batch_plan.shapes, shared_programs=int(self._accumulates))
 
     @property
@@ -509,11 +511,6 @@ class DeviceTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.checkpoints.load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def find_best_again(self) -> None:
-        """Say where a resumed run's best checkpoint is now: transformers looks only where it was saved."""
-        if (best := self.checkpoints.best_so_far(self.run_folder)) is not None:
-            self.state.best_model_checkpoint = best
 
     def _load_best_model(self) -> None:
         if self.stopped_by == SIGTERM:
