@@ -6,9 +6,9 @@ Each host has a mesh of its own virtual devices, over which the batch is not spl
 do, and no network joins their devices. Everything else is as on a pod: their indices, the group in which they meet, a
 folder that both write to. Prints as JSON what this host did.
 
-Of KIND "stop in a step" host 1 alone requests to stop between two micro-batches, "stop after a log" when it has seen the
-second log; "SIGTERM" comes to host 1 alone while it evaluates; "other data" has host 1 started with other pairs, and
-"resume" goes on from the newest checkpoint.
+Of KIND "stop in a step" host 1 alone requests to stop between two micro-batches, "stop after a log" when it has seen
+the second log; "SIGTERM" comes to host 1 alone while it evaluates; "other data" has host 1 started with other pairs,
+and "resume" goes on from the newest checkpoint.
 """
 
 import json
