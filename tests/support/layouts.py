@@ -42,6 +42,7 @@ PACKED: dict[str, Any] = {"packing": True, "row_length": LENGTH}
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {**PADDED, "gradient_checkpointing": False},
     "packed": {**PACKED, "gradient_checkpointing": False},
+    "padded+lion": {**PADDED, "gradient_checkpointing": False},
     "accumulated": {**PADDED, "gradient_accumulation_steps": 2},
     "packed+accumulated": {**PACKED, "gradient_accumulation_steps": 2},
     "packed+accumulated+scanned": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
@@ -49,6 +50,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padded+dots+scanned": {**PADDED, "remat": "dots", "scan_layers": True},
     "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
 }
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own optimizer (https://arxiv.org/abs/2302.06675), of which the trainer knows nothing."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                gradient, state = parameter.grad, self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                update = state["exp_avg"] * first + gradient * (1 - first)
+                parameter.add_(update.sign(), alpha=-group["lr"])
+                state["exp_avg"].mul_(second).add_(gradient, alpha=1 - second)
 
 
 class Watched(RewardTrainer):
@@ -131,6 +151,7 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         train_dataset=made_up_pairs(256),
         processing_class=tokenizer,
         peft_config=peft_config,
+        optimizer_cls_and_kwargs=(Lion, {"lr": 1e-4}) if variant.endswith("lion") else None,
         callbacks=[counting, walking],
     )
     walking.trainer = trainer

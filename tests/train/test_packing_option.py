@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 import transformers
-from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -118,16 +117,3 @@ def test_models_for_which_packing_is_not_exact(
     set_seed(0)
     with pytest.raises(ValueError, match=f"packing=True is impossible: .*{MODELS[make]}"):
         make_trainer(make(tokenizer), tokenizer, tmp_path, settings={"packing": True})
-
-
-def test_a_stream_is_packed_too_in_plain_torch(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    losses = []
-    for packing in ("auto", False):
-        stream = Dataset.to_iterable_dataset(tiny.made_up_pairs(20))
-        trainer = make_trainer(
-            tiny.tiny_model(tokenizer), tokenizer, tmp_path, train_dataset=stream, settings={"packing": packing}
-        )
-        assert is_packed(trainer) is (packing == "auto")
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)

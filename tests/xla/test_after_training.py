@@ -11,7 +11,6 @@ import apart
 import pytest
 import tiny
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from places import SUPPORT
 from safetensors.torch import load_file
@@ -112,24 +111,3 @@ def test_a_checkpoint_that_trl_wrote_is_resumed(model_folder: str, config: Calla
     found = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     assert len(found) == 4
     assert found == pytest.approx([log["loss"] for log in expected], abs=1e-5)
-
-
-def test_a_reward_is_read_at_a_masked_token_as_elsewhere(model_folder: str, config: Callable[..., Any]) -> None:
-    """Such a token sees those before it and not itself: transformers' numbers, each dialogue alone. To rounding."""
-    columns = {
-        "input_ids_chosen": [[10, 11, 12], [11, 12]],
-        "attention_mask_chosen": [[1, 1, 1], [1, 0]],
-        "input_ids_rejected": [[11, 12, 10], [11, 12, 10]],
-        "attention_mask_rejected": [[1, 1, 0], [1, 1, 1]],
-    }
-    pairs = Dataset.from_dict(columns)
-    predictions = RewardTrainer(model_folder, config(), train_dataset=pairs).predict(pairs).predictions
-    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1).eval()
-    for index, (chosen, rejected) in enumerate(predictions.tolist()):
-        rewards = [
-            model(*(torch.tensor([columns[f"{key}_{half}"][index]]) for key in ("input_ids", "attention_mask")))
-            for half in ("chosen", "rejected")
-        ]
-        expected = torch.stack([reward.logits[0, 0] for reward in rewards]).softmax(-1).tolist()
-        assert [chosen, rejected] == pytest.approx(expected, abs=1e-6)
-    assert abs(predictions[1, 1] - predictions[0, 1]) > 1e-4, "the mask is read"
