@@ -228,7 +228,7 @@ def test_training_that_takes_no_step_is_no_success(settings: Any, model_folder: 
     trainer = make_trainer(model_folder, tmp_path, **settings)
     if not settings:
         trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().filter(lambda row: False)
-    with pytest.raises(ValueError, match="There would be no step" if settings else "Training took no step"):
+    with pytest.raises(ValueError, match="Training took no step"):
         trainer.train()
 
 
