@@ -28,7 +28,7 @@ class Meeting:
 
     def topology(self, index: int) -> Topology:
         """Return what the host ``index`` is."""
-        return Topology(4, 1, index, self.hosts, (index,), "made up")
+        return Topology(4, 1, index, self.hosts, "made up")
 
     def of(self, index: int) -> Any:
         """Return what decisions need of a runtime."""

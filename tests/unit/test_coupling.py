@@ -218,7 +218,6 @@ def test_a_name_is_in_its_module(module: str, name: str) -> None:
 
 
 XLAC = [
-    "_xla_get_runtime_devices",
     "_xla_get_spmd_config_is_locked",
     "_xla_get_cpu_tensors",
     "_xla_mark_sharding",

@@ -14,7 +14,6 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from trl_tpu import runtime
-from trl_tpu.batching.mesh_loader import rows_of_host
 from trl_tpu.checkpoint.storage import to_host
 from trl_tpu.parallel.mesh import MeshShape
 
@@ -127,7 +126,6 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
     for own in hosts:
         monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda own=own: own)
         held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})
-        assert rows_of_host(current.topology().local_positions, 16, mesh).tolist() == held
         garbled = torch.full_like(rows, -1)
         garbled[held] = rows[held]
         again = current._upload_batch(("data", "fsdp"), garbled, torch_xla.device())

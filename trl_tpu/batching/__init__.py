@@ -1,1 +1,1 @@
-"""How batches look: packed or padded, in which shapes, and which of them each host reads."""
+"""How batches look: packed or padded, and in which shapes."""

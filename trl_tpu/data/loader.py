@@ -5,23 +5,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from types import FunctionType
 from typing import Any, cast
 
-import datasets
-import numpy as np
 import torch
 import transformers.trainer
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
-
-from .collators import PairRows
-from .measure import measure
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
 _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
@@ -144,50 +138,3 @@ def _obey_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
-
-
-def read_own(pairs: datasets.Dataset, collate: PairRows, rows: np.ndarray) -> tuple["OwnPairs", "OwnRows"]:
-    """Return what a host reads of ``pairs`` in batches of padded pair rows, of which its devices hold ``rows``.
-
-    The batches have the shape of the whole ones, as they have to on every host; other rows hold copies.
-    """
-    return OwnPairs(pairs, rows, measure(pairs).longest_N), OwnRows(collate, rows)
-
-
-@dataclass(frozen=True)
-class OwnPairs(Dataset[Any]):
-    """Gives, of a batch's pairs, those in ``rows``, and the longest of all, to whose length the batch is padded.
-
-    Args:
-        pairs: All pairs.
-        rows: Ascending.
-        lengths_N: The length that each pair would be padded to.
-    """
-
-    pairs: datasets.Dataset
-    rows: np.ndarray
-    lengths_N: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitems__(self, indices: list[int]) -> tuple[int, list[Any]]:
-        """Return the number of pairs in the whole batch; its pairs in `rows`, in order; and the longest."""
-        own = [indices[row] for row in self.rows if row < len(indices)]
-        longest = max(indices, key=self.lengths_N.__getitem__)
-        return len(indices), self.pairs.__getitems__([*own, longest])
-
-
-@dataclass(frozen=True)
-class OwnRows:
-    """Collates what `OwnPairs` gives into a batch of all rows, in which ``rows`` hold what they should."""
-
-    collate: PairRows
-    rows: np.ndarray
-
-    def __call__(self, read: tuple[int, list[Any]]) -> dict[str, torch.Tensor]:
-        count, examples = read
-        source_P = torch.zeros(self.collate.pairs, dtype=torch.long)
-        source_P[self.rows] = torch.arange(len(self.rows))
-        batch = {key: value[source_P] for key, value in self.collate(examples).items()}
-        return batch | {"pair_mask": torch.arange(self.collate.pairs) < count}

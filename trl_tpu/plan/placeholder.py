@@ -20,7 +20,7 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
-from ..runtime import PartitionSpec, Topology
+from ..runtime import PartitionSpec
 from ..runtime.layout import shard_count
 from ..runtime.xla import DeviceLoader, Upload, XlaRuntime
 
@@ -77,9 +77,6 @@ class PlaceholderRuntime(XlaRuntime):
         super().__init__()
         # which torch_xla asks when a mesh is made
         xr.global_runtime_device_count = lambda: self._chips  # type: ignore[assignment]
-
-    def topology(self) -> Topology:
-        return dataclasses.replace(super().topology(), local_positions=tuple(range(self._chips)))
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]

@@ -51,8 +51,6 @@ class Topology:
     process_index: int
     process_count: int
     """Processes that share the mesh: on a pod there is one a host."""
-    local_positions: tuple[int, ...]
-    """Where in the mesh, last axis fastest, the devices of this process are, ascending."""
     description: str
     """What the devices are, for the log."""
 

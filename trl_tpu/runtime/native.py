@@ -70,7 +70,7 @@ class Runtime:
     def topology(self) -> Topology:
         """Return the devices and processes that train together, as they are now."""
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-        return Topology(1, slices=1, process_index=0, process_count=1, local_positions=(0,), description=name)
+        return Topology(1, slices=1, process_index=0, process_count=1, description=name)
 
     def chip(self) -> str | None:
         """Return what the devices are called where TPUs are rented, such as "v6e"; None if they are none."""

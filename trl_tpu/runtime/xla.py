@@ -135,14 +135,11 @@ class XlaRuntime(Runtime):
 
     def topology(self) -> Topology:
         devices = xr.global_runtime_device_count()
-        own = {int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()}
-        order = self._mesh.device_ids if hasattr(self, "_mesh") else range(devices)
         return Topology(
             devices=devices,
             slices=len(reported_slices()) or 1,
             process_index=xr.process_index(),
             process_count=xr.process_count(),
-            local_positions=tuple(position for position, device in enumerate(order) if int(device) in own),
             description=f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD",
         )
 
