@@ -71,7 +71,7 @@ def test_the_compilers_arguments_are_the_state_by_formula_and_are_overwritten(
     state, batch = least.weights + least.optimizer, 32 * chips * settings.get("length", LENGTH)
     assert state <= compiled.arguments <= 1.1 * (state + batch) + 4096 * len(traced.shardings)
     # what changes is overwritten in place
-    assert compiled.results <= 0.01 * (least.gradients + least.optimizer) + 4096 * len(traced.shardings)
+    assert compiled.aliased >= 0.99 * (least.optimizer if "adapters" in settings else state)
     assert compiled.temporary > 0
     assert (b"tpu_custom_call" in traced.hlo) == ("packed_attention" in settings)
 

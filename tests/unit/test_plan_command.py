@@ -90,7 +90,7 @@ def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, monkeypa
         return TracedProgram(b"", (), (), 1)
 
     monkeypatch.setattr(layers, "trace_step", trace)
-    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
+    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1, 1))
     assert plan.main(["--config", str(config), "--topology", "v6e:1x1", "--remat", "none"]) == 0
     (request,) = traced
     # two dialogues of 200 tokens that share half of one, in a row that is a multiple of 128

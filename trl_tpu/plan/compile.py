@@ -43,12 +43,14 @@ class CompiledProgram:
         arguments: Weights, optimizer state, gradients that accumulate, and the batch; those that only other programs
             of the step take, too.
         results: What it returns, but for what takes the place of a donated argument.
+        aliased: What takes such a place.
         temporary: What it needs for what it computes.
         generated_code: Its instructions.
     """
 
     arguments: int
     results: int
+    aliased: int
     temporary: int
     generated_code: int
 
@@ -103,6 +105,7 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
     return CompiledProgram(
         arguments=memory.argument_size_in_bytes + traced.idle,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
         temporary=temporary,
         generated_code=memory.generated_code_size_in_bytes,
     )

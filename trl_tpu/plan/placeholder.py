@@ -91,21 +91,25 @@ class PlaceholderRuntime(XlaRuntime):
 
     # ---- tensors without data
 
-    def describe(self, tensor: torch.Tensor, kind: str) -> AbstractValue:
-        """Say what ``tensor`` stands for; how it is laid out, it knows."""
-        sharding, text = _C._get_xla_op_sharding(tensor), _C._get_xla_sharding_spec(tensor)
-        value = AbstractValue(kind, sharding, text) if text else AbstractValue(kind)
+    def describe(self, tensor: torch.Tensor, kind: str, axes: PartitionSpec) -> AbstractValue:
+        """Say what ``tensor`` stands for, and which mesh axes its dimensions go over."""
+        like = self._laid_out(tensor, axes)
+        value = AbstractValue(kind, _C._get_xla_op_sharding(like), _C._get_xla_sharding_spec(like))
         self._values[_C._xla_get_tensor_id(tensor)] = value
         return value
 
+    def _laid_out(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
+        """Return what is computed from a placeholder like ``tensor``: a placeholder itself takes no layout."""
+        whole = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+        computed = whole.logical_or(whole) if tensor.dtype == torch.bool else whole + 0
+        _C._xla_mark_sharding(computed, self._mesh.get_op_sharding(axes or (None,)))
+        return computed
+
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
         if tensor.device.type != "xla":
-            whole = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
-            # a placeholder takes no layout, but what is computed from it does, and then becomes a placeholder
-            tensor = whole.logical_or(whole) if tensor.dtype == torch.bool else whole + 0
-            _C._xla_mark_sharding(tensor, self._mesh.get_op_sharding(axes or (None,)))
-            _C._clear_pending_irs(str(torch_xla.device()))
-        self.describe(tensor, "other")
+            tensor = self._laid_out(tensor, axes)
+            _C._clear_pending_irs(str(torch_xla.device()))  # which makes a placeholder of it
+        self.describe(tensor, "other", axes)
         return tensor
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -124,7 +128,7 @@ class PlaceholderRuntime(XlaRuntime):
         if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
             axes = (batch_axes, *axes[1:])
         placed = self.place(tensor, axes, device)
-        self.describe(placed, "batch")
+        self.describe(placed, "batch", axes)
         return placed
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -6,13 +6,14 @@ The trainer itself is run, in a process of its own, with placeholders in the pla
 
 import contextlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from .. import runtime
@@ -21,6 +22,7 @@ from ..errors import UserError
 from ..modeling.model_shape import model_without_weights
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
+from ..runtime import PartitionSpec
 from ..trainer.reward_trainer import RewardTrainer
 from .child_process import call_in_child
 from .compile import TracedProgram
@@ -89,8 +91,9 @@ def trace_here(request: StepRequest) -> TracedProgram:
     placeholders = PlaceholderRuntime(request.chips)
     runtime.replace(placeholders)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(request, model_without_weights(request.model, request.dtype), folder)
-        first_step = _FirstStep(placeholders)
+        trainer: Any = trainer_of(request, model_without_weights(request.model, request.dtype), folder)
+        state = trainer._step_state
+        first_step = _FirstStep(placeholders, lambda: state.specs(trainer.model, trainer.shard_report.placements))
         trainer.add_callback(first_step)
         with contextlib.suppress(_Traced):
             trainer.train()
@@ -110,17 +113,17 @@ class _Traced(Exception):
 class _FirstStep(TrainerCallback):
     """Notes which tensors stay from step to step, and ends the training with the first one."""
 
-    def __init__(self, placeholders: Any) -> None:
-        self._placeholders = placeholders
+    def __init__(self, placeholders: Any, axes_of: Callable[[], Mapping[nn.Parameter, PartitionSpec]]) -> None:
+        self._placeholders, self._axes_of = placeholders, axes_of
         self.state: dict[Any, int] = {}  # what a placeholder stands for, and its bytes on one chip
 
     def on_step_begin(self, *_: Any, **given: Any) -> None:
-        states = given["optimizer"].state.values()
-        kept = [*given["model"].parameters(), *(each for state in states for each in state.values())]
-        for tensor in kept:
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
-                value = self._placeholders.describe(tensor, "state")
-                self.state[value] = tensor.numel() * tensor.element_size() // value.parts
+        for parameter, axes in self._axes_of().items():
+            for tensor in (parameter, *given["optimizer"].state.get(parameter, {}).values()):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
+                    alike = axes if tensor.shape == parameter.shape else ()
+                    value = self._placeholders.describe(tensor, "state", alike)
+                    self.state[value] = tensor.numel() * tensor.element_size() // value.parts
         self._placeholders.programs.clear()  # what is recorded from now on is the step's
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
