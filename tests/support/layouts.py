@@ -85,7 +85,7 @@ class Watched(RewardTrainer):
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         *before, last = micro_batches_of(inputs)
         for is_last, rows in [*((False, rows) for rows in before), (True, last)]:
-            tensors = rows["packed"].named_tensors() if "packed" in rows else rows
+            tensors = rows["rows"].named_tensors() if "rows" in rows else rows
             sizes = ((name, tuple(value.shape)) for name, value in tensors.items() if hasattr(value, "shape"))
             self.shapes.add((is_last, tuple(sizes)))
         loss = super().training_step(model, inputs, num_items_in_batch)
