@@ -120,7 +120,7 @@ def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(
     trainer = make_trainer(model_folder, tmp_path, optimizer=(ProjectedSGD, {}), max_steps=2)
     trainer.train()
     assert trainer.checkpointer.failed == [str(tmp_path / "checkpoint-2")] and not (tmp_path / "checkpoint-2").exists()
-    assert "ProjectedSGD keeps an object of Identity as" in caplog.text and "Set save_only_model=True" in caplog.text
+    assert "Object of type Identity is not JSON serializable" in caplog.text
     alone = make_trainer(
         model_folder, tmp_path / "alone", optimizer=(ProjectedSGD, {}), max_steps=2, save_only_model=True
     )

@@ -132,9 +132,9 @@ class CheckpointLoader:
                 "moments and the learning rate's schedule begin anew.",
                 checkpoint,
             )
-        elif self._runtime.compiles:
+        elif self._runtime.shares_mesh:
             read_torch_optimizer(optimizer, scheduler, checkpoint, self._runtime)
-        return self._runtime.compiles
+        return self._runtime.shares_mesh
 
     def drop_download(self) -> None:
         """Remove the copy of a checkpoint that has been read."""

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .aside import STAGING_FOLDER, discard, staging_of
-from .manifest import REPLACED, find_faults, newest_first
+from .aside import STAGING_FOLDER, discard, retire
+from .manifest import newest_first
 from .remote import RemoteRun
 
 RUN_FILE = "_run.json"
@@ -67,14 +67,10 @@ class RunFolder:
             logger.warning("Older checkpoints in %s could not be deleted (%s: %s).", self._where, kind, error)
 
     def _delete(self, name: str) -> None:
-        """Delete a checkpoint, invisible first: a kill leaves no folder with some of its files."""
         if self.remote is not None:
             self.remote.delete(name)
-            return
-        retired = staging_of(self.path / f"{name}.retired")
-        retired.parent.mkdir(exist_ok=True)
-        (self.path / name).rename(retired)
-        discard(retired)
+        else:
+            retire(self.path / name)
 
     # ---- the process that trains
 
@@ -89,7 +85,8 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
                 self._lock(self._file)
-                self._recover()
+                for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # by a process that was killed
+                    discard(left)
             self._run = self._read()
         except UserError:
             raise
@@ -208,14 +205,6 @@ class RunFolder:
             ", ".join(names),
             place,
         )
-
-    def _recover(self) -> None:
-        """Put back a checkpoint that was being replaced when its process was killed; remove what else it left."""
-        for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):
-            whole = self.path / left.name.removesuffix(REPLACED)
-            if left.name.endswith(REPLACED) and not whole.exists() and not find_faults(left):
-                left.rename(whole)
-            discard(left)
 
     def _unwritable(self, error: Exception) -> UserError:
         return UserError(

@@ -106,20 +106,9 @@ def state_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return which optimizer it is, its settings, and what else of its state is no tensor.
-
-    Raises:
-        UserError: There is something in its state that is neither tensor nor number.
-    """
+    """Return which optimizer it is, its settings, and what else of its state is no tensor, for JSON."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
-    for name, value in numbers.items():
-        if not isinstance(value, bool | int | float | str | list | tuple | None):
-            raise UserError(
-                f"{type(optimizer).__name__} keeps an object of {type(value).__name__} as "
-                f"{name.removeprefix(_OPTIMIZER)}, which is no tensor and no number and cannot be resumed from a "
-                "checkpoint. Set save_only_model=True, or choose another optimizer."
-            )
     state = by_layer(model, numbers, lambda number, _: number)
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
@@ -281,7 +270,7 @@ def _make_state(
         return
     made = torch.zeros_like(like, device="cpu")
     counts_there = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
-    if runtime.compiles or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
+    if runtime.records_steps or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
         made = runtime.to_device(made, parameter.device)
     optimizer.state[parameter][kind] = made
 

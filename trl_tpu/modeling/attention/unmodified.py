@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,8 @@ def check_unmodified(model: nn.Module) -> None:
         where = f"{type(module).__name__} ({name})" if name else type(module).__name__
         if not _is_of_a_library(module.forward):
             raise PackingImpossible(f"the forward of {where} is not a library's own, and packed rows would bypass it")
-        if any(not _is_of_a_library(hook) for hook in _hooks(module)):
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if not all(map(_is_of_a_library, hooks)):
             raise PackingImpossible(
                 f"{where} has a forward hook of yours, which may read or change what is in padded rows"
             )
@@ -55,11 +55,6 @@ def check_unmodified(model: nn.Module) -> None:
         if inner is None:
             raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
         head = inner
-
-
-def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    yield from module._forward_pre_hooks.values()
-    yield from module._forward_hooks.values()
 
 
 def _is_of_a_library(function: Any) -> bool:
