@@ -203,7 +203,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(
         make_trainer(model_folder, tmp_path, callbacks=[Stops()]).train()
     again = make_trainer(model_folder, tmp_path)
     again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 6 and "before its first checkpoint: it begins anew" in caplog.text
+    assert again.state.global_step == 6 and "has saved no checkpoint yet: it begins anew" in caplog.text
     with pytest.raises(ValueError, match="no folder checkpoint-N at all"):  # nothing ever began here
         make_trainer(model_folder, tmp_path / "elsewhere").train(resume_from_checkpoint=True)
 

@@ -110,18 +110,6 @@ def test_the_first_steps_are_deleted_but_for_what_is_needed(
     assert not (tmp_path / STAGING_FOLDER).exists()
 
 
-def test_a_run_whose_end_cannot_be_written_down_is_trained_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with training(tmp_path) as found:
-        file, found._file = found._file, os.open(tmp_path / RUN_FILE, os.O_RDONLY)  # as on a disk that fails
-        found.end()
-        os.close(found._file)
-        found._file = file
-    assert f"{tmp_path} could not be marked as ended" in caplog.text
-    assert "ended" not in json.loads((tmp_path / RUN_FILE).read_text())
-
-
 def test_what_a_killed_process_left_in_staging_is_removed(tmp_path: Path) -> None:
     staging = tmp_path / STAGING_FOLDER
     (staging / "checkpoint-6").mkdir(parents=True)
@@ -171,7 +159,3 @@ def test_what_is_resumed_from_elsewhere_is_no_reason_to_keep_what_is_here(tmp_pa
     found = RunFolder(here, None, writes=False)
     found.claim()
     assert not found.began_without_a_checkpoint, "it did not begin from nothing"
-    with training(here) as run:
-        run.end()
-    found.claim()
-    assert not found.began_without_a_checkpoint, "it has ended"

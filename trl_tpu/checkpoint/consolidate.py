@@ -19,12 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..config.urls import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.model_shape import model_without_weights
 from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers, write_old_rope_names
 from ..runtime.native import Runtime
 from .aside import STAGING_FOLDER, fill_aside, write_aside
@@ -118,7 +119,8 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
         if missing := sorted(info["missing_keys"])[:5]:
             raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it anew.")
     else:
-        model = _without_memory(str(checkpoint), read_as, trust_remote_code).to_empty(device="cpu")
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        model = model_without_weights(config, read_as, trust_remote_code).to_empty(device="cpu")
         model.tie_weights()
         read_weights(model, checkpoint, Runtime())
     _check_range(model.named_parameters(), dtype)
@@ -134,8 +136,8 @@ def _write_adapters(
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
         stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
-        name = _base_name(checkpoint, base)
-        model = _without_memory(name, stored_dtype, trust_remote_code)
+        config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
+        model = model_without_weights(config, stored_dtype, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored_dtype)
         read_weights(adapted, checkpoint, Runtime())
         weights = adapter_weights(adapted)
@@ -168,14 +170,6 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
     _check_range(merged.named_parameters(), dtype)
     return merged.to(dtype)
-
-
-def _without_memory(name: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model that a config describes, on the meta device."""
-    trust = {"trust_remote_code": trust_remote_code}
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(name, num_labels=1, **trust)
-        return AutoModelForSequenceClassification.from_config(config, dtype=dtype, **trust)
 
 
 def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:

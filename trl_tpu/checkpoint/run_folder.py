@@ -114,9 +114,8 @@ class RunFolder:
 
     @property
     def began_without_a_checkpoint(self) -> bool:
-        """Whether a run began in this folder that was stopped before its first checkpoint."""
-        run = self._run
-        return bool(run) and not run.get("began_from") and not run.get("ended") and not self.checkpoints()
+        """Whether a run began in this folder, from no checkpoint, and has saved none."""
+        return bool(self._run) and not self._run.get("began_from") and not self.checkpoints()
 
     def begin(self, resumed: str | None, step: int = 0) -> None:
         """Write down that this process trains, and move aside the checkpoints that it does not go on from.
@@ -145,13 +144,6 @@ class RunFolder:
             )
         except Exception as error:  # file systems of fsspec say it in errors of many kinds
             raise self._unwritable(error) from error
-
-    def end(self) -> None:
-        """Write down that the run has come to its end, whether or not it has saved checkpoints."""
-        try:
-            self._write(self._run | {"ended": True})
-        except Exception as error:  # file systems of fsspec say it in errors of many kinds
-            logger.warning("%s could not be marked as ended (%s): the model is trained.", self._where, error)
 
     # ---- files, here or at the URL
 

@@ -81,14 +81,6 @@ def is_peft_model(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def adapter_types(model: nn.Module) -> list[str]:
-    """Return the kinds of the model's adapters, by peft's names, such as "LORA"."""
-    if not is_peft_model(model):
-        return []
-    configs: Any = model.peft_config
-    return [str(getattr(config.peft_type, "value", config.peft_type)) for config in configs.values()]
-
-
 def without_adapters(model: nn.Module) -> Any:
     """Return the transformers model itself, which adapters may be wrapped around."""
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]

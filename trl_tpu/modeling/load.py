@@ -21,6 +21,7 @@ from transformers import (
 
 from .. import runtime
 from ..errors import UserError
+from .model_shape import model_without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,7 @@ def load_model(
     if quantization_config is not None:
         if "quantization_config" in kwargs:
             raise UserError(
-                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. Set it in "
-                "one place only, preferably as a trainer argument."
+                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`."
             )
         kwargs["quantization_config"] = quantization_config
     if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
@@ -130,8 +130,7 @@ def _load_in_files(name: str, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, 
 def _offload_backbone(name: str, kwargs: dict[str, Any]) -> dict[str, str]:
     """Return the device map of a classifier whose backbone, but for its input embeddings, stays on disk."""
     config = AutoConfig.from_pretrained(name, **kwargs)
-    with torch.device("meta"):
-        empty = AutoModelForSequenceClassification.from_config(config, trust_remote_code=kwargs["trust_remote_code"])
+    empty = model_without_weights(config, None, kwargs["trust_remote_code"])
     offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
     return {
         path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"

@@ -20,7 +20,7 @@ from ...data.packed_batch import PackedBatch
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
-from ..score_head import find_score_head, score_head_of, score_wide
+from ..score_head import score_head_of, score_wide
 from .masked import MaskRule, scored_states, seen_by, use_tree_masks
 from .unmodified import PackingImpossible, check_unmodified
 
@@ -44,12 +44,8 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         PackingImpossible: If the model has no `score` head, is modified, makes its own masks, or computes other
             rewards.
     """
-    base = without_adapters(model)
-    if find_score_head(base) is None:
-        raise PackingImpossible(
-            f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
-        )
     check_unmodified(model)
+    base = without_adapters(model)
     if _is_proven(base):
         use_tree_masks(base)
     else:
