@@ -15,7 +15,7 @@ BEST_LOST = 73
 
 
 class BestModelLost(SystemExit):
-    """A run has ended with its last model, since its best could not be loaded; uncaught, the exit status is 73."""
+    """Raised where a run has ended with its last model, since its best could not be loaded; the exit status is 73."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(BEST_LOST)
@@ -26,7 +26,7 @@ class BestModelLost(SystemExit):
 
 
 class SavesFailed(SystemExit):
-    """A run has ended, and checkpoints of it could not be saved; uncaught, the exit status is 74."""
+    """Raised where a run has ended, and checkpoints of it could not be saved; the exit status is 74."""
 
     def __init__(self, checkpoints: list[str]) -> None:
         super().__init__(NOT_SAVED)
@@ -37,7 +37,7 @@ class SavesFailed(SystemExit):
 
 
 class BackgroundSaves:
-    """Writes one save at a time on a thread of its own. What fails is loud and counted, and training goes on."""
+    """Writes one save at a time on a thread. What fails is loud and counted, and training goes on."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []

@@ -109,7 +109,7 @@ def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) 
 
 
 def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the trained model, in the dtype that is asked for."""
+    """Return the trained model in ``dtype``, or as it is stored."""
     in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
     stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, "model.")
     read_as = stored if dtype == torch.float16 else dtype or stored  # what float16 has no room for has to be seen

@@ -93,7 +93,7 @@ def is_ours(folder: str | Path) -> bool:
 
 
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return what is wrong with a checkpoint by its own manifest; empty for a good one.
+    """Return what is wrong with a checkpoint by its manifest; empty for a good one.
 
     Files beside those of the manifest are no fault. Only regular files in the folder are looked at, whatever the
     manifest names.
@@ -140,7 +140,7 @@ def newest_good(checkpoints: Iterable[str], examine: Callable[[str], list[str]] 
 
 
 def check_given(folder: str, examine: Callable[[str], list[str]] = find_faults) -> None:
-    """Refuse a damaged checkpoint that was asked for by name; one of another trainer has no manifest and may pass.
+    """Refuse a damaged checkpoint that was named; one of another trainer has no manifest and may pass.
 
     Raises:
         UserError: There is none, or its files are not those of its manifest; one of ours has to have one.

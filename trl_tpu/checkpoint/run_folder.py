@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """Where a run's checkpoints are.
+    """Finds, deletes and moves a run's checkpoints, and locks its folder.
 
     Args:
         path: The folder; for a run at a URL a folder of this machine through which its files pass.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside transformers' own files: tensors by name, and numbers in `progress.json`.
+"""Read and write a checkpoint beyond transformers' files: tensors by name, and numbers in `progress.json`.
 
 The optimizer's tensors are in `state/`. The weights are there too, except where one process writes `model.safetensors`
 with every weight under its own name: then they are in that file only, for a resumed run and for ``from_pretrained``.
@@ -95,14 +95,8 @@ def are_in_model_files(model: nn.Module) -> bool:
 def state_tensors(model: nn.Module, optimizer: Optimizer, *, with_weights: bool) -> dict[str, torch.Tensor]:
     """Return what goes into `state/`: ``optimizer.{parameter}.{kind}`` and, where asked for, ``model.{name}``."""
     tensors = {name: value for name, value in _optimizer_state(optimizer, model) if isinstance(value, torch.Tensor)}
-    if with_weights:
-        tensors |= state_weights(model)
-    return tensors
-
-
-def state_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `trained_weights` as they are named in `state/`, each once."""
-    return {f"{_WEIGHT}{name}": tensor for name, tensor in _once(trained_weights(model)).items()}
+    weights = _once(trained_weights(model)) if with_weights else {}
+    return tensors | {f"{_WEIGHT}{name}": tensor for name, tensor in weights.items()}
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:

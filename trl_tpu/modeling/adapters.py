@@ -1,4 +1,4 @@
-"""Adapters (PEFT) and quantized base models. The only module that imports peft, and only when it is asked to."""
+"""Adapters (PEFT) and quantized base models. The only module that imports peft, and only where it is needed."""
 
 import copy
 import logging
@@ -48,7 +48,7 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
 def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
     """Make the bitsandbytes configuration that the flags ask for; None without ``load_in_4bit`` and ``load_in_8bit``.
 
-    XLA, which has no kernels for it, is said where the model is loaded.
+    XLA has no kernels for it: see `load_model`.
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
@@ -199,7 +199,7 @@ def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
 
 
 def complete_config(model: nn.Module, folder: str | Path) -> None:
-    """Add to the folder of a saved model, or of its adapters, what other programs read: see `readers`."""
+    """Add to the folder of a saved model, or of its adapters, what other programs read."""
     if is_peft_model(model):
         save_base_config(without_adapters(model), folder)
     else:

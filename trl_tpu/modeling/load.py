@@ -66,9 +66,7 @@ def load_model(
     kwargs = dict(model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in kwargs:
-            raise UserError(
-                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`."
-            )
+            raise UserError("`quantization_config` is an argument, and in `model_init_kwargs` too. Set it once.")
         kwargs["quantization_config"] = quantization_config
     if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))

@@ -37,7 +37,7 @@ class PairBatch:
         return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask"), interleaved)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """Compute the rewards [P, 2] by the model's own pooling; also return its outputs."""
+        """Compute the rewards [P, 2] by the model's pooling; also return its outputs."""
         outputs = model(input_ids=self.input_ids_RL, attention_mask=self.attention_mask_RL, **extras)
         return self.by_pair(outputs.logits), outputs
 

@@ -53,7 +53,7 @@ def tree_rule(
 
 @dataclass(frozen=True)
 class Reading:
-    """Packed rows while a model reads them, and the rules that it has asked for masks of."""
+    """Packed rows while a model reads them, and the mask rules that it has used."""
 
     rows: PackedRows[torch.Tensor]
     rules: list[MaskRule] = field(default_factory=list)
@@ -162,7 +162,7 @@ def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: A
 def scored_states(
     model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any
 ) -> tuple[torch.Tensor, list[MaskRule]]:
-    """Compute the hidden states that the rewards are read from, [P, 2, H]; also the mask rules asked for.
+    """Compute the hidden states that the rewards are read from, [P, 2, H]; also the mask rules used.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
