@@ -54,7 +54,7 @@ def check_unmodified(model: nn.Module) -> None:
     while not isinstance(head, nn.Linear):
         inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
         if inner is None:
-            raise PackingImpossible(f"its `score` head is a {type(head).__name__} instead of a linear layer")
+            raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
         head = inner
 
 
