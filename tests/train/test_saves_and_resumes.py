@@ -511,18 +511,6 @@ def test_a_model_is_no_checkpoint_to_go_on_from(model_folder: str, tmp_path: Pat
             make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=folder)
 
 
-def test_a_resume_that_is_another_run_says_so(
-    checkpoint: Path, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_trainer(model_folder, tmp_path / "same").train(resume_from_checkpoint=str(checkpoint))
-    assert "will not be the one" not in caplog.text
-    other = make_trainer(model_folder, tmp_path / "other", seed=1, per_device_train_batch_size=4)
-    other.train_dataset = other.train_dataset.select(range(40))
-    other.train(resume_from_checkpoint=str(checkpoint))
-    for told in ("seed was 42 and is 1", "the batch was 2 and is 4", "train data was 64 pairs"):
-        assert told in caplog.text
-
-
 # ---- runs at a URL
 
 

@@ -11,7 +11,6 @@ from datasets import Dataset
 from preference_forms import TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BitsAndBytesConfig,
@@ -180,11 +179,6 @@ def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, settle: 
         settle(tiny_model(), tiny_tokenizer(), "<none>")
 
 
-def test_a_tokenizer_without_pad_and_eos_is_refused() -> None:
-    with pytest.raises(ValueError, match="neither a pad nor an eos token.*tokenizer.pad_token"):
-        special_tokens.set_pad_token(tiny_model(), tiny_tokenizer(pad_token=None, eos_token=None))
-
-
 def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog: pytest.LogCaptureFixture) -> None:
     own_pad, shared = tiny_tokenizer(), tiny_tokenizer(pad_token=None)
     shared.pad_token = shared.eos_token
@@ -264,13 +258,3 @@ def test_cloning_a_chat_template_grows_a_model_without_weights_as_one_with_them(
     assert results[0] == results[1]
     assert model.get_input_embeddings().num_embeddings > tiny_config().vocab_size
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-
-
-def test_the_settled_tokenizer_saves_and_loads(tmp_path: Path) -> None:
-    model = tiny_model()
-    tokenizer = special_tokens.set_pad_token(model, tiny_tokenizer(pad_token=None), "<|begin|>")
-    tokenizer.save_pretrained(tmp_path)
-    model.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "<|begin|>"
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert again.config.pad_token_id == tokenizer.pad_token_id and again.config.num_labels == 1

@@ -207,5 +207,5 @@ def test_attention_that_takes_no_mask_is_refused_with_what_to_do() -> None:
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(PackingImpossible, match="uses 'flash_attention_2'.*'sdpa' or 'eager'"):
         make_packable(model, PAD)
-    with pytest.raises(PackingImpossible, match="`score` head is a NoneType instead of a linear layer"):
+    with pytest.raises(PackingImpossible, match="Linear has no `score` head"):
         make_packable(nn.Linear(2, 1), PAD)

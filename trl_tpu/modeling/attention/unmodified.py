@@ -50,7 +50,10 @@ def check_unmodified(model: nn.Module) -> None:
             raise PackingImpossible(
                 f"{where} has a forward hook of yours, which may read or change what is in padded rows"
             )
-    head = find_score_head(without_adapters(model))
+    base = without_adapters(model)
+    head = find_score_head(base)
+    if head is None:
+        raise PackingImpossible(f"{type(base).__name__} has no `score` head")
     while not isinstance(head, nn.Linear):
         inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
         if inner is None:
