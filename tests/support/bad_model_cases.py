@@ -28,7 +28,7 @@ MODELS = {
     ),
     "a broken config.json": Case(
         model_file("config.json", b'{"model_type": "llama",'),
-        ["DIR/model/config.json is broken: ", "line 1 column", "again"],
+        ["DIR/model cannot be loaded", "config", "Correct"],
     ),
     "no model_type": Case(edit_json("config.json", lambda c: c.pop("model_type")), ["`model_type`", "Correct"]),
     "a model that classifies no text": Case(
@@ -38,9 +38,9 @@ MODELS = {
     "weights of another size": Case(edit_json("config.json", set_to(hidden_size=32)), ["ignore_mismatched_sizes"]),
     "two labels": Case(two_labels, ["DIR/model cannot be loaded", "ignore_mismatched_sizes"]),
     "no weights": Case(model_file("model.safetensors", None), ["no file named model.safetensors", "DIR/model"]),
-    "half of the weights": Case(cut("model.safetensors", 0.5), ["DIR/model/model.safetensors", "is broken", "again"]),
+    "half of the weights": Case(cut("model.safetensors", 0.5), ["DIR/model cannot be loaded", "SafetensorError"]),
     "a shard that is missing": Case(both(in_shards, model_file(SECOND, None)), ["No such file", SECOND]),
-    "half a shard": Case(both(in_shards, cut(SECOND, 0.5)), [f"DIR/model/{SECOND}", "is broken", "again"]),
+    "half a shard": Case(both(in_shards, cut(SECOND, 0.5)), ["DIR/model cannot be loaded", "SafetensorError"]),
     "an index of files elsewhere": Case(
         both(
             in_shards,
@@ -55,7 +55,7 @@ MODELS = {
     "no tokenizer": Case(
         model_file("tokenizer.json", None), ["DIR/model cannot be loaded as a tokenizer", "its files"]
     ),
-    "a broken tokenizer": Case(model_file("tokenizer.json", b"{"), ["DIR/model/tokenizer.json is broken", "again"]),
+    "a broken tokenizer": Case(model_file("tokenizer.json", b"{"), ["DIR/model cannot be loaded as a tokenizer"]),
     "no chat template": Case(
         both(rows(CHAT), tokenizer(set_to(chat_template=None))),
         ["Row 0", "chat_template is not set", "`chat_template_path`"],

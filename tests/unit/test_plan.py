@@ -42,13 +42,6 @@ def test_fsdp_splits_one_dimension_by_rows_in_whole_tiles_or_the_largest(shape: 
         assert placement.reason == "largest divisible dimension"
 
 
-@given(shapes, st.integers(1, 8))
-def test_the_data_axis_splits_no_parameter(shape: tuple[int, ...], data: int) -> None:
-    placement = Plan(MeshShape(data=data)).place("w", shape)
-    assert placement.axes == (None,) * len(shape)
-    assert placement.reason == "fsdp=1"
-
-
 LAYER = {
     "layers.*.q": "colwise",
     "layers.*.o": "rowwise",
@@ -90,22 +83,6 @@ def test_tensor_follows_the_style_and_fsdp_takes_what_is_left(
     assert plan.place(name, shape).reason.startswith(reason)
     wrapped = f"base_model.model.{name}" if "lora" in name else name.replace(".weight", ".base_layer.weight")
     assert plan.place(wrapped, shape).axes == axes
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes"),
-    [
-        ((64, 512), ("fsdp", None)),  # down projections have fewer rows than columns
-        ((32, 512), (None, "fsdp")),  # 8 rows a chip are half a tile
-        ((512, 32), ("fsdp", None)),
-        ((6, 64, 512), (None, "fsdp", None)),
-        ((512,), ("fsdp",)),
-    ],
-)
-def test_fsdp_takes_rows_where_each_device_gets_whole_tiles_of_them(
-    shape: tuple[int, ...], axes: PartitionSpec
-) -> None:
-    assert Plan(MeshShape(fsdp=4)).place("layers.0.weight", shape).axes == axes
 
 
 def test_whole_experts_go_over_tensor_where_it_divides_them() -> None:

@@ -64,7 +64,6 @@ def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
     [
         ("model.*: auto", "no pattern matches score.weight. Add patterns, or as the last line '\"*\": auto'"),
         ("q_proj: auto\n'*': auto", "q_proj match(es) no parameter, or only what earlier patterns"),
-        ("'*': auto\nscore.*: auto", "score.* match(es) no parameter, or only what earlier patterns match"),
     ],
 )
 def test_a_pattern_or_a_parameter_that_nothing_matches_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -92,12 +91,10 @@ def test_a_rule_that_does_not_fit_the_shape_shows_the_equation(tmp_path: Path, t
     ("text", "message"),
     [
         ("", "must map patterns of parameter names to lists of mesh axes"),
-        ("- a", "must map patterns of parameter names to lists of mesh axes"),
         ("score.weight: fsdp", "'score.weight' must have a list of mesh axes, one for each dimension, or 'auto'"),
         ("score.weight: [null, expert]", "'score.weight': unknown axis 'expert'; the axes are data, fsdp, tensor"),
         ("score.weight: [fsdp, [tensor, fsdp]]", "'score.weight' uses axis 'fsdp' twice"),
         ("score.weight: [1, null]", "'score.weight': 1 is no mesh axis, list of axes or null"),
-        ("score.weight: [[[fsdp]], null]", "is no mesh axis, list of axes or null"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:

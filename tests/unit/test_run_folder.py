@@ -110,28 +110,12 @@ def test_the_first_steps_are_deleted_but_for_what_is_needed(
     assert not (tmp_path / STAGING_FOLDER).exists()
 
 
-def test_a_run_whose_end_cannot_be_written_down_is_trained_all_the_same(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with training(tmp_path) as found:
-        file, found._file = found._file, os.open(tmp_path / RUN_FILE, os.O_RDONLY)  # as on a disk that fails
-        found.end()
-        os.close(found._file)
-        found._file = file
-    assert f"{tmp_path} could not be marked as ended" in caplog.text
-    assert "ended" not in json.loads((tmp_path / RUN_FILE).read_text())
-
-
-def test_what_was_killed_while_it_was_replaced_is_put_back(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_in_staging_is_removed(tmp_path: Path) -> None:
     staging = tmp_path / STAGING_FOLDER
-    whole = checkpoint(tmp_path, 4)
-    staging.mkdir(parents=True)
-    whole.rename(staging / "checkpoint-4.replaced")
-    (staging / "checkpoint-6").mkdir()
-    (tmp_path / STAGING_FOLDER / "my notes").write_text("of the user")
+    (staging / "checkpoint-6").mkdir(parents=True)
+    (staging / "my notes").write_text("of the user")
     RunFolder(tmp_path, None, writes=True).claim()
-    assert names(tmp_path) == {"checkpoint-4"} and (whole / MANIFEST_FILE).is_file()
-    assert [path.name for path in (tmp_path / STAGING_FOLDER).iterdir()] == ["my notes"]
+    assert [path.name for path in staging.iterdir()] == ["my notes"]
 
 
 def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
@@ -175,7 +159,3 @@ def test_what_is_resumed_from_elsewhere_is_no_reason_to_keep_what_is_here(tmp_pa
     found = RunFolder(here, None, writes=False)
     found.claim()
     assert not found.began_without_a_checkpoint, "it did not begin from nothing"
-    with training(here) as run:
-        run.end()
-    found.claim()
-    assert not found.began_without_a_checkpoint, "it has ended"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForSequenceClassification
 from transformers.optimization import Adafactor
@@ -87,21 +87,16 @@ def test_steps_and_clipping_are_those_of_layers_one_by_one(make_optimizer: MakeO
     assert len(optimizer.state) == len(own)
 
 
-def test_a_model_with_its_layers_as_one_holds_them_once_and_keeps_its_state_dict() -> None:
+def test_a_model_with_its_layers_as_one_holds_them_once_and_names_them_by_layer() -> None:
     model = get_peft_model(make_model(), LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
-    adapters = get_peft_model_state_dict(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     stack = make_stack(model)
     stack.stack(torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad]))
     assert sum(parameter.numel() for parameter in model.parameters()) == sum(map(torch.numel, before.values()))
     assert not any(part.numel() for kind in stack._kinds for part in kind.parts)
-    for found in (
-        model.state_dict(),
-        by_layer(model, model.state_dict(keep_vars=True), torch.Tensor.__getitem__),
-    ):
-        assert found.keys() == before.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-    assert get_peft_model_state_dict(model).keys() == adapters.keys()
+    found = by_layer(model, model.state_dict(keep_vars=True), torch.Tensor.__getitem__)
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
 def test_entries_with_more_than_a_weights_name_are_named_by_layer() -> None:

@@ -110,13 +110,6 @@ def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
     assert {model_of(family).config.get_text_config().model_type for family in ALL} == PROVEN_TYPES
 
 
-def test_long_trees_are_read_in_blocks_of_queries() -> None:
-    prompt = [1 + at % 30 for at in range(230)]
-    pairs = [(prompt + [1, 2] * 60, prompt + [3] * 100), ([4, 5], [6])]
-    model = tiny_model("Llama", max_position_embeddings=512)
-    assert_equal_in_both(model, pairs, layout="tight")
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lora_trains_the_same(layout: str) -> None:
     lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)

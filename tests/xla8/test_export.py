@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.state_dict import state_weights, whole_weights
+from trl_tpu.checkpoint.state_dict import trained_weights, whole_weights
 from trl_tpu.checkpoint.storage import write_state
 
 OFFLINE = """
@@ -42,7 +42,8 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
 
     checkpoint = tmp_path / "checkpoint-1"
     trainer.model.save_pretrained(checkpoint, state_dict={})
-    write_state(runtime.local_shards(state_weights(trainer.model)), checkpoint / "state", runtime)
+    weights = {f"model.{name}": tensor for name, tensor in trained_weights(trainer.model).items()}
+    write_state(runtime.local_shards(weights), checkpoint / "state", runtime)
     assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", OFFLINE, str(checkpoint), str(tmp_path / "offline")]

@@ -27,6 +27,15 @@ def discard(staging: Path) -> None:
         staging.parent.rmdir()
 
 
+def retire(folder: Path) -> None:
+    """Delete a folder, invisible first: a kill leaves none with some of its files."""
+    retired = staging_of(folder.with_name(f"{folder.name}.retired"))
+    discard(retired)
+    retired.parent.mkdir(exist_ok=True)
+    folder.rename(retired)
+    discard(retired)
+
+
 @contextlib.contextmanager
 def write_aside(target: Path) -> Iterator[Path]:
     """Give the path to write a file or a folder at; it is renamed to ``target`` at the end, or removed on an error."""

@@ -9,35 +9,12 @@ logger = logging.getLogger(__name__)
 #: The exit status of a run of which a checkpoint could not be saved: EX_IOERR of sysexits.h.
 NOT_SAVED = 74
 
-
 #: The exit status of a run whose best model could not be loaded at its end: EX_CANTCREAT of sysexits.h.
 BEST_LOST = 73
 
 
-class BestModelLost(SystemExit):
-    """A run has ended with its last model, since its best could not be loaded; uncaught, the exit status is 73."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(BEST_LOST)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"the model is the last one, since the best could not be loaded: {self.reason}"
-
-
-class SavesFailed(SystemExit):
-    """A run has ended, and checkpoints of it could not be saved; uncaught, the exit status is 74."""
-
-    def __init__(self, checkpoints: list[str]) -> None:
-        super().__init__(NOT_SAVED)
-        self.checkpoints = checkpoints
-
-    def __str__(self) -> str:
-        return f"these checkpoints were not saved: {', '.join(self.checkpoints)}"
-
-
 class BackgroundSaves:
-    """Writes one save at a time on a thread of its own. What fails is loud and counted, and training goes on."""
+    """Writes one save at a time on a thread. What fails is loud and counted, and training goes on."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []

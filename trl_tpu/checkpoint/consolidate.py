@@ -1,7 +1,7 @@
 """Write the model in a checkpoint to a folder that ``from_pretrained`` reads, in plain torch.
 
-transformers and peft read, convert, merge and write. The host holds the model once: in the dtype that is written, or
-in float32 where adapters are merged.
+transformers and peft read, convert, merge and write. The host holds the model once: in the dtype that is written; in
+float32 where adapters are merged, and as it is stored where float16 is written.
 """
 
 import json
@@ -9,22 +9,23 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..config.urls import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.model_shape import model_without_weights
 from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers, write_old_rope_names
 from ..runtime.native import Runtime
 from .aside import STAGING_FOLDER, fill_aside, write_aside
@@ -102,25 +103,28 @@ def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) 
     read = (path for pattern in _READ for path in checkpoint.glob(pattern))
     check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in read))
     if not has_adapters and (merge or base is not None):
-        told = "there is nothing to merge" if merge else "`--base` has no use"
-        raise UserError(f"{checkpoint} is a whole model, it has no {ADAPTER_CONFIG}: {told}. Leave the flag out.")
+        raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` are for adapters.")
     if (checkpoint / MANIFEST_FILE).exists() and (wrong := find_faults(checkpoint)):
         raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(wrong)}. Export another one.")
 
 
 def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the trained model, in the dtype that is asked for."""
-    if any((checkpoint / file).is_file() for file in MODEL_FILES):
-        dtype = _dtype_of(checkpoint, "", dtype)
-        model, info = load_classifier(str(checkpoint), dtype=dtype, trust_remote_code=trust_remote_code)
+    """Return the trained model in ``dtype``, or as it is stored."""
+    in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
+    stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+    read_as = stored if dtype == torch.float16 else dtype or stored  # what float16 has no room for has to be seen
+    if in_files:
+        model: Any
+        model, info = load_classifier(str(checkpoint), dtype=read_as, trust_remote_code=trust_remote_code)
         if missing := sorted(info["missing_keys"])[:5]:
             raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it anew.")
-        return model
-    dtype = _dtype_of(checkpoint / STATE_FOLDER, "model.", dtype)
-    model = _without_memory(str(checkpoint), dtype, trust_remote_code).to_empty(device="cpu")
-    model.tie_weights()
-    read_weights(model, checkpoint, Runtime())
-    return model
+    else:
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        model = model_without_weights(config, read_as, trust_remote_code).to_empty(device="cpu")
+        model.tie_weights()
+        read_weights(model, checkpoint, Runtime())
+    _check_range(model.named_parameters(), dtype)
+    return model.to(dtype or stored)
 
 
 def _write_adapters(
@@ -132,8 +136,8 @@ def _write_adapters(
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
         stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
-        name = _base_name(checkpoint, base)
-        model = _without_memory(name, stored_dtype, trust_remote_code)
+        config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
+        model = model_without_weights(config, stored_dtype, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored_dtype)
         read_weights(adapted, checkpoint, Runtime())
         weights = adapter_weights(adapted)
@@ -153,9 +157,8 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
         trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
         if random := sorted(set(info["missing_keys"]) - trained)[:5]:
             raise UserError(
-                f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would "
-                "be random. A reward head is saved with the adapters when it is trained whole: "
-                "`modules_to_save` or `task_type='SEQ_CLS'` in the peft config."
+                f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would be "
+                "random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
             )
         merged: Any = merge_adapters(model, adapters)
     if (checkpoint / "tokenizer_config.json").is_file():
@@ -167,21 +170,6 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
     _check_range(merged.named_parameters(), dtype)
     return merged.to(dtype)
-
-
-def _without_memory(name: str, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model that a config describes, on the meta device."""
-    trust = {"trust_remote_code": trust_remote_code}
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(name, num_labels=1, **trust)
-        return AutoModelForSequenceClassification.from_config(config, dtype=dtype, **trust)
-
-
-def _dtype_of(folder: Path, prefix: str, asked: torch.dtype | None) -> torch.dtype:
-    """Return the dtype to write a folder's weights in: the one ``asked`` for, if all fit in it, or as it is stored."""
-    stored = _stored_dtype(folder, prefix)
-    _check_range(_stored(folder, prefix), asked)
-    return asked or stored
 
 
 def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
@@ -208,32 +196,18 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
-def _stored(folder: Path, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights in a folder's safetensors files whose names begin with ``prefix``, whole or in shards."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # not a dict
-                if name.startswith(prefix):
-                    yield name.removeprefix(prefix), opened.get_tensor(name)
-
-
 def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> None:
     """Refuse to write finite weights as infinite ones; only float16 has a much smaller range than what is trained.
 
     Raises:
         UserError: A weight is too large for float16; names the first.
     """
-    if dtype != torch.float16:
-        return
-    for name, tensor in weights:
-        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float64) and tensor.numel():
-            low, high = tensor.detach().aminmax()
-            largest = torch.maximum(-low, high)
-            if largest.isfinite() and largest.to(dtype).isinf():
-                raise UserError(
-                    f"{name} has values up to {largest.item():g}, which would become infinite: float16 ends at "
-                    f"{torch.finfo(dtype).max:g}. Give `--dtype bfloat16`, which has the range of float32."
-                )
+    for name, tensor in weights if dtype == torch.float16 else ():
+        if tensor.isfinite().all() and not tensor.to(dtype).isfinite().all():
+            raise UserError(
+                f"{name} has values that would become infinite in float16. Give `--dtype bfloat16`, which has the "
+                "range of float32."
+            )
 
 
 def _base_name(checkpoint: Path, base: str | None) -> str:

@@ -61,7 +61,7 @@ class CheckpointLoader:
             return None
         if asked is True:
             if run.began_without_a_checkpoint:
-                logger.warning("The run in %s was stopped before its first checkpoint: it begins anew.", run.path)
+                logger.warning("The run in %s has saved no checkpoint yet: it begins anew.", run.path)
                 return None
             folder = newest_good((self._local(run.place_of(name)) for name in run.checkpoints()), self._examine)
             self.place = run.place_of(Path(folder).name)
@@ -132,9 +132,9 @@ class CheckpointLoader:
                 "moments and the learning rate's schedule begin anew.",
                 checkpoint,
             )
-        elif self._runtime.compiles:
+        elif self._runtime.shares_mesh:
             read_torch_optimizer(optimizer, scheduler, checkpoint, self._runtime)
-        return self._runtime.compiles
+        return self._runtime.shares_mesh
 
     def drop_download(self) -> None:
         """Remove the copy of a checkpoint that has been read."""

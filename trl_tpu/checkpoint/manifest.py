@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,11 +17,10 @@ from typing import Any
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..errors import UserError
+from .aside import retire
 from .state_dict import PROGRESS_FILE, STATE_FOLDER
 
 MANIFEST_FILE = "manifest.json"
-REPLACED = ".replaced"
-"""How the folder of a checkpoint's older version ends, in the staging folder, while a newer one takes its place."""
 _FORMAT = 2
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -62,16 +60,13 @@ def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Seal the folder ``staging`` with a manifest of ``files`` and rename it to ``final``; an older one is replaced.
 
-    A kill at any moment leaves ``final`` absent or complete. Where it existed, it may be left absent for the instant
-    between two renames; its older version then still lies in the staging folder, and is put back by the next run.
+    A kill at any moment leaves ``final`` absent or complete.
     """
     seal(staging, files)
-    replaced = staging.with_name(f"{staging.name}{REPLACED}")
     if final.exists():
-        final.rename(replaced)
+        retire(final)
     staging.rename(final)
     flush(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def flush(path: Path) -> None:
@@ -98,7 +93,7 @@ def is_ours(folder: str | Path) -> bool:
 
 
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return what is wrong with a checkpoint by its own manifest; empty for a good one.
+    """Return what is wrong with a checkpoint by its manifest; empty for a good one.
 
     Files beside those of the manifest are no fault. Only regular files in the folder are looked at, whatever the
     manifest names.
@@ -145,7 +140,7 @@ def newest_good(checkpoints: Iterable[str], examine: Callable[[str], list[str]] 
 
 
 def check_given(folder: str, examine: Callable[[str], list[str]] = find_faults) -> None:
-    """Refuse a damaged checkpoint that was asked for by name; one of another trainer has no manifest and may pass.
+    """Refuse a damaged checkpoint that was named; one of another trainer has no manifest and may pass.
 
     Raises:
         UserError: There is none, or its files are not those of its manifest; one of ours has to have one.

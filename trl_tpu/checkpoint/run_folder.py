@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .aside import STAGING_FOLDER, discard, staging_of
-from .manifest import REPLACED, find_faults, newest_first
+from .aside import STAGING_FOLDER, discard, retire
+from .manifest import newest_first
 from .remote import RemoteRun
 
 RUN_FILE = "_run.json"
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """Where a run's checkpoints are.
+    """Finds, deletes and moves a run's checkpoints, and locks its folder.
 
     Args:
         path: The folder; for a run at a URL a folder of this machine through which its files pass.
@@ -67,14 +67,10 @@ class RunFolder:
             logger.warning("Older checkpoints in %s could not be deleted (%s: %s).", self._where, kind, error)
 
     def _delete(self, name: str) -> None:
-        """Delete a checkpoint, invisible first: a kill leaves no folder with some of its files."""
         if self.remote is not None:
             self.remote.delete(name)
-            return
-        retired = staging_of(self.path / f"{name}.retired")
-        retired.parent.mkdir(exist_ok=True)
-        (self.path / name).rename(retired)
-        discard(retired)
+        else:
+            retire(self.path / name)
 
     # ---- the process that trains
 
@@ -89,7 +85,8 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
                 self._lock(self._file)
-                self._recover()
+                for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # by a process that was killed
+                    discard(left)
             self._run = self._read()
         except UserError:
             raise
@@ -117,9 +114,8 @@ class RunFolder:
 
     @property
     def began_without_a_checkpoint(self) -> bool:
-        """Whether a run began in this folder that was stopped before its first checkpoint."""
-        run = self._run
-        return bool(run) and not run.get("began_from") and not run.get("ended") and not self.checkpoints()
+        """Whether a run began in this folder, from no checkpoint, and has saved none."""
+        return bool(self._run) and not self._run.get("began_from") and not self.checkpoints()
 
     def begin(self, resumed: str | None, step: int = 0) -> None:
         """Write down that this process trains, and move aside the checkpoints that it does not go on from.
@@ -148,13 +144,6 @@ class RunFolder:
             )
         except Exception as error:  # file systems of fsspec say it in errors of many kinds
             raise self._unwritable(error) from error
-
-    def end(self) -> None:
-        """Write down that the run has come to its end, whether or not it has saved checkpoints."""
-        try:
-            self._write(self._run | {"ended": True})
-        except Exception as error:  # file systems of fsspec say it in errors of many kinds
-            logger.warning("%s could not be marked as ended (%s): the model is trained.", self._where, error)
 
     # ---- files, here or at the URL
 
@@ -208,14 +197,6 @@ class RunFolder:
             ", ".join(names),
             place,
         )
-
-    def _recover(self) -> None:
-        """Put back a checkpoint that was being replaced when its process was killed; remove what else it left."""
-        for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):
-            whole = self.path / left.name.removesuffix(REPLACED)
-            if left.name.endswith(REPLACED) and not whole.exists() and not find_faults(left):
-                left.rename(whole)
-            discard(left)
 
     def _unwritable(self, error: Exception) -> UserError:
         return UserError(

@@ -188,7 +188,7 @@ class Checkpointer:
             write_state(state, contents.staging / STATE_FOLDER, self._runtime)
 
     def _describe_files(self, contents: Contents) -> Files:
-        """Return sizes and checksums of all files of all hosts; of its own alone where each seals its own disk."""
+        """Return sizes and checksums of all files of all hosts; of this one where each seals its disk."""
         own = slice(None)
         if self._shares_disk:
             topology = self._runtime.topology()

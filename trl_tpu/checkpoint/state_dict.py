@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside transformers' own files: tensors by name, and numbers in `progress.json`.
+"""Read and write a checkpoint beyond transformers' files: tensors by name, and numbers in `progress.json`.
 
 The optimizer's tensors are in `state/`. The weights are there too, except where one process writes `model.safetensors`
 with every weight under its own name: then they are in that file only, for a resumed run and for ``from_pretrained``.
@@ -95,31 +95,14 @@ def are_in_model_files(model: nn.Module) -> bool:
 def state_tensors(model: nn.Module, optimizer: Optimizer, *, with_weights: bool) -> dict[str, torch.Tensor]:
     """Return what goes into `state/`: ``optimizer.{parameter}.{kind}`` and, where asked for, ``model.{name}``."""
     tensors = {name: value for name, value in _optimizer_state(optimizer, model) if isinstance(value, torch.Tensor)}
-    if with_weights:
-        tensors |= state_weights(model)
-    return tensors
-
-
-def state_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return `trained_weights` as they are named in `state/`, each once."""
-    return {f"{_WEIGHT}{name}": tensor for name, tensor in _once(trained_weights(model)).items()}
+    weights = _once(trained_weights(model)) if with_weights else {}
+    return tensors | {f"{_WEIGHT}{name}": tensor for name, tensor in weights.items()}
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return which optimizer it is, its settings, and what else of its state is no tensor.
-
-    Raises:
-        UserError: There is something in its state that is neither tensor nor number.
-    """
+    """Return which optimizer it is, its settings, and what else of its state is no tensor, for JSON."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
-    for name, value in numbers.items():
-        if not isinstance(value, bool | int | float | str | list | tuple | None):
-            raise UserError(
-                f"{type(optimizer).__name__} keeps an object of {type(value).__name__} as "
-                f"{name.removeprefix(_OPTIMIZER)}, which is no tensor and no number and cannot be resumed from a "
-                "checkpoint. Set save_only_model=True, or choose another optimizer."
-            )
     state = by_layer(model, numbers, lambda number, _: number)
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
@@ -281,7 +264,7 @@ def _make_state(
         return
     made = torch.zeros_like(like, device="cpu")
     counts_there = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
-    if runtime.compiles or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
+    if runtime.records_steps or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
         made = runtime.to_device(made, parameter.device)
     optimizer.state[parameter][kind] = made
 

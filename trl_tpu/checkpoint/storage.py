@@ -109,7 +109,7 @@ def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime) -> dict[str, to
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out that one process saves alone, which is meant, and that torch looks at its own deprecated storage."""
+    """Silence that one process saves alone, which is meant, and that torch uses its deprecated storage."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")

@@ -1,4 +1,4 @@
-"""Adapters (PEFT) and quantized base models. The only module that imports peft, and only when it is asked to."""
+"""Adapters (PEFT) and quantized base models. The only module that imports peft, and only where it is needed."""
 
 import copy
 import logging
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError
-from . import broken
+from .load import explaining
 from .readers import save_base_config, write_old_rope_names
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
 def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
     """Make the bitsandbytes configuration that the flags ask for; None without ``load_in_4bit`` and ``load_in_8bit``.
 
-    XLA, which has no kernels for it, is said where the model is loaded.
+    XLA has no kernels for it: see `load_model`.
     """
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
@@ -79,14 +79,6 @@ def is_peft_model(model: nn.Module) -> bool:
     """Tell whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
-
-
-def adapter_types(model: nn.Module) -> list[str]:
-    """Return the kinds of the model's adapters, by peft's names, such as "LORA"."""
-    if not is_peft_model(model):
-        return []
-    configs: Any = model.peft_config
-    return [str(getattr(config.peft_type, "value", config.peft_type)) for config in configs.values()]
 
 
 def without_adapters(model: nn.Module) -> Any:
@@ -125,13 +117,9 @@ def add_adapters(
     peft_config = copy.deepcopy(peft_config)
     if added_tokens:
         _train_added_tokens(peft_config, added_tokens, model)
-    try:
+    fix = "Correct it (on a command line, the `--lora_` flags); a reward model's task_type is 'SEQ_CLS'."
+    with explaining(f"{type(model).__name__} cannot have the adapters of `peft_config`", fix):
         adapted: Any = get_peft_model(model, peft_config)
-    except (ValueError, AttributeError) as error:
-        raise UserError(
-            f"{type(model).__name__} cannot have the adapters of `peft_config`: {error} Correct it (on a command "
-            f"line, the `--lora_` flags); its task_type is {peft_config.task_type!s}, a reward model's is 'SEQ_CLS'."
-        ) from error
     prepare_adapters(adapted, gradient_checkpointing=gradient_checkpointing)
     return adapted
 
@@ -163,7 +151,7 @@ def load_adapted_model(folder: str, **kwargs: Any) -> "PeftModel":
     """
     from peft import AutoPeftModelForSequenceClassification
 
-    with broken.explaining(folder):
+    with explaining(f"{folder} cannot be loaded as a reward model"):
         return AutoPeftModelForSequenceClassification.from_pretrained(folder, **kwargs)
 
 
@@ -173,12 +161,6 @@ def _train_added_tokens(peft_config: Any, added_tokens: list[int], model: PreTra
     name = next(name for name, module in model.named_modules() if module is embedding).rpartition(".")[2]
     if name in (getattr(peft_config, "modules_to_save", None) or []):
         return  # all embeddings are trained already
-    if not hasattr(peft_config, "trainable_token_indices"):
-        logger.warning(
-            f"{type(peft_config).__name__} cannot train single embeddings, so the {len(added_tokens)} tokens that the "
-            f"chat template added keep theirs: add modules_to_save=[{name!r}] to it."
-        )
-        return
     trained = peft_config.trainable_token_indices or {}
     by_module = dict(trained) if isinstance(trained, dict) else {name: trained}
     by_module[name] = list(dict.fromkeys([*by_module.get(name, []), *added_tokens]))
@@ -193,22 +175,18 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
     """
     if not is_peft_model(model):
         return
-    base: Any = model.get_base_model()  # type: ignore[operator]
-    # the modules that a sequence classifier has beside its backbone
-    heads = {
-        name: module
-        for name, module in base.named_children()
-        if name != base.base_model_prefix and any(True for _ in module.parameters())
-    }
-    fix = f"Unless it was trained before, add modules_to_save={list(heads)} or task_type='SEQ_CLS' to the peft_config."
-    for name, module in heads.items():
+    base = without_adapters(model)
+    for name, module in base.named_children():
         parameters = dict(module.named_parameters())
+        if name == base.base_model_prefix or not parameters:
+            continue  # a head is what a sequence classifier has beside its backbone
         trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
         is_saved = any("modules_to_save" in key for key in trained)
         if not is_saved and (not trained or "base_layer.weight" in parameters):
             logger.warning(
                 f"The weight of the score head `{name}` is frozen, and the adapter does not save it: a new head stays "
-                f"random, and is another one after reloading. {fix}"
+                "random, and is another one after reloading. Unless it was trained before, add "
+                f"modules_to_save=['{name}'] or task_type='SEQ_CLS' to the peft_config."
             )
 
 
@@ -221,7 +199,7 @@ def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
 
 
 def complete_config(model: nn.Module, folder: str | Path) -> None:
-    """Add to the folder of a saved model, or of its adapters, what other programs read: see `readers`."""
+    """Add to the folder of a saved model, or of its adapters, what other programs read."""
     if is_peft_model(model):
         save_base_config(without_adapters(model), folder)
     else:

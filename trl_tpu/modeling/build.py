@@ -134,7 +134,7 @@ def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
     if args.bf16:
         keep_score_head_in_float32(model)
     base = without_adapters(model)
-    if runtime.current().compiles:
+    if runtime.current().plans_shapes:
         use_static_attention(base)
         use_static_experts(base)
     if args.scan_layers:

@@ -19,7 +19,7 @@ STATIC_EXPERTS = "trl_tpu_static"
 def static_experts(
     experts: Any, hidden_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
 ) -> torch.Tensor:
-    """The weighted sum, [T, H], of the experts that each token is routed to.
+    """Return the weighted sum, [T, H], of the experts that each token is routed to.
 
     Args:
         experts: transformers' module of E experts' weights.

@@ -15,7 +15,7 @@ class ScanImpossible(UserError):
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The name and the list of the decoder's layers, which are alike.
+    """Return the name and the list of the decoder's layers, which are alike.
 
     Raises:
         ScanImpossible: If there is no one list of layers, they differ in more than the values of their parameters,
@@ -60,7 +60,7 @@ def _obstacle(model: nn.Module, name: str, layers: nn.ModuleList) -> str | None:
 
 
 def _features(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All that tells what a layer computes, but for the values of its parameters."""
+    """Yield all that tells what a layer computes, but for the values of its parameters."""
     for prefix, module in layer.named_modules():
         yield prefix, type(module).__qualname__
         for key, value in vars(module).items():

@@ -2,7 +2,10 @@
 
 import json
 import logging
-from pathlib import Path, PurePosixPath
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +18,26 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 
 from .. import runtime
 from ..errors import UserError
-from . import broken
+from .model_shape import model_without_weights
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def explaining(
+    fault: str, fix: str = "Correct the name, its files or what `model_init_kwargs` says."
+) -> Iterator[None]:
+    """Raise the errors of libraries, or of a model's own code, as a UserError that begins with ``fault``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = textwrap.shorten(str(error), 800).rstrip(".")  # some libraries list every model they know
+        raise UserError(f"{fault}: {type(error).__name__}: {reason}. {fix}") from error
 
 
 def load_model(
@@ -50,10 +66,7 @@ def load_model(
     kwargs = dict(model_init_kwargs or {})
     if quantization_config is not None:
         if "quantization_config" in kwargs:
-            raise UserError(
-                "You set `quantization_config` both as a trainer argument and in `args.model_init_kwargs`. Set it in "
-                "one place only, preferably as a trainer argument."
-            )
+            raise UserError("`quantization_config` is an argument, and in `model_init_kwargs` too. Set it once.")
         kwargs["quantization_config"] = quantization_config
     if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
@@ -62,7 +75,7 @@ def load_model(
         logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: reward models have `num_labels=1`.")
     kwargs["num_labels"] = 1
     kwargs.setdefault("trust_remote_code", trust_remote_code)
-    if runtime.current().compiles:
+    if runtime.current().shares_mesh:
         _fit_xla(kwargs)
     return load_classifier(name, in_files=in_files, **kwargs)[0]
 
@@ -80,9 +93,9 @@ def load_classifier(name: str, *, in_files: bool = False, **kwargs: Any) -> tupl
     Raises:
         UserError: There is none, or a file is broken.
     """
-    _check_shards(Path(name))
     from_pretrained = AutoModelForSequenceClassification.from_pretrained
-    with broken.explaining(name):
+    with explaining(f"{name} cannot be loaded as a reward model"):
+        _check_shards(Path(name))
         if in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}:
             random_state = torch.get_rng_state()
             if loaded := _load_in_files(name, kwargs):
@@ -115,8 +128,7 @@ def _load_in_files(name: str, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, 
 def _offload_backbone(name: str, kwargs: dict[str, Any]) -> dict[str, str]:
     """Return the device map of a classifier whose backbone, but for its input embeddings, stays on disk."""
     config = AutoConfig.from_pretrained(name, **kwargs)
-    with torch.device("meta"):
-        empty = AutoModelForSequenceClassification.from_config(config, trust_remote_code=kwargs["trust_remote_code"])
+    empty = model_without_weights(config, None, kwargs["trust_remote_code"])
     offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
     return {
         path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
@@ -134,30 +146,21 @@ def forget_files(model: PreTrainedModel) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    """Refuse an index that names files outside of its folder: transformers reads whatever it names.
-
-    A broken index is for transformers to refuse, if it reads it at all.
-    """
-    for index in filter(Path.is_file, (folder / SAFE_WEIGHTS_INDEX_NAME, folder / WEIGHTS_INDEX_NAME)):
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [PurePosixPath(file) for file in weight_map.values()]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-        for file in files:
-            if file.is_absolute() or ".." in file.parts:
-                raise UserError(f"{index} names {str(file)!r}, a file elsewhere. Correct it, or copy it anew.")
+    """Refuse an index that names files outside of its folder: transformers reads whatever it names."""
+    for index in folder.glob("*.index.json"):
+        for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
+            if Path(file).name != file:
+                raise UserError(f"{index} names {file!r}, a file elsewhere. Correct it, or copy it anew.")
 
 
 def _fit_xla(kwargs: dict[str, Any]) -> None:
     """Refuse bitsandbytes, and leave out a device map: the trainer places the weights."""
     quantization = kwargs.get("quantization_config")
-    flags = quantization if isinstance(quantization, dict) else kwargs
-    if isinstance(quantization, BitsAndBytesConfig) or flags.get("load_in_4bit") or flags.get("load_in_8bit"):
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if isinstance(quantization, BitsAndBytesConfig) or method == "bitsandbytes":
         raise UserError(
-            "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it "
-            "(`load_in_4bit` and `load_in_8bit` off, no `BitsAndBytesConfig`), the frozen base model in bfloat16 with "
-            "`--dtype bfloat16 --use_peft`, or train on CUDA with USE_TORCH_XLA=0."
+            "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it, "
+            "for adapters in bfloat16 (`--dtype bfloat16 --use_peft`), or train on CUDA with USE_TORCH_XLA=0."
         )
     if kwargs.pop("device_map", None) is not None:
         logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
@@ -168,10 +171,8 @@ def check_num_labels(model: Any) -> None:
     num_labels = getattr(getattr(model, "config", None), "num_labels", None)
     if num_labels != 1:
         raise UserError(
-            f"The model has `num_labels={num_labels}`, but reward models require `num_labels=1` to output a single "
-            "scalar reward per sequence. Load it with "
-            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass the trainer the model's "
-            "name, which then sees to it."
+            f"The model has `num_labels={num_labels}`, but reward models require `num_labels=1`. Load it with "
+            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass the trainer its name."
         )
 
 
@@ -185,25 +186,21 @@ def load_processing_class(
     """Return the tokenizer given, or load the one beside the model's checkpoint.
 
     Raises:
-        UserError: none given, and the model was not loaded from a checkpoint, or from one without a tokenizer that
-            can be loaded.
+        UserError: None is given, and the model was not loaded from a checkpoint, or from one without a tokenizer.
     """
     if processing_class is not None:
         return processing_class
     name = getattr(model.config, "_name_or_path", "")
     if not name:
-        raise UserError(
-            "The model was not loaded from a checkpoint, so its tokenizer is unknown. Pass the tokenizer as "
-            "`processing_class`."
-        )
+        raise UserError("The model was not loaded from a checkpoint: pass its tokenizer as `processing_class`.")
     return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by `AutoTokenizer.from_pretrained`, with an error that says what is wrong with the folder.
+    """Load a tokenizer by `AutoTokenizer.from_pretrained`.
 
     Raises:
-        UserError: there is no tokenizer of that name, or it cannot be loaded.
+        UserError: There is no tokenizer of that name, or it cannot be loaded.
     """
-    with broken.explaining(name, "a tokenizer"):
+    with explaining(f"{name} cannot be loaded as a tokenizer"):
         return AutoTokenizer.from_pretrained(name, **kwargs)

@@ -24,10 +24,3 @@ def pairwise_losses(
     if center_rewards_coefficient is not None:
         losses_P = losses_P + center_rewards_coefficient * (chosen_P + rejected_P) ** 2
     return losses_P
-
-
-def masked_mean(values_P: torch.Tensor, mask_P: torch.Tensor | None) -> torch.Tensor:
-    """Return the mean over the pairs that ``mask_P`` keeps; over all of them where it is None."""
-    if mask_P is None:
-        return values_P.mean()
-    return torch.where(mask_P, values_P, 0.0).sum() / mask_P.sum().clamp(min=1)

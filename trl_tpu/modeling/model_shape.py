@@ -77,19 +77,20 @@ class ModelShape:
         return next((weight.itemsize for weight in self.weights if weight.kind == "embedding"), 4)
 
 
-def model_without_weights(config: PretrainedConfig, dtype: Any) -> Any:
-    """The reward model of a config, on torch's meta device.
+def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_code: bool = False) -> Any:
+    """Return the reward model of a config, on torch's meta device.
 
     Args:
-        dtype: The weights', by torch's name or itself.
+        dtype: The weights', by torch's name or itself; None for torch's default.
+        trust_remote_code: Whether the model may bring its own code.
     """
     config.num_labels = 1
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        return AutoModelForSequenceClassification.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def read_model(model: Any) -> ModelShape:
-    """The shapes of a reward model, which may be on torch's meta device and have adapters."""
+    """Return the shapes of a reward model, which may be on torch's meta device and have adapters."""
     config = model.config.get_text_config()
     layers = [f"{name}." for name, each in model.named_modules() if isinstance(each, GradientCheckpointingLayer)]
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -120,7 +121,7 @@ def _kind(name: str, dims: int) -> str:
 
 
 def _routed_share(config: Any) -> float:
-    """The share of a layer's experts that a token goes to."""
+    """Return the share of a layer's experts that a token goes to."""
     routed = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return routed / next((count for name in names if (count := getattr(config, name, None))), routed)

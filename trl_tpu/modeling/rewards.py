@@ -10,7 +10,6 @@ from torch import nn
 from ..data.collators import LEGACY_KEYS, join_halves
 from ..packing.rows import PackedRows
 from .attention.masked import packed_rewards
-from .losses import masked_mean
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class PairBatch:
         return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask"), interleaved)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """Compute the rewards [P, 2] by the model's own pooling; also return its outputs."""
+        """Compute the rewards [P, 2] by the model's pooling; also return its outputs."""
         outputs = model(input_ids=self.input_ids_RL, attention_mask=self.attention_mask_RL, **extras)
         return self.by_pair(outputs.logits), outputs
 
@@ -48,8 +47,10 @@ class PairBatch:
         return rewards_R.view(-1, 2) if self.interleaved else rewards_R.view(2, -1).T
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
-        """Return the batch's loss."""
-        return masked_mean(losses_P, self.mask_P)
+        """Return the batch's loss: the mean over the pairs that are no padding; 0 where all are."""
+        if self.mask_P is None:
+            return losses_P.mean()
+        return torch.where(self.mask_P, losses_P, 0.0).sum() / self.mask_P.sum().clamp(min=1)
 
     @property
     def tokens(self) -> torch.Tensor:

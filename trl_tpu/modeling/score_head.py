@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from ..errors import UserError
+
 
 def find_score_head(model: nn.Module) -> nn.Module | None:
     """Return the score head of ``model``; None if it has none."""
@@ -13,6 +15,17 @@ def find_score_head(model: nn.Module) -> nn.Module | None:
         if name.rpartition(".")[2] == "score" and hasattr(module, "forward"):
             return module
     return None
+
+
+def score_head_of(model: nn.Module) -> nn.Module:
+    """Return the score head of ``model``.
+
+    Raises:
+        UserError: It has none.
+    """
+    if (head := find_score_head(model)) is None:
+        raise UserError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
+    return head
 
 
 class _InFloat32:

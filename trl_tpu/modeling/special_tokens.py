@@ -33,7 +33,7 @@ def set_eos_token(
         The tokenizer, a copy where it had to change.
 
     Raises:
-        UserError: the token is not in the vocabulary.
+        UserError: The token is not in the vocabulary.
     """
     if eos_token is None:
         return processing_class
@@ -67,7 +67,7 @@ def set_pad_token(
         The tokenizer, a copy where it had to change.
 
     Raises:
-        UserError: the token is not in the vocabulary, there is none, or the model has no embedding for it.
+        UserError: The token is not in the vocabulary, there is none, or the model has no embedding for it.
     """
     token = pad_token or processing_class.pad_token or processing_class.eos_token
     embeddings: Any = model.get_input_embeddings()
@@ -76,15 +76,16 @@ def set_pad_token(
         if token is None:
             processing_class, token = copy.deepcopy(processing_class), _NEW_PAD_TOKEN
             processing_class.add_special_tokens({"pad_token": token})
+    if token is None:
+        raise UserError("The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token`.")
     _check_in_vocabulary(processing_class, "pad_token", token)
     if processing_class.pad_token != token:
         processing_class = copy.deepcopy(processing_class)
         processing_class.pad_token = token
     if processing_class.pad_token_id >= embeddings.weight.shape[0]:
         raise UserError(
-            f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the model's embedding table has "
-            f"{embeddings.weight.shape[0]} rows. After adding tokens call "
-            "`model.resize_token_embeddings(len(tokenizer))`."
+            f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the embedding table has "
+            f"{embeddings.weight.shape[0]} rows. Call `model.resize_token_embeddings(len(tokenizer))`."
         )
     model.config.get_text_config().pad_token_id = processing_class.pad_token_id
     return processing_class
@@ -99,35 +100,19 @@ def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, dialogues: Iterable[Sequence[int]] | None) -> None:
-    """Warn where padding is the eos token and dialogues end in it, since other programs score other tokens then.
-
-    Args:
-        tokenizer: As it is trained with.
-        dialogues: Token ids of some dialogues; None where none can be looked at.
-    """
-    if tokenizer.pad_token_id != tokenizer.eos_token_id:
-        return
-    ended = None if dialogues is None else [bool(ids) and ids[-1] == tokenizer.eos_token_id for ids in dialogues]
-    if ended is not None and not any(ended):
-        return
-    found = "dialogues may end in it" if ended is None else f"{sum(ended)} of {len(ended)} dialogues end in it"
-    logger.warning(
-        f"The pad token is the eos token ({tokenizer.eos_token!r}), and {found}. Training, as TRL and transformers, "
-        "scores the last token that is not the pad token, which is the one before the eos; a server that scores the "
-        "very last token (vLLM, SGLang) gives such dialogues other rewards. Set own_pad_token=True, which pads with "
-        "another token, so that the eos is scored everywhere; or send dialogues to such a server without their eos."
-    )
-
-
-def _check_in_vocabulary(processing_class: PreTrainedTokenizerBase, kind: str, token: Any) -> None:
-    if token is None:
-        raise UserError(
-            f"The tokenizer ({type(processing_class).__name__}) has neither a pad nor an eos token, so there is "
-            "nothing to pad with. Set `tokenizer.pad_token` to a token of its vocabulary."
+    """Warn where padding is the eos token and some of ``dialogues`` (None: unknown ones) end in it."""
+    eos = tokenizer.eos_token_id
+    if tokenizer.pad_token_id == eos and (dialogues is None or any(list(ids[-1:]) == [eos] for ids in dialogues)):
+        logger.warning(
+            f"The pad token is the eos token ({tokenizer.eos_token!r}), and dialogues end in it: training scores the "
+            "token before it, as TRL and transformers do, while servers that score the very last token (vLLM, SGLang) "
+            "give other rewards. Set own_pad_token=True to pad with another token."
         )
+
+
+def _check_in_vocabulary(processing_class: PreTrainedTokenizerBase, kind: str, token: str) -> None:
     if token not in processing_class.get_vocab():
         raise UserError(
             f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
-            f"({type(processing_class).__name__}). Choose a token of it, or add this one with `tokenizer."
-            f"add_special_tokens` and call `model.resize_token_embeddings(len(tokenizer))`."
+            f"({type(processing_class).__name__}). Choose a token of it, or add this one and resize the embeddings."
         )

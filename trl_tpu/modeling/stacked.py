@@ -26,14 +26,12 @@ _ELEMENTWISE = (torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torc
 class StackedLayers(nn.ModuleList):
     """All layers by their usual names, which to a model that runs through them are one.
 
-    Parameters have the first layer's names. ``state_dict`` gives every layer's weights by their own; with
-    ``keep_vars=True``, which asks for the parameters themselves, it gives those: see `by_layer`.
+    Parameters have the first layer's names, also in a ``state_dict``: `by_layer` gives every layer its own.
     """
 
     def __init__(self, layers: Iterable[nn.Module], loop: Callable[..., torch.Tensor]) -> None:
         super().__init__(layers)
         self._loop = loop
-        self._register_state_dict_hook(_name_layers)
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self._loop])
@@ -42,41 +40,28 @@ class StackedLayers(nn.ModuleList):
         return [self._loop][index] if isinstance(index, slice) else super().__getitem__(index)
 
 
-def _name_layers(module: StackedLayers, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    own = {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
-    if any(isinstance(tensor, nn.Parameter) for tensor in own.values()):
-        return
-    for name in own:
-        del state[name]
-    state.update(_by_layer(own, prefix, len(module), torch.Tensor.__getitem__))
-
-
 def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int], Any]) -> dict[str, Any]:
-    """What is named after stacked weights, named after those of the layers one by one; all else as it is.
+    """Return ``state`` with what is named after stacked weights named after those of the layers one by one.
 
     Args:
         model: The model that the names are of. They may have more before and behind the weight's name.
         state: Anything by name. A tensor without dimensions counts for every layer.
         row: Takes any other entry, and a layer's number, and returns that layer's.
     """
-    named = dict(state)
-    for name, module in model.named_modules():
-        if isinstance(module, StackedLayers):
-            named = _by_layer(named, f"{name}.", len(module), row)
-    return named
-
-
-def _by_layer(state: Mapping[str, Any], prefix: str, count: int, row: Callable[[Any, int], Any]) -> dict[str, Any]:
+    stacked = next((pair for pair in model.named_modules() if isinstance(pair[1], StackedLayers)), None)
+    if stacked is None:
+        return dict(state)
+    path, layers = stacked
     named = {}
     for name, entry in state.items():
-        before, is_stacked, after = name.partition(f"{prefix}0.")
+        before, is_stacked, after = name.partition(f"{path}.0.")
         if not is_stacked:
             named[name] = entry
             continue
         is_scalar = isinstance(entry, torch.Tensor) and entry.dim() == 0
-        for number in range(count):
+        for number in range(len(layers)):
             # a clone, since files do not take tensors that share memory
-            named[f"{before}{prefix}{number}.{after}"] = entry.clone() if is_scalar else row(entry, number)
+            named[f"{before}{path}.{number}.{after}"] = entry.clone() if is_scalar else row(entry, number)
     return named
 
 
@@ -91,7 +76,7 @@ class _Kind:
 
 
 class LayerStack:
-    """Holds a model's layers as one, with the optimizer's state, and gives them back. Starts with them one by one.
+    """A model's layers, which can be held as one, with the optimizer's state, and given back one by one.
 
     Args:
         axes: The mesh axes that the dimensions of each of the model's parameters go over, by its name.
@@ -126,7 +111,7 @@ class LayerStack:
 
     @property
     def axes(self) -> dict[nn.Parameter, PartitionSpec]:
-        """The mesh axes that the dimensions of the stacked parameters go over: the first over none."""
+        """The mesh axes that the dimensions of the stacked parameters go over: the first goes over none."""
         return {kind.whole: (None, *kind.axes) for kind in self._kinds}
 
     @property
@@ -198,7 +183,7 @@ class LayerStack:
             self.stack(optimizer)
 
     def _stacked_groups(self, optimizer: Optimizer) -> list[list[nn.Parameter]]:
-        """The parameters of each of the optimizer's groups, those of the layers as one."""
+        """Return the parameters of each of the optimizer's groups, those of the layers as one."""
         group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -206,9 +191,8 @@ class LayerStack:
         for kind in self._kinds:
             if len(groups := {group_of.get(part) for part in kind.parts}) > 1:
                 raise ScanImpossible(
-                    f"scan_layers=True updates all layers alike, but the optimizer has a weight of shape "
-                    f"{list(kind.parts[0].shape)} of some layers in another group, or not at all: {groups}. "
-                    "Give it all layers in one group, or leave scan_layers out."
+                    "scan_layers=True updates all layers alike, but the optimizer has a weight of some layers in "
+                    f"another group, or not at all: {groups}. Give it all in one, or leave scan_layers out."
                 )
             first, *others = kind.parts
             wholes |= {first: kind.whole} | dict.fromkeys(others)
@@ -234,5 +218,5 @@ class LayerStack:
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether part of an optimizer's state is as large as its parameter; what is not is the same for all layers."""
+    """Tell whether a part of an optimizer's state is as large as its parameter: any other is alike in all layers."""
     return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -79,7 +79,7 @@ class Topology:
         return f"{self.chip.name}:2x2" if self.chips == 1 else str(self)
 
     def larger(self) -> "list[Topology]":
-        """The larger slices of these chips, the next one first."""
+        """Return the larger slices of these chips, the next one first."""
         slices = (Topology(self.chip, shape) for shape in self.chip.shapes)
         return [each for each in slices if each.chips > self.chips]
 

@@ -1,9 +1,8 @@
 """The device mesh as pure arithmetic: names and sizes of axes, checked without touching a device."""
 
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import log2, prod
+from math import prod
 
 from ..errors import UserError
 
@@ -15,7 +14,7 @@ BATCH_AXES = ("data", "fsdp")
 
 
 def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one dimension."""
+    """Return the mesh axes of one dimension."""
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
@@ -66,7 +65,7 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
 
     Raises:
         UserError: For an unknown or repeated axis, a size that is not a positive integer or -1, or sizes that do
-            not multiply to ``devices``; the message shows the equation and the nearest meshes that work.
+            not multiply to ``devices``; the message shows the equation.
     """
     asked = _read(spec)
     slices = asked.pop("slices", slices)
@@ -86,8 +85,8 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
             return MeshShape(**shape.sizes, slices=slices)
         fault = f"`data` also goes over the slices, and data={shape.data} / slices={slices} is no whole number"
     raise UserError(
-        f"mesh {spec!r}: the axis sizes must multiply to the number of devices, but {fault}."
-        f"{_nearest(devices, slices, sizes)}"
+        f"mesh {spec!r}: the axis sizes must multiply to the number of devices, but {fault}. Write -1 for one axis "
+        "that may be of any size."
     )
 
 
@@ -99,36 +98,27 @@ def check_heads(mesh: MeshShape, heads: Mapping[str, int]) -> None:
         heads: Numbers of heads by their names in the model's config.
 
     Raises:
-        UserError: With the equation, and the nearest meshes whose `tensor` divides every number.
+        UserError: With the equation.
     """
     for name, count in heads.items():
         if count % mesh.tensor:
             raise UserError(
                 f"mesh '{mesh}': `tensor` gives each device whole attention heads, but {name}={count} / tensor="
-                f"{mesh.tensor} is no whole number."
-                + _nearest(
-                    mesh.devices,
-                    mesh.slices,
-                    mesh.sizes,
-                    lambda tensor: all(number % tensor == 0 for number in heads.values()),
-                )
+                f"{mesh.tensor} is no whole number. Choose a `tensor` that divides {', '.join(heads)}."
             )
 
 
 def _read(spec: str) -> dict[str, int]:
-    """The axes that ``spec`` names, and `slices`."""
-    names = (*AXES, "slices")
+    """Return the sizes of the axes that ``spec`` names, and of `slices`."""
     sizes: dict[str, int] = {}
     for part in spec.split(","):
         axis, equals, text = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise UserError(f"mesh {spec!r}: {part.strip()!r} is not of the form axis=size; write e.g. 'fsdp=-1'.")
-        if axis not in names:
-            near = difflib.get_close_matches(axis, names, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+        if axis not in (*AXES, "slices"):
             raise UserError(
                 f"mesh {spec!r}: unknown axis {axis!r}; the axes are {', '.join(AXES)}, and `slices` is how many "
-                f"slices `data` goes over.{hint}"
+                "slices `data` goes over."
             )
         if axis in sizes:
             raise UserError(f"mesh {spec!r}: axis {axis!r} is given twice.")
@@ -137,23 +127,3 @@ def _read(spec: str) -> dict[str, int]:
             raise UserError(f"mesh {spec!r}: the size of {axis!r} must be a positive integer{fill}.")
         sizes[axis] = int(text)
     return sizes
-
-
-def _nearest(
-    devices: int, slices: int, wanted: Mapping[str, int], fits: Callable[[int], bool] = lambda tensor: True
-) -> str:
-    """A sentence with the meshes of ``devices`` devices that are nearest to ``wanted`` and whose `tensor` ``fits``."""
-    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    meshes = [
-        MeshShape(data, devices // data // tensor, tensor, slices)
-        for tensor in divisors
-        for data in divisors
-        if fits(tensor) and devices % (data * tensor) == 0 and data % slices == 0
-    ]
-
-    def distance(mesh: MeshShape) -> float:
-        return sum(abs(log2(mesh.sizes[axis] / size)) for axis, size in wanted.items() if size != -1)
-
-    if not meshes:
-        return f" {devices} devices are not {slices} slices of one size: {devices} / {slices} is no whole number."
-    return f" Meshes that work: {'; '.join(str(mesh) for mesh in sorted(meshes, key=distance)[:4])}."

@@ -57,7 +57,7 @@ class Rules:
         return cls(source, {str(pattern): _axes(source, pattern, value) for pattern, value in content.items()})
 
     def find(self, name: str) -> str | None:
-        """The pattern that decides for a parameter; None where no pattern matches."""
+        """Return the pattern that decides for a parameter; None where no pattern matches."""
         return next((pattern for pattern in self.patterns if fnmatchcase(name, pattern)), None)
 
     def check(self, names: Iterable[str]) -> None:
@@ -80,7 +80,7 @@ class Rules:
             )
 
     def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> "PartitionSpec | None":
-        """The axes of ``pattern`` for the parameter ``name``, without those that the mesh has only one device of.
+        """Return the axes of ``pattern`` for the parameter ``name``, without those of size 1 in the mesh.
 
         Returns:
             None for a pattern that says ``"auto"``.

@@ -1,4 +1,4 @@
-"""What was sharded how, as a table."""
+"""Show what was sharded how, as a table."""
 
 import re
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ShardReport:
         return sum(size // self.placements[name].parts(self.mesh) for name, size in self.sizes.items())
 
     def __str__(self) -> str:
-        """The totals, and unless there is one device a line for each kind of parameter: layers count together."""
+        """Return the totals and, on several devices, a line for each kind of parameter: layers count together."""
         head = (
             f"mesh {self.mesh} on {self.mesh.devices} device(s): parameters take {_mib(self.bytes_per_device)} a "
             f"device of {_mib(self.total_bytes)} in all, {_mib(self.replicated_bytes)} of them replicated"

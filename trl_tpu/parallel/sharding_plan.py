@@ -79,7 +79,7 @@ class Placement:
         return bool(self.names)
 
     def parts(self, mesh: MeshShape) -> int:
-        """Into how many parts the mesh cuts the parameter; the other devices hold copies."""
+        """Return how many parts the mesh cuts the parameter into; the other devices hold copies."""
         return prod(mesh.sizes[name] for name in self.names)
 
 
@@ -111,7 +111,7 @@ class Plan:
             self.rules.check(bare_name(name) for name in names)
 
     def place(self, name: str, shape: tuple[int, ...]) -> Placement:
-        """The placement of a parameter.
+        """Return the placement of a parameter.
 
         Raises:
             UserError: A rule does not fit its shape, or the model gives it a style that is not known here.
@@ -124,7 +124,7 @@ class Plan:
         return self._derive(bare, shape)
 
     def style_of(self, name: str) -> str | None:
-        """The style of a module or parameter (by its bare name) in the model's own plans."""
+        """Return the style of a module or parameter (by its bare name) in the model's own plans."""
         return self._find(self.expert_styles, name) or self._find(self.styles, name)
 
     def _find(self, styles: Mapping[str, str], name: str) -> str | None:
@@ -151,7 +151,7 @@ class Plan:
         return Placement(tuple(axes), "; ".join(reasons) or "fsdp=1")
 
     def _embedding(self, shape: tuple[int, ...]) -> Placement | None:
-        """An embedding table by features, over every axis that splits weights; None where they do not divide them.
+        """Place an embedding table by features, over every axis that splits weights; None where they do not divide.
 
         By rows (tokens), each device would look up every token of the batch and add up whole activations.
         """
@@ -161,7 +161,7 @@ class Plan:
         return Placement((None, axes[0] if len(axes) == 1 else axes), "an embedding's features")
 
     def _tensor_dim(self, name: str, shape: tuple[int, ...], _taken: list[str | None]) -> tuple[int | None, str]:
-        """The dimension that goes over `tensor`, and why, or why none."""
+        """Return the dimension that goes over `tensor`, and why, or why none."""
         reason = "not in the model's tensor-parallel plan"
         adapter = _ADAPTER.fullmatch(name)
         for styles in (self.expert_styles, self.styles):
@@ -179,7 +179,7 @@ class Plan:
         return None, reason
 
     def _fsdp_dim(self, name: str, shape: tuple[int, ...], taken: list[str | None]) -> tuple[int | None, str]:
-        """The dimension that goes over `fsdp`, and why, or why none."""
+        """Return the dimension that goes over `fsdp`, and why, or why none."""
         free = [
             dim for dim, size in enumerate(shape) if taken[dim] is None and size > 0 and size % self.mesh.fsdp == 0
         ]
@@ -205,6 +205,6 @@ def _dim(name: str, split: str | None, rank: int) -> int | None:
 
 
 def bare_name(name: str) -> str:
-    """The name of a parameter or module without what PEFT puts around it, so that plans hold with and without."""
+    """Return the name of a parameter or module without what PEFT puts around it: plans hold with and without."""
     name = name.removeprefix("base_model.model.")
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)", "", name)

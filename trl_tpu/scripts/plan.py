@@ -25,11 +25,10 @@ from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.data.measure import measure
 from trl_tpu.errors import UserError
-from trl_tpu.modeling import broken
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.chat_template import set_chat_template
-from trl_tpu.modeling.load import load_tokenizer
+from trl_tpu.modeling.load import explaining, load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
 from trl_tpu.parallel.chips import parse_topology
@@ -164,7 +163,7 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
     name, kwargs = local_model(model_args.model_name_or_path, folder), model_init_kwargs(model_args, args)
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
-    with broken.explaining(name):
+    with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
     model = model_without_weights(config, dtype if dtype != "auto" else config.dtype or "float32")

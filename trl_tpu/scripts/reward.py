@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from trl_tpu.checkpoint.background import BestModelLost, SavesFailed
+from trl_tpu.checkpoint.background import BEST_LOST, NOT_SAVED
 from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.config.field_help import help_from_docstring
@@ -65,8 +65,8 @@ def main(
     Raises:
         UserError: No model, no dataset, or no such split.
         Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
-        BestModelLost: The model was trained and saved, but it is the last one and not the best.
-        SavesFailed: The model could not be saved, or not every checkpoint on the way.
+        SystemExit: With status 73, the model was trained and saved, but it is the last one and not the best; with
+            74, the model could not be saved, or not every checkpoint on the way. The log says which.
     """
     if not model_args.model_name_or_path:
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
@@ -114,7 +114,7 @@ def main(
         trainer.save_model(output_dir, _internal_call=True)  # pushed below
     except (OSError, SafetensorError) as error:
         logger.error("The model was NOT saved (%s). Checkpoints stay as they are; make room, and resume.", error)
-        raise SavesFailed([output_dir]) from error
+        raise SystemExit(NOT_SAVED) from error
     say(f"Model saved to {training_args.output_url or output_dir}")
     if eval_dataset is not None:
         say(held_out_table(trainer.evaluate()))
@@ -128,9 +128,9 @@ def main(
         print_examples(output_dir)
     trainer.end()  # closes the trackers
     if trainer.best_model_lost is not None:
-        raise BestModelLost(trainer.best_model_lost)
+        raise SystemExit(BEST_LOST)
     if trainer.checkpointer.failed:
-        raise SavesFailed(trainer.checkpointer.failed)
+        raise SystemExit(NOT_SAVED)
 
 
 def report_on(trainer: RewardTrainer) -> None:

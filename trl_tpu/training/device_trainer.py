@@ -177,8 +177,6 @@ class DeviceTrainer(Trainer):
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
-                if self.stopped_by is None and self.args.should_save:
-                    run.end()
             finally:
                 self._step_state.unstack()
                 self.checkpoints.drop_download()

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...errors import UserError
 from ...packing.rows import PackedRows
-from ..score_head import find_score_head, score_wide
+from ..score_head import score_head_of, score_wide
 from .tree_by_tree import TreeByTree, TreeMasks
 from .unmodified import PackingImpossible
 
@@ -53,7 +53,7 @@ def tree_rule(
 
 @dataclass(frozen=True)
 class Reading:
-    """Packed rows while a model reads them, and the rules that it has asked for masks of."""
+    """Packed rows while a model reads them, and the mask rules that it has used."""
 
     rows: PackedRows[torch.Tensor]
     rules: list[MaskRule] = field(default_factory=list)
@@ -125,9 +125,6 @@ def use_tree_masks(model: PreTrainedModel) -> None:
             f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'"
         )
-    for setting in ("output_attentions", "reorder_and_upcast_attn"):
-        if name == "eager" and getattr(model.config, setting, False):
-            raise PackingImpossible(f"`{setting}` is for a model's own eager attention, which packed rows go around")
     attend_by(model, name, TreeMask(plain), ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
     if not model.config._attn_implementation.startswith(OURS):
         raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
@@ -159,13 +156,13 @@ def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: A
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
     states, _ = scored_states(model, rows, **kwargs)
-    return score_wide(_score_head(model), states)
+    return score_wide(score_head_of(model), states)
 
 
 def scored_states(
     model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any
 ) -> tuple[torch.Tensor, list[MaskRule]]:
-    """Compute the hidden states that the rewards are read from, [P, 2, H]; also the mask rules asked for.
+    """Compute the hidden states that the rewards are read from, [P, 2, H]; also the mask rules used.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
@@ -175,7 +172,7 @@ def scored_states(
     everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
     outside = _READING.set(reading)
     try:
-        with seen_by(_score_head(model)) as seen:
+        with seen_by(score_head_of(model)) as seen:
             # the scores that the model itself picks, one a row, mean nothing here
             model(input_ids=rows.input_ids_RL, **everything, **kwargs)
     finally:
@@ -197,10 +194,3 @@ def seen_by(head: nn.Module) -> Iterator[list[torch.Tensor]]:
         yield seen
     finally:
         watch.remove()
-
-
-def _score_head(model: nn.Module) -> nn.Module:
-    head = find_score_head(model)
-    if head is None:
-        raise UserError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
-    return head

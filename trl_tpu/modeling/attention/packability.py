@@ -20,7 +20,7 @@ from ...data.packed_batch import PackedBatch
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
-from ..score_head import find_score_head, score_wide
+from ..score_head import score_head_of, score_wide
 from .masked import MaskRule, scored_states, seen_by, use_tree_masks
 from .unmodified import PackingImpossible, check_unmodified
 
@@ -44,12 +44,8 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         PackingImpossible: If the model has no `score` head, is modified, makes its own masks, or computes other
             rewards.
     """
-    base = without_adapters(model)
-    if find_score_head(base) is None:
-        raise PackingImpossible(
-            f"{type(base).__name__} has no `score` head whose rewards could be read token by token"
-        )
     check_unmodified(model)
+    base = without_adapters(model)
     if _is_proven(base):
         use_tree_masks(base)
     else:
@@ -65,13 +61,13 @@ def _is_proven(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
-    """Let ``model`` read packed rows, and compare the rewards of two tiny batches with those in padded rows before.
+    """Let ``model`` read packed rows, and compare the rewards of a tiny batch with those in padded rows before.
 
     A model that is refused attends as before.
 
     Raises:
         PackingImpossible: If they differ by more than float32 rounds, the weights are too coarse to tell, the model
-            fails on either, or it has a window that no mask showed and tiny batches cannot.
+            fails on either, or it has a window that no mask showed and a tiny batch cannot.
     """
     name = type(model).__name__
     dtype = next(model.parameters()).dtype
@@ -87,10 +83,10 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
         use_tree_masks(base)  # or says why not
         # under the name that it had, which a model's own code may ask for
         base.set_attn_implementation(attention)
-        padded = [_padded(model, examples, pad_token_id) for examples in _tiny_batches(pad_token_id)]
+        examples = _tiny_batch(pad_token_id)
+        padded = _padded(model, examples, pad_token_id)
         use_tree_masks(base)
-        for examples, expected in zip(_tiny_batches(pad_token_id), padded, strict=True):
-            _compare(model, examples, pad_token_id, expected)
+        _compare(model, examples, pad_token_id, padded)
     except Exception as error:  # whatever a model's own code does with inputs that it does not expect
         base.set_attn_implementation(attention)
         if isinstance(error, PackingImpossible):
@@ -100,14 +96,14 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
         model.train(was_training)
 
 
-def _tiny_batches(pad_token_id: int) -> list[list[dict[str, list[int]]]]:
-    """Make pairs that share prefixes of different lengths; then nothing, and one dialogue a prefix of the other."""
+def _tiny_batch(pad_token_id: int) -> list[dict[str, list[int]]]:
+    """Make pairs that share prefixes of different lengths, nothing, and one dialogue that is a prefix of the other."""
     ids = [token for token in range(1, 42) if token != pad_token_id]
     pairs = [
-        [(ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])],
-        [(ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])],
+        *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
+        *((ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])),
     ]
-    return [[{"chosen_ids": one, "rejected_ids": other} for one, other in batch] for batch in pairs]
+    return [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs]
 
 
 def _compare(
@@ -120,14 +116,12 @@ def _compare(
         UnpaddedRow(pad_token_id, attention_crossover_length=100),
     ]
     base = without_adapters(model)
-    head = find_score_head(base)
-    assert head is not None
     for collate in collators:
         (rows,) = collate(examples)["packed"].to(parameter.device).micro_batches
         packed_P2H, rules = scored_states(model, rows)
         _refuse_hidden_windows(base, rules)
         # hidden states too, since a small head hides what they differ by
-        packed = {"hidden states": packed_P2H, "rewards": score_wide(head, packed_P2H)}
+        packed = {"hidden states": packed_P2H, "rewards": score_wide(score_head_of(base), packed_P2H)}
         for what, in_packed_rows in packed.items():
             difference = (in_packed_rows - padded[what]).abs().max()
             if not difference <= _ROUNDING * padded[what].abs().max():
@@ -154,9 +148,8 @@ def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> Non
 def _padded(model: nn.Module, examples: list[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Return the model's own rewards [P, 2], and the hidden states [P, 2, H] that they are read from."""
     batch = DataCollatorForPreference(pad_token_id)(examples)
-    device, head = next(model.parameters()).device, find_score_head(without_adapters(model))
-    assert head is not None
-    with seen_by(head) as seen:
+    device = next(model.parameters()).device
+    with seen_by(score_head_of(model)) as seen:
         logits_R1 = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
     last_R = batch["attention_mask"].sum(dim=1) - 1
     states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]

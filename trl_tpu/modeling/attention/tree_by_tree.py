@@ -1,4 +1,4 @@
-"""Attends in a tight row tree by tree, and where a model's attention is causal, tail by tail.
+"""Attends in an unpadded row tree by tree, and where a model's attention is causal, tail by tail.
 
 Causal attention over a dialogue has a faster way than a mask in most attention functions, which leaves out what is not
 seen. So a tree's first dialogue goes that way, and each tail after it attends to its own path only. Where a model has
@@ -15,15 +15,12 @@ from torch import nn
 
 from ...packing.trie import Tail, Tree
 
-# Queries under a mask are taken in blocks of about this many, since a block's keys end with its last query.
-_QUERIES = 192
-
 #: Queries, keys, values and a mask, None for causal, to outputs [1, Q, N, D].
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class TreeMasks(NamedTuple):
-    """How the trees of a tight row attend."""
+    """How the trees of an unpadded row attend."""
 
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
     """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
@@ -38,7 +35,7 @@ class TreeMasks(NamedTuple):
 
 
 class TreeByTree:
-    """Computes a tight row's trees one at a time, as a registered attention function.
+    """Computes the trees of an unpadded row one at a time, as a registered attention function.
 
     Args:
         plain: The attention function for ordinary batches and masks.
@@ -68,22 +65,10 @@ class TreeByTree:
         parts = (tensor.split(sizes, dim=2) for tensor in (query_BNLD, key_BNLD, value_BNLD))
         for (tree, mask), query, key, value in zip(attention_mask.trees, *parts, strict=True):
             if mask is not None:
-                outputs += _in_blocks(attend, query, key, value, mask)
+                outputs.append(attend(query, key, value, mask))
             else:
                 outputs += _tail_by_tail(attend, query, key, value, tree, attention_mask.tail_masks)
         return torch.cat(outputs, dim=1), None
-
-
-def _in_blocks(
-    attend: Attend, query_1NSD: torch.Tensor, key_1NSD: torch.Tensor, value_1NSD: torch.Tensor, mask: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    length = query_1NSD.shape[2]
-    first = 0
-    for block in query_1NSD.split(-(-length // max(1, round(length / _QUERIES))), dim=2):
-        # keys after the block's last query are seen by none of it
-        last = first + block.shape[2]
-        yield attend(block, key_1NSD[:, :, :last], value_1NSD[:, :, :last], mask[:, :, first:last, :last])
-        first = last
 
 
 def _tail_by_tail(

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import UserError
-from ..adapters import adapter_types, without_adapters
+from ..adapters import without_adapters
 from ..score_head import find_score_head
 
 # whose code a model may be made of: known not to look across the tokens of a row but through attention
@@ -38,28 +37,28 @@ def check_unmodified(model: nn.Module) -> None:
         PackingImpossible: If a forward is somebody's own, on the class or on the instance, a hook is, the head is more
             than a linear layer, or adapters do more than change each token's activations.
     """
-    for name in adapter_types(model):
-        if name not in _TOKEN_WISE_ADAPTERS:
-            raise PackingImpossible(f"adapters of the kind {name} may do more than change each token by itself")
+    for config in getattr(model, "peft_config", {}).values():
+        if config.peft_type not in _TOKEN_WISE_ADAPTERS:
+            kind = config.peft_type.value
+            raise PackingImpossible(f"adapters of the kind {kind} may do more than change each token by itself")
     for name, module in model.named_modules():
         where = f"{type(module).__name__} ({name})" if name else type(module).__name__
         if not _is_of_a_library(module.forward):
             raise PackingImpossible(f"the forward of {where} is not a library's own, and packed rows would bypass it")
-        if any(not _is_of_a_library(hook) for hook in _hooks(module)):
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if not all(map(_is_of_a_library, hooks)):
             raise PackingImpossible(
                 f"{where} has a forward hook of yours, which may read or change what is in padded rows"
             )
-    head = find_score_head(without_adapters(model))
-    while head is not None and not isinstance(head, nn.Linear):
+    base = without_adapters(model)
+    head = find_score_head(base)
+    if head is None:
+        raise PackingImpossible(f"{type(base).__name__} has no `score` head")
+    while not isinstance(head, nn.Linear):
         inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
         if inner is None:
             raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
         head = inner
-
-
-def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    yield from module._forward_pre_hooks.values()
-    yield from module._forward_hooks.values()
 
 
 def _is_of_a_library(function: Any) -> bool:
