@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import RewardConfig, cli
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES
 from trl_tpu.parallel.rules import Rules
-from trl_tpu.scripts import export, plan, report, reward, run, score, synthetic
+from trl_tpu.scripts import export, plan, report, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
 MAKE_PARSER: dict[str, Any] = {
@@ -35,7 +35,6 @@ MAKE_PARSER: dict[str, Any] = {
     "export": export.make_parser,
     "plan": plan.make_parser,
     "report": report.make_parser,
-    "run": run.make_parser,
 }
 NAMES = [page.relative_to(ROOT).as_posix() for page in pages.PAGES]
 SEPARATOR = "\x1f"

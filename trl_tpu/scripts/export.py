@@ -40,11 +40,11 @@ def run(argv: list[str]) -> int:
     Raises:
         UserError: See `export_checkpoint`; or the push failed, and the export is whole.
     """
+    settings = vars(make_parser().parse_args(argv))
     import torch
 
     from trl_tpu.checkpoint.consolidate import export_checkpoint
 
-    settings = vars(make_parser().parse_args(argv))
     checkpoint, out, repo, private = (settings.pop(name) for name in ("checkpoint", "out", "push_to_hub", "private"))
     dtype = settings.pop("dtype")
     export_checkpoint(checkpoint, out, dtype=None if dtype is None else getattr(torch, dtype), **settings)
@@ -74,10 +74,10 @@ def push(folder: Path, repo: str, private: bool = False) -> str:
         message = "Upload reward model"
         commit = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, delete_patterns=earlier)
     except (HTTPError, OSError) as error:
-        deletions = "".join(f" --delete '{file}'" for file in earlier)
+        flags = " --private" * private + "".join(f" --delete {file}" for file in earlier)
         raise UserError(
             f"Pushing to {repo} FAILED: {error}\nIt is one commit, so no part of the model is visible there. The "
-            f"export in {folder} is whole. Push it again: hf upload {repo} {folder}{deletions}"
+            f"export in {folder} is whole. Push it again: hf upload {repo} {folder}{flags}"
         ) from error
     return commit.commit_url
 

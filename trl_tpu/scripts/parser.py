@@ -87,11 +87,9 @@ class TrlParser(HfArgumentParser):
                 return (*parsed, unknown_keys, unknown_words)
             return (*parsed, unknown_keys + unknown_words)
         if unknown_words:
-            raise UserError(
-                f"Unknown arguments on the command line: {' '.join(unknown_words)}. Correct or remove them."
-            )
+            raise UserError(f"Unknown arguments on the command line: {' '.join(unknown_words)}. Correct them.")
         if unknown_keys and fail_with_unknown_args:
-            raise UserError(f"Unknown arguments in the config file: {' '.join(unknown_keys)}. Correct or remove them.")
+            raise UserError(f"Unknown arguments in the config file: {' '.join(unknown_keys)}. Correct them.")
         return tuple(parsed)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:

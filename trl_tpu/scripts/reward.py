@@ -12,7 +12,7 @@ import logging
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError
 
@@ -22,7 +22,6 @@ from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.data.checks import TOKEN_COLUMNS
 from trl_tpu.errors import UNFINISHED, UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.datafiles import pick_split
@@ -103,9 +102,8 @@ def main(
             print(line)
 
     if dry_run:
-        train_dataset: Any = trainer.train_dataset
-        pair = next(iter(train_dataset))
-        for column in TOKEN_COLUMNS[:2]:
+        pair: Any = next(iter(cast(Any, trainer.train_dataset)))
+        for column in ("chosen_ids", "rejected_ids"):
             say(f"{column} of the first pair: {trainer.processing_class.decode(pair[column])!r}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
@@ -236,5 +234,6 @@ def make_parser(prog: str | None = None) -> TrlParser:
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu reward``; returns the exit status."""
     parsed = make_parser(prog="trl-tpu reward").parse_args_and_config(argv)
-    main(*parsed, dry_run=parsed[0].dry_run)
+    script_args, training_args, model_args, dataset_args = parsed
+    main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
     return 0
