@@ -14,7 +14,10 @@ DATA = {
         file("d.xyz", b"a"), ["DIR/d.xyz cannot be loaded as a dataset", "what its suffix says (.jsonl"]
     ),
     "a broken line": Case(
-        lines('{"chosen": "a", "rej'), ["DIR/pairs.jsonl is broken: line 3: ", "(column 17)", "Correct"]
+        lines('{"chosen": "a", "rej'), ["DIR/pairs.jsonl is broken: line 3: ", "column 17", "Correct"]
+    ),
+    "a broken line of a stream": Case(
+        both(lines("{"), flags(dataset_streaming="true")), ["DIR/pairs.jsonl is broken: line 3: ", "Correct"]
     ),
     "a broken line of a folder": Case(
         both(file("data/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/data")), ["data/train.jsonl", "line 2"]

@@ -70,10 +70,12 @@ class _Reader(yaml.SafeLoader):
     """Reads YAML, and refuses a key twice: PyYAML takes the last of them, and a user edits one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        if twice := [name for name in names if names.count(name) > 1]:
-            problem = f"the key {twice[0]!r} is there twice"
-            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+        names: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in names:
+                problem = f"the key {key.value!r} is there twice"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -54,9 +54,7 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         return datasets.load_dataset(builder or source, split=split, streaming=streaming, **kwargs)
     except Exception as error:  # each format's library has errors of its own, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        files = sorted(local.rglob("*")) if local.is_dir() else [local]
-        rows = (row for file in files if _holds_json_lines(file) for row in _read_json(_lines(file), str(file)))
-        raise next((row for row in rows if isinstance(row, UserError)), None) or UserError(
+        raise broken_line([path]) or UserError(
             f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__} Correct "
             f"the name, or the file: it must be what its suffix says ({', '.join(BUILDERS)}, compressed or not), and "
             "its rows must all have the same columns."
@@ -85,6 +83,14 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
     rows = pick_split(splits, split or next(iter(splits)), name)
     known = (rows.info.splits or {}).get(str(rows.split))
     return iter(rows), known.num_examples if known else None
+
+
+def broken_line(names: Iterable[str]) -> UserError | None:
+    """Return what is wrong with the first broken line of JSON Lines in these files and folders; None if none is."""
+    paths = [Path(name).expanduser() for name in names]
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    rows = (row for file in files if _holds_json_lines(file) for row in _read_json(_lines(file), str(file)))
+    return next((row for row in rows if isinstance(row, UserError)), None)
 
 
 def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:

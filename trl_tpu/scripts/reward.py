@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow as pa
+from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
 from trl_tpu import forks
@@ -24,7 +26,7 @@ from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UNFINISHED, UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts.datafiles import pick_split
+from trl_tpu.scripts.datafiles import broken_line, pick_split
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
@@ -235,5 +237,11 @@ def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu reward``; returns the exit status."""
     parsed = make_parser(prog="trl-tpu reward").parse_args_and_config(argv)
     script_args, training_args, model_args, dataset_args = parsed
-    main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
+    try:
+        main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
+    except (pa.ArrowException, DatasetGenerationError, UnicodeDecodeError) as error:  # as a stream is read, say
+        names = [part.path for part in dataset_args.datasets] or [str(script_args.dataset_name)]
+        if (fault := broken_line(names)) is None:
+            raise
+        raise fault from error
     return 0
