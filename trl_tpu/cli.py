@@ -3,14 +3,13 @@
 import argparse
 import importlib
 import importlib.metadata
-import os
 import platform
+import signal
 import sys
 
 from trl_tpu.errors import UserError
 from trl_tpu.plan.virtual_devices import pretend_devices
 from trl_tpu.runtime.device_choice import settle
-from trl_tpu.scripts import sigterm
 from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
@@ -44,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     words = argv[1:]
-    if command == "reward":
-        sigterm.listen()
+    if command == "reward":  # which handles what has come by then once it knows its folder
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if command == "env":
         argparse.ArgumentParser(prog="trl-tpu env", description=COMMANDS["env"]).parse_args(words)
         print(environment())
@@ -55,22 +54,15 @@ def main(argv: list[str] | None = None) -> int:
         if command == "plan":
             pretend_devices(values, rest)
         settle()
-        status = importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
-        sys.stdout.flush()
-        return status
+        return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
     except UserError as error:
         # a worker process of a data loader puts its traceback before what the error says
-        told = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
-        parser.exit(2, f"\ntrl-tpu {command}: error: {told}\n")  # a progress bar may be open in its line
-    except BrokenPipeError:
-        try:
-            print(flush=True)  # of what could not be written nothing may be left to flush
-        except BrokenPipeError:  # nobody reads what is printed any more: files are whole
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left at its end
-            return 1
-        raise  # another pipe: a worker's, or a tracker's
+        message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
+        parser.exit(2, f"\ntrl-tpu {command}: error: {message}\n")  # a progress bar may be open in its line
     except FloatingPointError as error:  # training has stopped itself, and says where and why
         parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def environment() -> str:

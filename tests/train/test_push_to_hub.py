@@ -142,25 +142,13 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
     assert process.returncode == 2 and hub.failures == []
     assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
     assert hub.files == {repo: others} and hub.commits == []
-    again = process.stderr.strip().splitlines()[-1].partition("Push it again: trl-tpu ")[2].split()
-    process = push(*again)
+    again = process.stderr.strip().splitlines()[-1].partition("Push it again: hf ")[2].split()
+    process = run("-m", "huggingface_hub.cli.hf", *again)
     assert process.returncode == 0, process.stderr
-    assert hub.commits == [(repo, "Upload reward model")] and hub.unknown == []
+    assert hub.commits == [(repo, "Upload folder using huggingface_hub")] and hub.unknown == []
     pushed = hub.files[repo]
     assert kept.items() <= pushed.items()
     assert not {"model-00001-of-00002.safetensors", "adapter_config.json"} & pushed.keys()
     assert pushed["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert {"trl", "reward-trainer"} <= set(ModelCard(pushed["README.md"].decode()).data.tags)
     assert not {"trainer_state.json", "manifest.json", "training_args.bin", "optimizer.pt"} & pushed.keys()
-
-
-def test_checkpoints_of_training_and_links_are_not_pushed(hub: hub_server.Hub, push: Run, tmp_path: Path) -> None:
-    (tmp_path / "trainer_state.json").write_text("{}")
-    process = push("export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
-    assert process.returncode == 2 and "is a checkpoint of training (it has trainer_state.json)" in process.stderr
-    (tmp_path / "trainer_state.json").unlink()
-    (tmp_path / "model.safetensors").write_text("")
-    (tmp_path / "README.md").symlink_to("/etc/hostname")
-    process = push("export", str(tmp_path), "--push_to_hub", "user/tiny-rm")
-    assert process.returncode == 2 and "README.md is a link, and what it leads to would be up" in process.stderr
-    assert hub.files == {}

@@ -24,7 +24,6 @@ import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.modeling.readers import BASE_CONFIG, IDENTITY
-from trl_tpu.scripts.score import score_texts
 
 ASKED = ["Count on from 3:", "Count on from 11:", "Say something about the weather, please:", "Stop."]
 ANSWERED = [" 4 5 6", " 12", " rain", " stop stop"]
@@ -175,8 +174,9 @@ def test_transformers(saved: Saved) -> None:
 
 
 def test_our_score(saved: Saved) -> None:
-    assert score_texts(saved.folder, saved.texts) == pytest.approx(saved.of_texts, **CLOSE)
-    assert score_texts(saved.folder, saved.messages) == pytest.approx(saved.of_messages, **CLOSE)
+    for dialogues, expected in ((saved.texts, saved.of_texts), (saved.messages, saved.of_messages)):
+        rows = trl_tpu.score(saved.folder, dialogues)
+        assert [row["reward"] for row in rows] == pytest.approx(expected, **CLOSE)
 
 
 def test_our_score_standardizes_by_the_saved_mean_and_std(saved: Saved) -> None:

@@ -421,19 +421,3 @@ def test_what_cannot_be_exported_is_refused(
     assert (sorted(out.iterdir()) if out.exists() else None) == before
     assert not (tmp_path / "hostile").exists()
     assert not (tmp_path / "_unfinished").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["out", "--private"], "--private is of the repository that --push_to_hub REPO names"),
-        (["--push_to_hub", "user/repo", "--dtype", "float16"], "--dtype is for an export: give OUT"),
-    ],
-)
-def test_flags_that_would_do_nothing_are_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        cli.main(["export", str(tmp_path), *words])
-    assert refused.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"trl-tpu export: error: {message}")

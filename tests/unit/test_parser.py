@@ -115,22 +115,13 @@ def test_a_dict_field_takes_a_json_object_and_nothing_else(capsys: pytest.Captur
         assert "--extra" in capsys.readouterr().err
 
 
-def test_env_is_exported_and_is_no_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRL_TPU_TEST_A", "before")
-    monkeypatch.delenv("TRL_TPU_TEST_B", raising=False)
-    text = "env:\n  TRL_TPU_TEST_A: after\n  TRL_TPU_TEST_B: 8\nsteps: 1\n"
-    TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, text))
-    exported = os.environ["TRL_TPU_TEST_A"], os.environ.pop("TRL_TPU_TEST_B")
-    assert exported == ("after", "8")
-
-
-def test_unknown_keys_and_flags_are_named_with_the_closest_known(tmp_path: Path) -> None:
+def test_unknown_keys_and_flags_are_named(tmp_path: Path) -> None:
     words = config_file(tmp_path, "steps: 1\nnmae: x\nzzzz: 2\n")
     parser = TrlParser(Arguments)
-    with pytest.raises(ValueError, match=r"config file: `--nmae` \(did you mean `name`\?\), `--zzzz`"):
+    with pytest.raises(ValueError, match="config file: --nmae x --zzzz 2"):
         parser.parse_args_and_config(words)
     assert len(parser.parse_args_and_config(words, fail_with_unknown_args=False)) == 1
-    with pytest.raises(ValueError, match=r"command line: `--rat3=1` \(did you mean `rate`\?\)"):
+    with pytest.raises(ValueError, match="command line: --rat3=1"):
         TrlParser(Arguments).parse_args_and_config(["--steps", "1", "--rat3=1"])
 
 
@@ -159,11 +150,11 @@ def test_subparsers_take_yaml_defaults(tmp_path: Path) -> None:
         ("- 1\n- 2\n", "YAML mapping"),
         ("just text", "YAML mapping"),
         ("", "YAML mapping"),
-        ("a: [1", "not a YAML mapping"),
+        ("a: [1", "not YAML"),
         ("steps: 1\nsteps: 2", "the key 'steps' is there twice"),
-        ("env: text\nsteps: 1", "`env` field should be a dict"),
+        ("env: text\nsteps: 1", "`env` must be a mapping"),
         ("steps: 1\nmode: quick", "`mode: quick` is not one of fast, slow"),
-        ("steps: 1\nenv: {A: null}", "no environment can hold"),
+        ("steps: 1\nenv: {A: [b]}", "`env` must be a mapping"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -194,20 +185,6 @@ def test_the_flag_decides_what_a_value_of_yaml_means(line: str, value: Any, tmp_
     assert field_value == value and type(field_value) is type(value)
 
 
-def test_a_value_that_a_flag_cannot_take_is_told_as_on_the_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, "steps: 12:30"))
-    assert "invalid int value: '12:30'" in capsys.readouterr().err
-
-
-def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
-    for steps in (1, 2):
-        (got,) = TrlParser(Arguments).parse_args_and_config(config_file(tmp_path, f"steps: {steps}\n"))
-        assert got.steps == steps
-
-
 def test_a_variable_is_exported_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = {"A": "true", "B": "010", "C": "12:30", "D": "on", "E": "1.10", "F": "", "G": "2001-01-01"}
     for name in written:
@@ -217,9 +194,7 @@ def test_a_variable_is_exported_as_it_is_written(tmp_path: Path, monkeypatch: py
     assert {name: os.environ[f"TRL_TPU_TEST_{name}"] for name in written} == written
 
 
-def test_config_needs_a_file_and_is_nobodys_field(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs the path"):
-        TrlParser(Arguments).parse_args_and_config(["--config"])
+def test_config_names_a_file_and_is_no_field(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         TrlParser(Arguments).parse_args_and_config(["--config", str(tmp_path / "nowhere.yaml")])
 

@@ -4,11 +4,10 @@ This module imports nothing heavy, so that the command can export ``env`` before
 imported: they read some variables (``USE_TORCH_XLA``, ``XLA_FLAGS``) once, on import.
 """
 
-import copy
+import argparse
 import os
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -26,29 +25,24 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         The file's values without ``env`` (empty without ``--config``), and the words without ``--config``.
 
     Raises:
-        UserError: ``--config`` without a file, a file that is not a YAML mapping with each key once, or an ``env``
-            that no environment can hold.
+        UserError: A file that is not a YAML mapping with each key once, or an ``env`` that no environment can hold.
         UserFileError: The file is not there or cannot be read.
     """
-    path, rest = _split_flag(list(args))
-    if path is None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    found, rest = parser.parse_known_args(args)
+    if found.config is None:
         return {}, rest
-    values = read_config(path)
-    env = values.pop("env", {})
-    if not isinstance(env, dict):
-        raise UserError(f"Config file {path}: the `env` field should be a dict in the YAML file; it is {env!r:.80}.")
+    values = read_config(found.config)
     try:
-        os.environ.update(env)
+        os.environ.update(values.pop("env", {}))
     except (OSError, TypeError, ValueError) as error:
-        raise UserError(
-            f"Config file {path}: `env` has a name or value that no environment can hold ({error}). Write '' for an "
-            "empty value."
-        ) from error
+        raise UserError(f"Config file {found.config}: `env` must be a mapping of names to text: {error}.") from error
     return values, rest
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read the mapping that a YAML file holds; once, until the file changes.
+    """Read the mapping that a YAML file holds.
 
     Numbers and yes, no, on and off are text as they are written, and so are all values of ``env``: the flag that takes
     a value decides what it means, as on a command line. What is in mappings is read as YAML reads it.
@@ -58,43 +52,30 @@ def read_config(path: str) -> dict[str, Any]:
         UserFileError: It is not there or cannot be read.
     """
     try:
-        return copy.deepcopy(_read(path, os.stat(path).st_mtime_ns))
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+        values = yaml.load(text, _Reader)  # noqa: S506  # a kind of SafeLoader
+        written = yaml.load(text, yaml.BaseLoader)  # noqa: S506  # makes text of every scalar
     except OSError as error:
         raise UserFileError(f"Config file {path} cannot be read: {error.strerror}. Correct the path.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, a date such as 2001-13-45
-        reason = " ".join(str(error).split())
-        raise UserError(f"Config file {path} is not a YAML mapping in UTF-8: {reason}. Correct it there.") from error
-
-
-@lru_cache(maxsize=1)
-def _read(path: str, changed: int) -> dict[str, Any]:
-    with open(path, encoding="utf-8-sig") as file:
-        values = yaml.load(file, _Reader)  # noqa: S506  # a kind of SafeLoader
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date such as 2001-13-45
+        raise UserError(f"Config file {path} is not YAML in UTF-8: {' '.join(str(error).split())}.") from error
     if not isinstance(values, dict):
-        raise ValueError(f"it holds {'nothing' if values is None else type(values).__name__}, not `name: value`")
-    return values
-
-
-_STR, _BOOL, _NULL, _MERGE = (f"tag:yaml.org,2002:{kind}" for kind in ("str", "bool", "null", "merge"))
+        raise UserError(f"Config file {path} is not a YAML mapping, `name: value`.")
+    read = {str(name): _as_written(value, written.get(name, value)) for name, value in values.items()}
+    return read | {name: written[name] for name in ("env",) if name in written}
 
 
 class _Reader(yaml.SafeLoader):
-    """Reads YAML as flags are read, and refuses a key twice: PyYAML takes the last of them, and a user edits one."""
-
-    def get_single_node(self) -> yaml.Node | None:
-        root: yaml.Node | None = super().get_single_node()
-        if isinstance(root, yaml.MappingNode):
-            root.value = [
-                (key if key.tag == _MERGE else _as_written(key), _as_written(value, is_env=key.value == "env"))
-                for key, value in root.value
-            ]
-        return root
+    """Reads YAML, and refuses a key twice: PyYAML takes the last of them, and a user edits one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
-        if twice := [name for name in names if names.count(name) > 1]:
-            problem = f"the key {twice[0]!r} is there twice"
-            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+        names: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+            if key.value in names:
+                problem = f"the key {key.value!r} is there twice"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+            names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -103,25 +84,9 @@ _Reader.add_implicit_resolver(  # YAML 1.1 takes 1e-5 for text
 )
 
 
-def _as_written(node: yaml.Node, is_env: bool = False) -> yaml.Node:
-    """Make text of a scalar and of those in a list, but for true, false and null; in ``env``, of all but null."""
-    if isinstance(node, yaml.SequenceNode):
-        return yaml.SequenceNode(node.tag, list(map(_as_written, node.value)), node.start_mark, node.end_mark)
-    if isinstance(node, yaml.MappingNode) and is_env:
-        pairs = [tuple(_as_written(each, is_env) for each in pair) for pair in node.value]
-        return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
-    is_switch = node.tag == _BOOL and node.value.lower() in ("true", "false") and not is_env
-    if not isinstance(node, yaml.ScalarNode) or node.tag == _NULL or is_switch:
-        return node
-    return yaml.ScalarNode(_STR, node.value, node.start_mark, node.end_mark)  # a new one: aliases share the old
-
-
-def _split_flag(args: list[str]) -> tuple[str | None, list[str]]:
-    for index, word in enumerate(args):
-        if word.startswith("--config="):
-            return word.removeprefix("--config="), args[:index] + args[index + 1 :]
-        if word == "--config":
-            if index + 1 == len(args):
-                raise UserError("`--config` needs the path of a YAML file after it.")
-            return args[index + 1], args[:index] + args[index + 2 :]
-    return None, args
+def _as_written(value: Any, written: Any) -> Any:
+    """Return the text of a value and of those in a list, but for true, false, null and mappings."""
+    if isinstance(value, list):
+        return [_as_written(*each) for each in zip(value, written, strict=True)]
+    is_switch = isinstance(value, bool) and written.lower() in ("true", "false")
+    return value if value is None or isinstance(value, dict) or is_switch else written

@@ -1,21 +1,25 @@
-"""One function that loads a dataset by what a user calls it: a Hub id, a folder, a file, or ``synthetic:NAME``."""
+"""Datasets by what a user calls them, a Hub id, a folder, a file or ``synthetic:NAME``; whole, or row by row."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
-import pyarrow as pa
 
-from trl_tpu.errors import UserError, UserFileError
+from trl_tpu.errors import UserError
 from trl_tpu.scripts import synthetic
 
 # suffix -> the loader of `datasets` that reads it; each may be compressed
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+STDIN = "-"
+_JSON_LINES = (".jsonl", ".ndjson")
+
+Rows = Iterator[dict[str, Any] | UserError]
+"""Rows; in the place of a line that is no JSON object, what is wrong with it."""
 
 
 def load(path: str, *, split: str | None = None, streaming: bool = False, **kwargs: Any) -> Any:
@@ -32,67 +36,61 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         A dataset, or with ``split=None`` the dictionary of all splits; iterable ones when streaming.
 
     Raises:
-        UserError: What cannot be loaded (the first bad line of a JSON file is named), or a split that is not there.
-        UserFileError: `path` spells a local file and there is none.
+        UserError: What cannot be loaded (the first broken line of JSON Lines is named), or no such split.
     """
     if path.startswith(synthetic.PREFIX):
-        return _synthetic(path, split, streaming)
+        splits: Any = synthetic.load_dataset(path)
+        if streaming:
+            splits = datasets.IterableDatasetDict({name: rows.to_iterable_dataset() for name, rows in splits.items()})
+        return splits if split is None else pick_split(splits, split, path)
     local = Path(path).expanduser()
     source = str(local) if local.exists() else path
-    if (builder := _builder(local)) is not None:
-        if not local.exists():
-            raise UserFileError(f"There is no data file {path} (looked for {local.absolute()}).")
+    builder = None if local.is_dir() else BUILDERS.get(_suffix(local))
+    if builder is not None:
         kwargs |= {"data_files": {"train": source}}
         if ".tsv" in local.suffixes[-2:]:
             kwargs["sep"] = "\t"
-        source = builder
     try:
-        return datasets.load_dataset(source, split=split, streaming=streaming, **kwargs)
+        return datasets.load_dataset(builder or source, split=split, streaming=streaming, **kwargs)
     except Exception as error:  # each format's library has errors of its own, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        reason = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
-        raise UserError(
-            _bad_line(local)
-            or f"{path} cannot be loaded as a dataset: {reason}. Correct the name, or the file: it must be what its "
-            f"suffix says ({', '.join(BUILDERS)}, compressed or not), and its rows must all have the same columns."
+        raise broken_line([path]) or UserError(
+            f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__} Correct "
+            f"the name, or the file: it must be what its suffix says ({', '.join(BUILDERS)}, compressed or not), and "
+            "its rows must all have the same columns."
         ) from error
 
 
-@contextmanager
-def naming_bad_lines(*paths: str | None) -> Iterator[None]:
-    """Raise UserError, with file and line, where a JSON file is broken that is streamed meanwhile."""
-    try:
-        yield
-    except (pa.ArrowException, datasets.exceptions.DatasetGenerationError, UnicodeDecodeError, EOFError) as error:
-        named = [path for path in paths if path]
-        fault = next(filter(None, (_bad_line(Path(path).expanduser()) for path in named)), None)
-        if fault is None and isinstance(error, pa.ArrowException) and named:
-            fault = f"{', '.join(named)} cannot be read: {error}. Correct the file."
-        if fault is None:  # another's error
-            raise
-        raise UserError(fault) from error
+def open_rows(name: str, config: str | None = None, split: str | None = None) -> tuple[Rows, int | None]:
+    """Find the rows that a user names, and how many there are, if that is known; they are read as they are asked for.
+
+    Args:
+        name: ``-`` for JSON Lines from the standard input, else as for `load`.
+        config: The configuration of a dataset.
+        split: The split of a dataset; may be left out where there is only one.
+
+    Raises:
+        UserError: There are none of that name, or several splits and none is chosen.
+    """
+    if name == STDIN:
+        return _read_json(sys.stdin.buffer, "the standard input"), None
+    path = Path(name).expanduser()
+    if _holds_json_lines(path) and split in (None, "train"):
+        return _read_json(_lines(path), name), sum(1 for line in _lines(path) if line.strip())
+    splits = load(name, name=config, streaming=True)
+    if split is None and len(splits) > 1:
+        raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
+    rows = pick_split(splits, split or next(iter(splits)), name)
+    known = (rows.info.splits or {}).get(str(rows.split))
+    return iter(rows), known.num_examples if known else None
 
 
-def _bad_line(path: Path) -> str | None:
-    """Say which JSON Lines file, of one file or of a folder, is broken, in which line and how; None if none is."""
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if not file.is_file() or _builder(file) != "json":
-            continue
-        number = 0
-        try:
-            with fsspec.open(str(file), mode="rb", compression="infer") as lines:
-                for number, line in enumerate(lines, start=1):
-                    text = line.decode("utf-8-sig")
-                    if number == 1 and text.startswith("["):  # an array of rows
-                        text += lines.read().decode()
-                    if text.strip():
-                        json.loads(text)
-        except json.JSONDecodeError as error:
-            line = number + error.lineno - 1
-            return f"{file} is broken: line {line}: {error.msg} (column {error.colno}). Correct the file."
-        except Exception as error:  # each compression has errors of its own
-            return f"{file} is broken: line {number}: {' '.join(str(error).split())}. Correct the file."
-    return None
+def broken_line(names: Iterable[str]) -> UserError | None:
+    """Return what is wrong with the first broken line of JSON Lines in these files and folders; None if none is."""
+    paths = [Path(name).expanduser() for name in names]
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    rows = (row for file in files if _holds_json_lines(file) for row in _read_json(_lines(file), str(file)))
+    return next((row for row in rows if isinstance(row, UserError)), None)
 
 
 def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
@@ -111,18 +109,37 @@ def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
     return splits[split]
 
 
-def suffix_of(path: Path) -> str:
+def _suffix(path: Path) -> str:
     """Return the suffix that says what is in a file, which may be compressed."""
-    named = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return named.suffix.lower()
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
 
 
-def _builder(path: Path) -> str | None:
-    return None if path.is_dir() else BUILDERS.get(suffix_of(path))
+def _holds_json_lines(path: Path) -> bool:
+    return path.is_file() and _suffix(path) in _JSON_LINES
 
 
-def _synthetic(path: str, split: str | None, streaming: bool) -> Any:
-    splits = synthetic.load_dataset(path)
-    if streaming:
-        splits = datasets.IterableDatasetDict({name: rows.to_iterable_dataset() for name, rows in splits.items()})
-    return splits if split is None else pick_split(splits, split, path)
+def _lines(path: Path) -> Iterator[bytes]:
+    """Read the lines of a file that may be compressed.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        with fsspec.open(str(path), mode="rb", compression="infer") as file:
+            yield from file
+    except (OSError, EOFError, ValueError) as error:  # each compression has errors of its own, and none names the file
+        raise UserError(f"{path} cannot be read ({error}). Correct the file.") from error
+
+
+def _read_json(lines: Iterable[bytes], what: str) -> Rows:
+    """Read JSON Lines; rows keep their own keys, as no dataset of one schema would let them."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:  # of JSON, and of UTF-8
+            yield UserError(f"{what} is broken: line {number}: {error}. Correct the line.")
+            continue
+        is_row = isinstance(row, dict)
+        yield row if is_row else UserError(f"{what} is broken: line {number}: a row must be a JSON object.")

@@ -3,7 +3,6 @@
 import argparse
 import copy
 import dataclasses
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -37,10 +36,7 @@ class TrlParser(HfArgumentParser):
         types: list[Any] = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         for type_ in types:
             if any(field.name == "config" for field in dataclasses.fields(type_)):
-                raise UserError(
-                    f"Dataclass {type_.__name__} has a field named 'config'. That name is reserved for the YAML file "
-                    "of `--config`; rename the field."
-                )
+                raise UserError(f"{type_.__name__} has a field named 'config', which is the flag of the YAML file.")
         super().__init__(dataclass_types=types, **kwargs)
 
     @staticmethod
@@ -91,9 +87,9 @@ class TrlParser(HfArgumentParser):
                 return (*parsed, unknown_keys, unknown_words)
             return (*parsed, unknown_keys + unknown_words)
         if unknown_words:
-            raise self.unknown_arguments(unknown_words, "on the command line")
+            raise UserError(f"Unknown arguments on the command line: {' '.join(unknown_words)}. Correct them.")
         if unknown_keys and fail_with_unknown_args:
-            raise self.unknown_arguments(unknown_keys, "in the config file")
+            raise UserError(f"Unknown arguments in the config file: {' '.join(unknown_keys)}. Correct them.")
         return tuple(parsed)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
@@ -112,17 +108,6 @@ class TrlParser(HfArgumentParser):
                 action.required = False
                 taken.add(action.dest)
         return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
-
-    def unknown_arguments(self, words: list[str], where: str) -> UserError:
-        """Make the error for words that no flag takes, which names the flags that are spelled most like them."""
-        known = {action.dest for action in _actions(self)}
-        named = [word for word in words if word.startswith("--")] or words
-        described = []
-        for word in named:
-            name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            close = difflib.get_close_matches(name, known, n=1)
-            described.append(f"`{word}` (did you mean `{close[0]}`?)" if close else f"`{word}`")
-        return UserError(f"Unknown arguments {where}: {', '.join(described)}. Correct or remove them.")
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
@@ -146,9 +131,8 @@ def _default(action: argparse.Action, value: Any) -> Any:
     Raises:
         UserError: It is not among the flag's choices.
     """
-    # an Enum member prints as its class and name, its value is the spelling
     choices = [str(choice) for choice in action.choices or ()]
-    if choices and value is not None and str(getattr(value, "value", value)) not in choices:
+    if choices and value is not None and str(value) not in choices:
         raise UserError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.")
     convert = action.type if callable(action.type) else str
     if isinstance(value, list):

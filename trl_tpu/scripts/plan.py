@@ -4,14 +4,8 @@ The arguments of the training itself, from flags or its YAML file, and the slice
 traced and given to the TPU's own compiler; see `trl_tpu.plan`.
 """
 
-import sys
-
-if __name__ == "__main__":  # the command chooses virtual devices before the imports below
-    from trl_tpu.cli import main as command
-
-    raise SystemExit(command(["plan", *sys.argv[1:]]))
-
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +34,8 @@ from trl_tpu.runtime import Remat
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import pick_split
 from trl_tpu.scripts.parser import TrlParser
-from trl_tpu.scripts.reward import load_data, local_model, model_init_kwargs
+from trl_tpu.scripts.reward import load_data, model_init_kwargs
+from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
 from trl_tpu.trainer.model_config import ModelConfig
 
@@ -161,7 +156,7 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
     """
     if not model_args.model_name_or_path:
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
-    name, kwargs = local_model(model_args.model_name_or_path, folder), model_init_kwargs(model_args, args)
+    name, kwargs = resolve_model(model_args.model_name_or_path, folder), model_init_kwargs(model_args, args)
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)

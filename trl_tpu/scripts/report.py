@@ -1,12 +1,5 @@
 """Report on runs and on scored files, in numbers, words and pictures: ``trl-tpu report``."""
 
-import sys
-
-if __name__ == "__main__":  # as the command does: it reads the `env` of a YAML file first
-    from trl_tpu.cli import main as command
-
-    raise SystemExit(command(["report", *sys.argv[1:]]))
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -9,23 +9,26 @@ if __name__ == "__main__":  # the command exports the `env` of its YAML file bef
 
 import copy
 import logging
+import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pyarrow as pa
+from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
+from trl_tpu import forks
 from trl_tpu.checkpoint.background import BEST_LOST, NOT_SAVED
 from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.errors import UserError
+from trl_tpu.errors import UNFINISHED, UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts import score, sigterm, synthetic
-from trl_tpu.scripts.datafiles import naming_bad_lines, pick_split
-from trl_tpu.scripts.dry_run import describe_run
+from trl_tpu.scripts.datafiles import broken_line, pick_split
 from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
 from trl_tpu.trainer.model_config import ModelConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
@@ -39,7 +42,7 @@ class RewardScriptArguments(ScriptArguments):
     """Where the data is, and whether to train.
 
     Args:
-        dry_run: Show a few pairs as the model will see them, devices, rows and the schedule, and end before the first
+        dry_run: Show a pair as the model will see it, devices, rows and the number of steps, and end before the first
             step. Nothing is saved or pushed.
     """
 
@@ -77,7 +80,8 @@ def main(
         training_args.push_to_hub = False  # which makes the repository first
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
     if not dry_run:
-        sigterm.end_command(lambda: be_resumable(training_args, checkpoint))
+        end_by_sigterm(training_args, checkpoint)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     dataset = load_data(script_args, dataset_args)
     what = "the mixture" if dataset_args.datasets else str(script_args.dataset_name)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
@@ -86,7 +90,7 @@ def main(
         eval_dataset = pick_split(dataset, script_args.dataset_test_split, what)
 
     trainer = RewardTrainer(
-        model=local_model(model_args.model_name_or_path, output_dir),
+        model=resolve_model(model_args.model_name_or_path, output_dir),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
@@ -100,13 +104,18 @@ def main(
             print(line)
 
     if dry_run:
-        say(describe_run(trainer))
+        pair: Any = next(iter(cast(Any, trainer.train_dataset)))
+        for column in ("chosen_ids", "rejected_ids"):
+            say(f"{column} of the first pair: {trainer.processing_class.decode(pair[column])!r}")
+        *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+        say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
     say(trainer.describe())
     trainer.at_late_sigterm = lambda: None  # what is left is short
-    sigterm.stop_listening()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training handles it itself, and a second one kills
     trainer.train(resume_from_checkpoint=checkpoint)
-    sigterm.finish()
+    # the command comes to its end now, so that its result is complete, unless a second SIGTERM kills it
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
         raise trainer.unfinished(trainer.stopped_by)
@@ -124,8 +133,6 @@ def main(
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
-    if what.startswith(synthetic.PREFIX) and trainer.is_world_process_zero():
-        print_examples(output_dir)
     trainer.end()  # closes the trackers
     if trainer.best_model_lost is not None:
         raise SystemExit(BEST_LOST)
@@ -149,23 +156,26 @@ def report_on(trainer: RewardTrainer) -> None:
         print(f"Report written to {page}")
 
 
-def be_resumable(args: RewardConfig, checkpoint: str | bool | None) -> str:
-    """Let a command that ends before training be resumed as what it was to be, and return how.
+def end_by_sigterm(args: RewardConfig, checkpoint: str | bool | None) -> None:
+    """Let a SIGTERM before training end the command as one in training does, to be resumed as what it was to be.
 
-    Where it was to begin anew, its folder becomes a new run's, which was stopped before its first checkpoint.
-
-    Raises:
-        UserError: Another process trains there, or it cannot be written to.
+    Where training was to begin anew, its folder becomes a new run's, which was stopped before its first checkpoint.
     """
-    if checkpoint is None:
-        remote = None if args.output_url is None else RemoteRun(args.output_url)
-        folder = RunFolder(Path(str(args.output_dir)), remote, args.should_save)
-        folder.claim()
-        folder.begin(None)
-        folder.release()
-    if isinstance(checkpoint, str):
-        return "start the same command again"
-    return "go on with --resume_from_checkpoint true"
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one kills
+        if checkpoint is None:
+            remote = None if args.output_url is None else RemoteRun(args.output_url)
+            folder = RunFolder(Path(str(args.output_dir)), remote, args.should_save)
+            folder.claim()
+            folder.begin(None)
+            folder.release()
+        how = "without changes" if isinstance(checkpoint, str) else "with --resume_from_checkpoint true"
+        logger.error(f"SIGTERM came before training. Start the same command again, {how}.")
+        raise SystemExit(UNFINISHED)
+
+    forks.end_by_sigterm()
+    signal.signal(signal.SIGTERM, end)
 
 
 def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> dict[str, Any]:
@@ -197,11 +207,6 @@ def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) 
     return get_dataset(dataset_args)
 
 
-def local_model(name: str, output_dir: str) -> str:
-    """Return the name, or for ``synthetic:NAME`` the folder below `output_dir` where that model is made."""
-    return synthetic.resolve_model(name, output_dir) if name.startswith(synthetic.PREFIX) else name
-
-
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
     """Return what `Trainer.train` expects: a path, True for the last checkpoint of the output folder, or None.
 
@@ -223,25 +228,20 @@ def held_out_table(metrics: dict[str, float]) -> str:
     return "\n".join(["Held-out pairs", *lines])
 
 
-def print_examples(model_folder: str) -> None:
-    """Score the synthetic task's examples with the saved model, as anyone who loads it would."""
-    print("Scored by the saved model:")
-    for messages, reward in zip(synthetic.EXAMPLES, score.score_texts(model_folder, synthetic.EXAMPLES), strict=True):
-        print(f"  {reward:9.4f}  " + " ".join(f"{message['role']}: {message['content']}" for message in messages))
-
-
-def make_parser(subparsers: Any = None, prog: str | None = None) -> TrlParser:
-    """Make the parser of the command's flags, alone or below the `subparsers` of another."""
-    types = (RewardScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
-    if subparsers is None:
-        return TrlParser(types, prog=prog)
-    return subparsers.add_parser("reward", help="Train a reward model", dataclass_types=types)
+def make_parser(prog: str | None = None) -> TrlParser:
+    """Make the parser of the command's flags."""
+    return TrlParser((RewardScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
 
 
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu reward``; returns the exit status."""
     parsed = make_parser(prog="trl-tpu reward").parse_args_and_config(argv)
     script_args, training_args, model_args, dataset_args = parsed
-    with naming_bad_lines(script_args.dataset_name, *(part.path for part in dataset_args.datasets)):
+    try:
         main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
+    except (pa.ArrowException, DatasetGenerationError, UnicodeDecodeError) as error:  # as a stream is read, say
+        names = [part.path for part in dataset_args.datasets] or [str(script_args.dataset_name)]
+        if (fault := broken_line(names)) is None:
+            raise
+        raise fault from error
     return 0

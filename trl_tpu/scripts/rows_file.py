@@ -34,13 +34,8 @@ def check(output: str, dataset: str | None) -> None:
     path = _path(output)
     if path.is_dir() or not path.parent.is_dir():
         raise UserFileError(f"`output`, {output}, cannot be written: name a file in a folder that is there.")
-    source = None if dataset is None else Path(dataset).expanduser()
-    if source is None or not source.exists():
-        return
-    if source.is_dir() and path.is_relative_to(source.resolve()):
-        raise UserError(f"`output`, {output}, lies in the folder of the dataset, {dataset}: name a file elsewhere.")
-    if path.exists() and path.samefile(source):
-        raise UserError(f"`output` is the dataset itself, {dataset}: name another file.")
+    if dataset is not None and path.is_relative_to(Path(dataset).expanduser().resolve()):
+        raise UserError(f"`output`, {output}, is the dataset itself or in its folder: name a file elsewhere.")
 
 
 class RowsFile:

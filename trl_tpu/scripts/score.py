@@ -1,15 +1,9 @@
 """Score texts, conversations, pairs or several answers to a prompt with a saved reward model: ``trl-tpu score``."""
 
-import sys
-
-if __name__ == "__main__":  # the command exports the `env` of its YAML file before the imports below read it
-    from trl_tpu.cli import main as command
-
-    raise SystemExit(command(["score", *sys.argv[1:]]))
-
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +13,12 @@ from tqdm import tqdm
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.errors import UserError
-from trl_tpu.runtime.native import Runtime
 from trl_tpu.scoring import stream
-from trl_tpu.scoring.forms import Dialogue, Form
+from trl_tpu.scoring.forms import Form
 from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer
 from trl_tpu.scoring.stream import look_at, scored_windows
 from trl_tpu.scoring.summary import Summary
-from trl_tpu.scripts import rows_file, rows_stream
+from trl_tpu.scripts import datafiles, rows_file
 from trl_tpu.scripts.parser import TrlParser
 
 logger = logging.getLogger(__name__)
@@ -73,18 +66,6 @@ class ScoreArguments:
     trust_remote_code: bool = False
 
 
-def score_texts(
-    model_folder: str, texts_or_conversations: Sequence[Dialogue], max_length: int | None = None
-) -> list[float]:
-    """Compute rewards of texts or conversations by a saved reward model, in plain torch and float32.
-
-    Returns:
-        One reward per dialogue, in order; nan for one that cannot be scored, or has more than ``max_length`` tokens.
-    """
-    rows = stream.score(Scorer(model_folder, runtime=Runtime()), texts_or_conversations, max_length=max_length)
-    return [math.nan if row["reward"] is None else row["reward"] for row in rows]
-
-
 def main(args: ScoreArguments) -> int:
     """Score what the arguments name, write the rows where `output` says as they are scored, and print a summary.
 
@@ -123,12 +104,12 @@ def main(args: ScoreArguments) -> int:
     return 0 if summary.has_rewards else 1
 
 
-def _source(args: ScoreArguments) -> tuple[rows_stream.Rows, int | None]:
+def _source(args: ScoreArguments) -> tuple[datafiles.Rows, int | None]:
     if args.text:
         for number, text in enumerate(args.text, start=1):
             checks.check_text(text, f"`--text` number {number}")
         return iter([{"text": text} for text in args.text]), len(args.text)
-    return rows_stream.open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
+    return datafiles.open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
 
 
 def _all_scored(

@@ -124,19 +124,14 @@ def load_dataset(name: str) -> datasets.DatasetDict:
     return datasets.DatasetDict(splits)
 
 
-# The right and the wrong answer to one question of the test split, to score once the model is trained.
-EXAMPLES = [question("larger", 29, 41) + answer(41), question("larger", 29, 41) + answer(29)]
-
-
 def resolve_model(name: str, folder: str) -> str:
-    """Save the tiny model and its tokenizer in a new folder under `folder`, which is made if missing.
-
-    Returns:
-        The model's folder, which `from_pretrained` loads.
+    """Return a model's name; for ``synthetic:tiny`` the folder below `folder` where the tiny model is saved.
 
     Raises:
-        UserError: `name` is not `MODEL`.
+        UserError: There is no synthetic model of that name.
     """
+    if not name.startswith(PREFIX):
+        return name
     if name != MODEL:
         raise UserError(f"There is no synthetic model {name!r}; there is {MODEL}.")
     path = os.path.join(folder, name.replace(":", "-"))

@@ -63,13 +63,10 @@ class DatasetMixtureConfig:
     test_split_size: float | None = None
 
     def __post_init__(self) -> None:
-        form = "`datasets` must be a list of mappings with a `path` each, in YAML `datasets:` and below `- path: NAME`"
-        if not isinstance(self.datasets, list):
-            raise UserError(f"{form}; it is {getattr(self.datasets, 'path', self.datasets)!r}.")
         try:
             self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
-        except TypeError as error:  # a key too many, or none
-            raise UserError(f"{form}: {error}. Correct it.") from error
+        except TypeError as error:  # no list, an unknown key, or no path
+            raise UserError(f"`datasets` must be a list of mappings with a `path` each: {error}.") from error
 
 
 @help_from_docstring
@@ -99,16 +96,8 @@ RewardScriptArguments = ScriptArguments  # its name in TRL 0.11
 
 
 def init_zero_verbose() -> None:
-    """Log errors only, by rich where it is installed, and send warnings to the log."""
-    from transformers.utils import is_rich_available
-
-    handler: logging.Handler = logging.StreamHandler()
-    if is_rich_available():
-        from rich.logging import RichHandler
-
-        handler = RichHandler()
-    logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[handler], level=logging.ERROR)
-
+    """Log errors only, and send warnings to the log."""
+    logging.basicConfig(format="%(message)s", datefmt="[%X]", level=logging.ERROR)
     logging.captureWarnings(True)
 
 
@@ -116,8 +105,7 @@ def load_named_dataset(script_args: ScriptArguments) -> DatasetDict | IterableDa
     """Load every split of the dataset that `script_args` names.
 
     Raises:
-        UserError: No `dataset_name`, or a broken file (the error names its first bad line).
-        UserFileError: The name spells a local file, and there is none.
+        UserError: No `dataset_name`, or what `load` refuses.
     """
     if script_args.dataset_name is None:
         raise UserError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
@@ -134,8 +122,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        UserError: No datasets; fractions for some only, negative, or all zero; fractions or a test split while
-            streaming; a split that is not there.
+        UserError: No datasets; fractions for some only; fractions or a test split while streaming; a split that is
+            not there.
     """
     if not mixture_config.datasets:
         raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
@@ -182,8 +170,6 @@ def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> l
         raise UserError(
             "Using a dataset `fraction` is not supported with streaming datasets, whose length is unknown."
         )
-    if min(given) < 0 or sum(given) == 0:
-        raise UserError(f"`fraction` must not be negative, and one at least must be above 0; they are {fractions}.")
     shares = [fraction / sum(given) for fraction in given]
     size = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
     return [part.select(range(round(share * size))) for part, share in zip(parts, shares, strict=True)]
