@@ -56,7 +56,7 @@ def main(
     dataset_args: DatasetMixtureConfig,
     dry_run: bool = False,
 ) -> None:
-    """Train and save; evaluate on the held-out split and push to the Hub where that is asked for.
+    """Train and save; evaluate on the held-out split and push to the Hub as the settings say.
 
     Args:
         script_args: The dataset, by name.
@@ -67,7 +67,7 @@ def main(
 
     Raises:
         UserError: No model, no dataset, or no such split.
-        Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
+        Unfinished: Training was stopped by SIGTERM or its time limit, and has saved a checkpoint to resume from.
         BestModelLost: The model was trained and saved, but it is the last one and not the best.
         SavesFailed: The model could not be saved, or not every checkpoint on the way.
     """
