@@ -142,10 +142,11 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
     assert process.returncode == 2 and hub.failures == []
     assert f"Pushing to {repo} FAILED: Server error '501" in process.stderr
     assert hub.files == {repo: others} and hub.commits == []
+    assert hub.unknown == []  # the command `hf` asks for more
     again = process.stderr.strip().splitlines()[-1].partition("Push it again: hf ")[2].split()
     process = run("-m", "huggingface_hub.cli.hf", *again)
     assert process.returncode == 0, process.stderr
-    assert hub.commits == [(repo, "Upload folder using huggingface_hub")] and hub.unknown == []
+    assert hub.commits == [(repo, "Upload folder using huggingface_hub")]
     pushed = hub.files[repo]
     assert kept.items() <= pushed.items()
     assert not {"model-00001-of-00002.safetensors", "adapter_config.json"} & pushed.keys()

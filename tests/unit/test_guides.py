@@ -181,10 +181,6 @@ def test_every_guide_is_linked_in_the_readme_and_names_no_old_one() -> None:
     assert {page.relative_to(ROOT).as_posix() for page in EXAMPLES.rglob("*.md")} <= set(links)
 
 
-def test_the_readmes_own_two_commands_are_these() -> None:
-    assert any(block.text == "make quickstart\nmake test\n" for block in pages.blocks(ROOT / "README.md"))
-
-
 # ---- facts that the pages copy
 
 

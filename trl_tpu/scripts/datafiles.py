@@ -62,7 +62,7 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
 
 
 def open_rows(name: str, config: str | None = None, split: str | None = None) -> tuple[Rows, int | None]:
-    """Find the rows that a user names, and how many there are, if that is known; they are read as they are asked for.
+    """Find the rows that a user names, and how many there are, if that is known; they are read one by one.
 
     Args:
         name: ``-`` for JSON Lines from the standard input, else as for `load`.
@@ -132,7 +132,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _read_json(lines: Iterable[bytes], what: str) -> Rows:
-    """Read JSON Lines; rows keep their own keys, as no dataset of one schema would let them."""
+    """Read JSON Lines; rows may have different keys, which a dataset of one schema does not allow."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -1,7 +1,7 @@
 """Plan a training on TPUs without one: ``trl-tpu plan``.
 
 The arguments of the training itself, from flags or its YAML file, and the slice to plan for. The training step is
-traced and given to the TPU's own compiler; see `trl_tpu.plan`.
+traced and compiled by the TPU's compiler; see `trl_tpu.plan`.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
 
     Args:
         argv: The words after the command's name.
-        compile_layout: What compiles; by default the TPU's own compiler.
+        compile_layout: What compiles; by default the TPU's compiler.
 
     Returns:
         The exit status: 0 if it fits, or of a search anything does, else 1.
@@ -97,13 +97,13 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
         RuntimeError: The compiler fails for another reason than memory.
     """
     parser = make_parser()
-    asked, script, args, model_args, data = parser.parse_args_and_config(argv)
-    topology, mesh = parse_topology(asked.topology), args.mesh_shape
+    plan_args, script, args, model_args, data = parser.parse_args_and_config(argv)
+    topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
         raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
     with tempfile.TemporaryDirectory() as folder:
         workload = read_workload(script, args, model_args, data, folder)
-    depths = None if asked.all_layers or args.scan_layers else layers.two_depths(workload.config)
+    depths = None if plan_args.all_layers or args.scan_layers else layers.two_depths(workload.config)
     given = parser.parse_known_args(take_config(argv)[1])[0]  # before `RewardConfig` has read it
     fields = {each.name for each in dataclasses.fields(RewardConfig) if each.init} - _DECIDED_BY_REMAT
     compile_layout = compile_layout or partial(
@@ -117,27 +117,27 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
         print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
         return compile_layout(layout)
 
-    if asked.search:
-        attempts = search(workload, [topology], say_and_compile, asked.compiles)
+    if plan_args.search:
+        attempts = search(workload, [topology], say_and_compile, plan_args.compiles)
         parts = [report.found(attempts)]
     else:
         layout = Layout(workload, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
         attempts = [attempt(layout, say_and_compile)]
-        parts = [report.report(attempts[0], pairs_to_train(layout, asked), asked.price_per_chip_hour)]
+        parts = [report.report(attempts[0], pairs_to_train(layout, plan_args), plan_args.price_per_chip_hour)]
         if not attempts[0].fits:
             slices = [topology, *topology.larger()]
-            others = search(workload, slices, say_and_compile, asked.compiles, until_one_fits=True)
+            others = search(workload, slices, say_and_compile, plan_args.compiles, until_one_fits=True)
             parts.append(f"What would fit:\n\n{report.found(others)}")
     print("\n\n".join([*parts, report.notes(workload, depths)]))
     return 0 if any(each.fits for each in attempts) else 1
 
 
-def pairs_to_train(layout: Layout, asked: PlanArguments) -> float | None:
+def pairs_to_train(layout: Layout, plan_args: PlanArguments) -> float | None:
     """Return the pairs of all steps; None if neither their number nor a dataset is known."""
     workload, args = layout.workload, layout.workload.args
     if args.max_steps > 0:
         return args.max_steps * layout.pairs * args.gradient_accumulation_steps
-    pairs = asked.pairs_in_dataset or (None if workload.tokens is None else len(workload.lengths))
+    pairs = plan_args.pairs_in_dataset or (None if workload.tokens is None else len(workload.lengths))
     return pairs and pairs * args.num_train_epochs
 
 

@@ -53,8 +53,8 @@ def read(sources: Sequence[Path], eval_by: str | None = None) -> tuple[list[RunH
     Raises:
         UserError: One is not there, or is neither.
     """
-    own = [source.resolve().name for source in sources]
-    names = [name if own.count(name) == 1 else str(source) for name, source in zip(own, sources, strict=True)]
+    short = [source.resolve().name for source in sources]
+    names = [name if short.count(name) == 1 else str(source) for name, source in zip(short, sources, strict=True)]
     named = dict(zip(names, sources, strict=True))
     runs = [read_run(source, name) for name, source in named.items() if source.is_dir()]
     return runs, {name: read_scored(source, eval_by) for name, source in named.items() if not source.is_dir()}

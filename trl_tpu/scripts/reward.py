@@ -56,7 +56,7 @@ def main(
     dataset_args: DatasetMixtureConfig,
     dry_run: bool = False,
 ) -> None:
-    """Train and save; evaluate on the held-out split and push to the Hub where that is asked for.
+    """Train and save; evaluate on the held-out split and push to the Hub as the settings say.
 
     Args:
         script_args: The dataset, by name.

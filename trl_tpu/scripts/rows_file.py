@@ -1,7 +1,7 @@
 """A file of rows that is written in chunks, has its name when it holds all of them, and can be resumed.
 
 Until then the chunks are files of JSON Lines in the folder ``OUTPUT.partial``, each complete or not there. Their names
-have a digest of the rows that they were made from and of what was asked, so that a command that is started again keeps
+have a digest of the rows that they were made from and of the settings, so that a command that is started again keeps
 the chunks of an earlier start, or refuses to go on with what was made from other rows.
 """
 
@@ -45,13 +45,13 @@ class RowsFile:
 
     Args:
         output: The file; Parquet where its name ends so, else JSON Lines.
-        asked: What the rows depend on, beside those that they are made from.
+        settings: What the rows depend on, beside those that they are made from.
         chunk: Rows are written and kept in chunks of this many.
     """
 
-    def __init__(self, output: str, asked: Mapping[str, Any], chunk: int) -> None:
+    def __init__(self, output: str, settings: Mapping[str, Any], chunk: int) -> None:
         self._path = _path(output)
-        self._asked = json.dumps(asked)
+        self._settings = json.dumps(settings)
         self._chunk = chunk
         self._chunks: list[Path] = []
         self._folder = self._path.with_name(f"{self._path.name}.partial")
@@ -94,7 +94,7 @@ class RowsFile:
 
     def _file_of(self, given: Sequence[Any]) -> Path:
         """Return the name of the next chunk."""
-        digest = hashlib.sha256(self._asked.encode())
+        digest = hashlib.sha256(self._settings.encode())
         for row in given:
             digest.update(json.dumps(row, default=str).encode())
         return self._folder / f"{len(self._chunks):08}-{digest.hexdigest()[:16]}.jsonl"

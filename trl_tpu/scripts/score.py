@@ -119,7 +119,7 @@ def _all_scored(
     with ExitStack() as stack:
         file = None
         if args.output:
-            file = stack.enter_context(rows_file.RowsFile(args.output, _asked(args, scorer), stream.WINDOW))
+            file = stack.enter_context(rows_file.RowsFile(args.output, _settings(args, scorer), stream.WINDOW))
             for kept in file.kept(rows):
                 summary.add(kept)
         if done := summary.rows:
@@ -135,7 +135,7 @@ def _all_scored(
             yield from scored
 
 
-def _asked(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
+def _settings(args: ScoreArguments, scorer: Scorer) -> dict[str, Any]:
     """Return what the rewards depend on, beside the rows."""
     return {
         "model": scorer.fingerprint,
