@@ -19,7 +19,7 @@ from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, compile_for
 from trl_tpu.plan.needs import Memory, least_memory
-from trl_tpu.plan.search import Attempt
+from trl_tpu.plan.search import attempt
 from trl_tpu.plan.workload import Layout
 from trl_tpu.runtime import libtpu
 
@@ -71,7 +71,7 @@ def test_the_compilers_arguments_are_the_state_by_formula_and_are_overwritten(
     state, batch = least.weights + least.optimizer, 32 * chips * settings.get("length", LENGTH)
     assert state <= compiled.arguments <= 1.1 * (state + batch) + 4096 * len(traced.shardings)
     # what changes is overwritten in place
-    assert compiled.results <= 0.01 * (least.gradients + least.optimizer) + 4096 * len(traced.shardings)
+    assert compiled.aliased >= 0.99 * (least.optimizer if "adapters" in settings else state)
     assert compiled.temporary > 0
     assert (b"tpu_custom_call" in traced.hlo) == ("packed_attention" in settings)
 
@@ -102,7 +102,5 @@ def test_a_program_fits_in_what_the_plan_says_and_not_in_less(
         return compile_for(traced, topology)
 
     in_memory_of(compiled.arguments + compiled.temporary + compiled.generated_code + 2**20)
-    with pytest.raises(RuntimeError) as error:
-        in_memory_of(compiled.arguments + 0.75 * compiled.temporary)
-    refusal = Attempt(None, error=error.value).refusal  # type: ignore[arg-type]  # of any layout
-    assert refusal.startswith("Used ")
+    too_little = compiled.arguments + 0.75 * compiled.temporary
+    assert attempt(None, lambda _: in_memory_of(too_little)).refusal.startswith("Used ")  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pyte
     printed = capsys.readouterr()
     assert "IT FITS" in printed.out
     assert "3,000 pairs: at least" in printed.out  # transformers' default of epochs is 3
-    assert "pairs are taken to have 512 unique tokens" in printed.out
+    assert "1 pairs of 512 unique tokens" in printed.out
     assert "Compiling for v6e:1x1" in printed.err
 
 
@@ -90,7 +90,7 @@ def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, monkeypa
         return TracedProgram(b"", (), (), 1)
 
     monkeypatch.setattr(layers, "trace_step", trace)
-    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
+    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1, 1))
     assert plan.main(["--config", str(config), "--topology", "v6e:1x1", "--remat", "none"]) == 0
     (request,) = traced
     # two dialogues of 200 tokens that share half of one, in a row that is a multiple of 128

@@ -128,6 +128,13 @@ def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on
     assert read_run(run / "checkpoint-4", "run").step == 4
 
 
+def test_a_run_that_has_logged_no_number_over_its_steps_has_no_picture_of_training(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", [{"step": 2, "train_runtime": 1.0}])
+    assert cli.main(["report", str(run)]) == 0
+    text = Elements(run / "report" / "index.html").text
+    assert "train_runtime 1" in text and "matplotlib" not in text
+
+
 def test_curves_of_several_runs_are_in_the_same_axes_with_evaluations_and_resumes(tmp_path: Path) -> None:
     runs = [read_run(run_folder(tmp_path / name, history(), 4), name) for name in ("one", "two")]
     with patch.object(pictures, "_picture") as picture:

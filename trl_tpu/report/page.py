@@ -13,7 +13,7 @@ from jinja2 import Environment
 from ..errors import UserError
 from ..evaluation.best_of_n import BestOfN
 from ..evaluation.verdict import Verdict
-from .pictures import NO_PICTURES, pictures_of
+from .pictures import pictures_of, why_none
 from .run_history import RunHistory
 from .scored_rows import ScoredRows, text_of
 from .sentences import sentences_of
@@ -53,7 +53,7 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         verdicts=verdicts,
         tables=tables_of(verdicts),
         pictures=pictures,
-        no_pictures=NO_PICTURES,
+        why_no_pictures=why_none(),
         runs=runs,
         scored=scored,
     )

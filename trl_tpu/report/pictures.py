@@ -19,7 +19,7 @@ from .tables import printable
 
 logger = logging.getLogger(__name__)
 
-NO_PICTURES = "There are no pictures, since matplotlib is not installed: `pip install matplotlib` brings them."
+_NO_MATPLOTLIB = "There are no pictures, since matplotlib is not installed: `pip install matplotlib` brings them."
 #: Curves of training, in this order; then what else was logged.
 _CURVES = ("loss", "accuracy", "margin", "learning_rate", "grad_norm")
 
@@ -37,10 +37,15 @@ class Picture:
         return self.title.lower().replace(" ", "_")
 
 
+def why_none() -> str:
+    """Return why there are no pictures, and how to get them; nothing where matplotlib is installed."""
+    return "" if find_spec("matplotlib") is not None else _NO_MATPLOTLIB
+
+
 def pictures_of(verdicts: Mapping[str, Verdict | BestOfN], runs: Sequence[RunHistory] = ()) -> list[Picture]:
     """Return the pictures that can be drawn of verdicts, by name, and of training; none without matplotlib."""
-    if find_spec("matplotlib") is None:
-        logger.warning(NO_PICTURES)
+    if reason := why_none():
+        logger.warning(reason)
         return []
     of_pairs = {name: each for name, each in verdicts.items() if isinstance(each, Verdict)}
     lengths = {name: each.length for name, each in of_pairs.items() if each.length and each.length.says_something}
@@ -53,7 +58,8 @@ def pictures_of(verdicts: Mapping[str, Verdict | BestOfN], runs: Sequence[RunHis
         ("Accuracy by group", groups, _accuracy_by_group, height),
     ]
     made = [_picture(title, partial(_beside, named, draw), height) for title, named, draw, height in drawn if named]
-    return [*made, *([_training(runs)] if runs else [])]
+    curves = _curves(runs)
+    return [*made, *([_training(runs, curves)] if curves else [])]
 
 
 def _picture(title: str, draw: Callable[[Any], None], height: float) -> Picture:
@@ -116,10 +122,14 @@ def _errors(shares: Sequence[Proportion]) -> np.ndarray:
     return np.nan_to_num([[each.value - each.low, each.high - each.value] for each in shares]).T
 
 
-def _training(runs: Sequence[RunHistory]) -> Picture:
-    """Draw each number that training has logged over the steps, with those of evaluations and the resumes."""
+def _curves(runs: Sequence[RunHistory]) -> list[str]:
+    """Return the names of what any run has logged over the steps, in the order in which they are drawn."""
     names = [*_CURVES, *sorted({name for run in runs for name in run.curves} - {*_CURVES})]
-    shown = [name for name in names if any(run.series(name)[0] or run.evaluated(name) for run in runs)]
+    return [name for name in names if any(run.series(name)[0] or run.evaluated(name) for run in runs)]
+
+
+def _training(runs: Sequence[RunHistory], shown: Sequence[str]) -> Picture:
+    """Draw each number that training has logged over the steps, with those of evaluations and the resumes."""
     rows = -(-len(shown) // 2)
 
     def draw(figure: Any) -> None:

@@ -10,7 +10,7 @@ _BIAS = 0.05  # of accuracy: less is not worth a line
 
 
 def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
-    """Say, a sentence each, what a verdict means for whoever wants to train a policy on the model."""
+    """Say, a sentence each, what a verdict means for training a policy on the model."""
     if isinstance(verdict, BestOfN):
         said = [f"Its best reward goes to a right answer in {_share(verdict.accuracy)} of {verdict.rows:,} rows."]
         if verdict.mean_over_groups is not None:
