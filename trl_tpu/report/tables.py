@@ -63,7 +63,6 @@ _OF_PAIRS: Any = (
     ("Brier score", lambda verdict: _number(verdict.calibration.brier), "0 is best, 0.25 is no knowledge"),
     ("length alone", lambda verdict: _of_length(verdict, "length_only"), "preferring the longer, or shorter, answer"),
     ("length controlled", lambda verdict: _of_length(verdict, "controlled"), "accuracy; length alone gets 0.5"),
-    ("length correlation", lambda verdict: _of_length(verdict, "correlation"), "with reward, by ranks"),
 )
 _OF_ROWS: Any = (
     ("rows", lambda verdict: f"{verdict.rows:,}", "with finite rewards"),
