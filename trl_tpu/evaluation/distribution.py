@@ -1,4 +1,4 @@
-"""How numbers are distributed: margins, or rewards."""
+"""Distributions of margins or rewards."""
 
 from dataclasses import dataclass
 

@@ -6,7 +6,7 @@ from ..evaluation.verdict import Verdict
 
 
 def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
-    """Say, a sentence each, what a verdict means for training a policy on the model."""
+    """Return sentences on what a verdict means for training a policy on the model."""
     if isinstance(verdict, BestOfN):
         said = [f"Its best reward goes to a right answer in {_share(verdict.accuracy)} of {verdict.rows:,} rows."]
         if verdict.mean_over_groups is not None:

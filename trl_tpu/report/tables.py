@@ -20,7 +20,7 @@ class Table:
 
 
 def tables_of(verdicts: Mapping[str, Verdict | BestOfN]) -> list[Table]:
-    """Return what verdicts, by name, say in all and by group, each in a column of its own."""
+    """Return verdicts, by name, as tables in all and by group, each verdict in a column."""
     tables = []
     for title, kind, measures in (("Verdict", Verdict, _OF_PAIRS), ("Best of several answers", BestOfN, _OF_ROWS)):
         named = {name: each for name, each in verdicts.items() if isinstance(each, kind)}
