@@ -67,7 +67,7 @@ def test_a_config_alone_is_planned(plans: Mapping[str, Future[str]]) -> None:
 def test_a_training_with_data_is_planned_in_the_rows_that_the_trainer_packs(plans: Mapping[str, Future[str]]) -> None:
     said = plans["data"].result()
     assert "128 pairs in 28 rows of 64 tokens" in said
-    assert "2,048 pairs of the dataset: 15 unique tokens, 15 at most" in said
+    assert "2,048 pairs of 15 unique tokens, 15 at most" in said
 
 
 def test_without_checkpointing_memory_is_what_the_backward_waits_for(plans: Mapping[str, Future[str]]) -> None:

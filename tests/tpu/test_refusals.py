@@ -6,7 +6,7 @@ import pytest
 
 from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.plan.compile import TracedProgram, compile_for
-from trl_tpu.plan.search import Attempt
+from trl_tpu.plan.search import attempt
 
 SQUARES = """HloModule step
 ENTRY %main (x: bf16[{n},1024], y: bf16[1024,{n}]) -> bf16[{n},1024] {{
@@ -30,9 +30,7 @@ def of_squares(size: int) -> TracedProgram:
 
 
 def refusal(topology: str, size: int) -> str:
-    with pytest.raises(RuntimeError) as error:
-        compile_for(of_squares(size), topology)
-    return Attempt(None, error=error.value).refusal  # type: ignore[arg-type]  # of any layout
+    return attempt(None, lambda _: compile_for(of_squares(size), topology)).refusal  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])

@@ -48,7 +48,7 @@ def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pyte
     printed = capsys.readouterr()
     assert "IT FITS" in printed.out
     assert "3,000 pairs: at least" in printed.out  # transformers' default of epochs is 3
-    assert "pairs are taken to have 512 unique tokens" in printed.out
+    assert "1 pairs of 512 unique tokens" in printed.out
     assert "Compiling for v6e:1x1" in printed.err
 
 

@@ -4,10 +4,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planned import workload
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.parallel.chips import parse_topology
+from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.plan import layers
 from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.layers import extend, two_depths, with_layers
+from trl_tpu.plan.needs import least_memory
+from trl_tpu.plan.workload import Layout
+from trl_tpu.runtime import Remat
 
 
 def program(layers: int) -> CompiledProgram:
@@ -47,7 +55,7 @@ def test_few_layers_are_compiled_as_they_are_and_many_by_two_depths() -> None:
     assert two_depths(config("llama", 32)) == (2, 4)
     kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 4
     assert two_depths(config("gemma3_text", 24, layer_types=kinds)) == (6, 12)
-    assert two_depths(config("gemma3_text", 26, layer_types=kinds + kinds[:2])) == (2, 8)
+    assert two_depths(config("gemma3_text", 26, layer_types=kinds + kinds[:2])) == (8, 14)
     assert two_depths(config("gemma3_text", 25, layer_types=kinds + kinds[:1])) == (7, 13)
     assert two_depths(config("gemma3_text", 12, layer_types=kinds[:12])) is None
 
@@ -57,3 +65,17 @@ def test_a_config_with_fewer_layers_makes_such_a_model_and_leaves_the_config_alo
     model = AutoModelForSequenceClassification.from_config(with_layers(whole, 4))
     assert len(model.model.layers) == 4
     assert whole.num_hidden_layers == len(whole.layer_types) == 12
+
+
+def test_where_gradients_accumulate_the_optimizers_state_is_counted_beside_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A micro-batch's program does not take it."""
+    model = AutoModelForSequenceClassification.from_config(config("llama", 2))
+    monkeypatch.setattr(layers, "trace_step", lambda request: None)
+    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: program(2))
+    for accumulation, is_idle in ((1, False), (4, True)):
+        planned = workload(model, PairLengths.of_size(64), gradient_accumulation_steps=accumulation)
+        layout = Layout(planned, parse_topology("v6e:1x1"), MeshShape(), Remat.FULL, 1)
+        made = layers.compile_layout(layout, {}, None, None)
+        assert made.arguments == program(2).arguments + is_idle * least_memory(layout).optimizer

@@ -26,6 +26,8 @@ def scored(path: Path, rows: int = 30, **more: Any) -> Path:
             "rejected": [{"role": "assistant", "content": HOSTILE}],
             "reward_chosen": (number * 7 % 11) / 4,
             "reward_rejected": 1.0 if number else None,
+            "tokens_chosen": 1 + number % 7,
+            "tokens_rejected": 3,
             "subset": HOSTILE if number % 2 else "plain",
         }
         | more

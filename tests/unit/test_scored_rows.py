@@ -35,20 +35,16 @@ def verdict_on(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl",
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_pairs_are_judged_with_the_characters_of_their_texts(tmp_path: Path, suffix: str) -> None:
+def test_pairs_are_judged(tmp_path: Path, suffix: str) -> None:
     found = verdict_on(tmp_path, [PAIR, PAIR | {"reward_chosen": None, "chosen": "abcd"}], suffix)
-    assert (found.pairs, found.left_out) == (1, 1)
-    assert found.length is not None and (found.length.unit, found.length.longer_wins) == ("characters", 1)
-    assert [each.middle for each in found.length.bins] == [2]
+    assert (found.pairs, found.left_out, found.accuracy.value) == (1, 1, 1)
 
 
 def test_tokens_are_the_lengths_if_every_row_has_them(tmp_path: Path) -> None:
     counted = PAIR | {"tokens_chosen": 7, "tokens_rejected": 9}
     found = verdict_on(tmp_path, [counted, counted, BROKEN]).length
-    assert found is not None and (found.unit, [each.middle for each in found.bins]) == ("tokens", [-2])
-    mixed = verdict_on(tmp_path, [counted, PAIR]).length
-    assert mixed is not None and mixed.unit == "characters"
-    assert verdict_on(tmp_path, [{"reward_chosen": 1, "reward_rejected": 0}]).length is None
+    assert found is not None and [each.middle for each in found.bins] == [-2]
+    assert verdict_on(tmp_path, [counted, PAIR]).length is None
 
 
 def test_messages_count_what_they_say() -> None:

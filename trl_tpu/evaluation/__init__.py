@@ -1,1 +1,1 @@
-"""What a reward model's rewards say about it, in numbers: the verdict."""
+"""The verdict: numbers on what a reward model's rewards say about it."""

@@ -1,4 +1,4 @@
-"""Whether a margin says how sure one may be.
+"""Measure whether a margin says how sure one may be.
 
 The model of Bradley and Terry takes ``sigmoid(margin)`` for the probability that the chosen answer is the better one.
 A pair's answer with the higher reward is the model's pick, and ``sigmoid(|margin|)``, from 1/2 to 1, its confidence in

@@ -1,4 +1,4 @@
-"""How much of an accuracy is only length: baselines that never read an answer, and accuracy where they cannot help."""
+"""Measure how much of an accuracy is only length, beside baselines that never read an answer."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,6 @@ class LengthBias:
     """Accuracy beside what lengths alone would reach.
 
     Attributes:
-        unit: What lengths count: tokens or characters.
         longer_wins: Accuracy of preferring the longer answer; equal lengths count half.
         length_only: Accuracy of preferring the longer answer, or the shorter one, whichever is right more often.
         controlled: The mean of two accuracies, among the pairs whose chosen answer is longer and among those whose
@@ -34,17 +33,14 @@ class LengthBias:
             answer is longer.
         chosen_is_longer: The first of these two accuracies.
         rejected_is_longer: The second.
-        correlation: Of reward and length over all answers, by ranks (Spearman); None where one is constant.
         bins: By difference in length, from rejected much longer to chosen much longer.
     """
 
-    unit: str
     longer_wins: float
     length_only: float
     controlled: float | None
     chosen_is_longer: Proportion | None
     rejected_is_longer: Proportion | None
-    correlation: float | None
     bins: tuple[LengthBin, ...]
 
     @property
@@ -53,42 +49,25 @@ class LengthBias:
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 
 
-def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray, unit: str) -> LengthBias:
+def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray) -> LengthBias:
     """Return the length bias of pairs, chosen first.
 
     Args:
         rewards_N2: Finite rewards, N > 0.
-        lengths_N2: Lengths of the answers. What the two answers of a pair share, such as the prompt, may be counted.
-        unit: What lengths count: tokens or characters.
+        lengths_N2: Tokens of the answers. What the two answers of a pair share, such as the prompt, may be counted.
     """
     right_N = rewards_N2[:, 0] > rewards_N2[:, 1]
     longer_N = lengths_N2[:, 0] - lengths_N2[:, 1]
     longer_wins = float(np.mean((np.sign(longer_N) + 1) / 2))
     chosen, rejected = (_accuracy(right_N[is_longer_N]) for is_longer_N in (longer_N > 0, longer_N < 0))
     return LengthBias(
-        unit=unit,
         longer_wins=longer_wins,
         length_only=max(longer_wins, 1 - longer_wins),
         controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
         chosen_is_longer=chosen,
         rejected_is_longer=rejected,
-        correlation=rank_correlation(rewards_N2.ravel(), lengths_N2.ravel()),
         bins=tuple(_bins(right_N, longer_N)),
     )
-
-
-def rank_correlation(rewards_N: np.ndarray, lengths_N: np.ndarray) -> float | None:
-    """Return Spearman's correlation, Pearson's of the ranks; None where rewards or lengths are all the same."""
-    if not np.ptp(rewards_N) or not np.ptp(lengths_N):
-        return None
-    return float(np.corrcoef(_ranks(rewards_N), _ranks(lengths_N))[0, 1])
-
-
-def _ranks(values_N: np.ndarray) -> np.ndarray:
-    """Return each value's place among all, from 1; equal ones share the mean of theirs."""
-    _, index_N, counts = np.unique(values_N, return_inverse=True, return_counts=True)
-    ranks_N: np.ndarray = (np.cumsum(counts) - (counts - 1) / 2)[index_N]
-    return ranks_N
 
 
 def _accuracy(right_N: np.ndarray) -> Proportion | None:

@@ -61,7 +61,6 @@ class Verdict:
 def judge_pairs(
     rewards_N2: np.ndarray,
     lengths_N2: np.ndarray | None = None,
-    unit: str = "tokens",
     groups: Sequence[str] | None = None,
     worst: int = 10,
 ) -> Verdict:
@@ -69,8 +68,7 @@ def judge_pairs(
 
     Args:
         rewards_N2: Rewards; pairs of which one is not finite are left out, and counted.
-        lengths_N2: Lengths of the answers.
-        unit: What lengths count: tokens or characters.
+        lengths_N2: Tokens of the answers.
         groups: The label of each pair.
         worst: How many of the pairs that went most wrong to name, at most.
 
@@ -96,7 +94,7 @@ def judge_pairs(
         margins=distribution_of(margins_K),
         rewards=distribution_of(rewards_K2.ravel()),
         calibration=calibration_of(margins_K),
-        length=None if lengths_N2 is None else length_bias_of(rewards_K2, lengths_N2[kept].astype(np.float64), unit),
+        length=None if lengths_N2 is None else length_bias_of(rewards_K2, lengths_N2[kept].astype(np.float64)),
         groups=accuracies,
         mean_over_groups=mean_of(accuracies),
         worst=tuple(int(kept[number]) for number in worst_first[:worst]),

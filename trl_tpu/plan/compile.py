@@ -1,4 +1,4 @@
-"""A traced program through the TPU's own compiler, on a machine without a TPU, in a process of its own.
+"""Compile a traced program with the TPU's own compiler, on a machine without a TPU, in a process of its own.
 
 libtpu compiles ahead of time for a topology that is only named; jax has the way in.
 https://docs.jax.dev/en/latest/aot.html
@@ -25,27 +25,24 @@ class TracedProgram:
         shardings: How each of its arguments is laid out, in HLO's notation.
         donated: Whether the memory of each goes to a result.
         chips: Devices of its mesh.
-        idle: Bytes on one chip that stay there from step to step, but only other programs of the step take.
     """
 
     hlo: bytes
     shardings: tuple[str, ...]
     donated: tuple[bool, ...]
     chips: int
-    idle: int = 0
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What the TPU's compiler says of one program, in bytes of one chip's memory.
+    """Memory of one program by the TPU's compiler, in bytes of one chip.
 
     Args:
-        arguments: Weights, optimizer state, gradients that accumulate, and the batch; those that only other programs
-            of the step take, too.
-        results: What it returns, but for what takes the place of a donated argument.
-        aliased: What takes such a place.
-        temporary: What it needs for what it computes.
-        generated_code: Its instructions.
+        arguments: Weights, optimizer state, gradients that accumulate, and the batch.
+        results: Everything returned but what takes the place of a donated argument.
+        aliased: Results that take such a place.
+        temporary: Intermediate values.
+        generated_code: Instructions.
     """
 
     arguments: int
@@ -79,11 +76,11 @@ def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
         RuntimeError: libtpu does not know the topology or cannot compile; with what it says.
     """
     flags = flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
-    return call_in_child("compile:compile_here", traced, topology, environment={libtpu.VARIABLE: flags})
+    return call_in_child(compile_here, traced, topology, environment={libtpu.VARIABLE: flags})
 
 
 def flags_for(topology: str, given: str = "") -> str:
-    """Return what libtpu is told in a training on ``topology``, where the user says ``given``."""
+    """Return libtpu's flags in a training on ``topology``, the user's ``given`` ones among them."""
     version = int(topology.removeprefix("v")[0])
     return libtpu.with_flags(given, {**libtpu.torch_xla_flags(version), **libtpu.FLAGS})
 
@@ -103,7 +100,7 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
         temporary = _temporary(Path(dump))
     memory = executable.get_compiled_memory_stats()
     return CompiledProgram(
-        arguments=memory.argument_size_in_bytes + traced.idle,
+        arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporary=temporary,
@@ -141,14 +138,12 @@ def _options(chips: int, dump: str) -> Any:
 
     options = xla_client.CompileOptions()
     build = options.executable_build_options
-    for each in (options, build):
-        each.num_replicas, each.num_partitions = 1, chips
+    options.num_replicas, options.num_partitions = 1, chips
     build.use_spmd_partitioning = chips > 1
     build.debug_options.xla_dump_to = dump
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(chips).reshape(1, chips))
-    if chips > 1:
-        # as torch_xla does: else every new weight would come out whole on every chip
-        build.allow_spmd_sharding_propagation_to_output = [True]
+    # as torch_xla does: else every new weight would come out whole on every chip
+    build.allow_spmd_sharding_propagation_to_output = [True]
     return options
 
 
@@ -157,12 +152,8 @@ def _temporary(dump: Path) -> int:
 
     ``get_compiled_memory_stats`` says more, 1.8 GB of some 9 for an 8B model: given less than that, libtpu compiles
     the program all the same, and where it refuses, it names what this list has.
-
-    Raises:
-        RuntimeError: There is no such list.
     """
-    for file in dump.glob("**/*buffer-assignment.txt"):
-        # allocations in memories other than HBM have a "color"
-        found = re.findall(r"^allocation \d+: size (\d+), preallocated-temp", file.read_text(), re.MULTILINE)
-        return sum(map(int, found))
-    raise RuntimeError("libtpu compiled the program, but did not write down which memory it takes.")
+    file = next(dump.glob("**/*buffer-assignment.txt"))
+    # allocations in memories other than HBM have a "color"
+    found = re.findall(r"^allocation \d+: size (\d+), preallocated-temp", file.read_text(), re.MULTILINE)
+    return sum(map(int, found))

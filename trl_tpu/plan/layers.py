@@ -1,4 +1,4 @@
-"""The trainer's step for a layout, traced and compiled: of a deep model two depths, extended in a straight line.
+"""Trace and compile the trainer's step for a layout: two depths of a deep model, extended in a straight line.
 
 Layers that are alike cost alike, and compiling all of a large model's takes long.
 """
@@ -25,7 +25,7 @@ def compile_layout(
         layout: What to compile.
         arguments: Of `RewardConfig`, as the user gave them; the layout's own go before them.
         peft_config: A `peft.LoraConfig`, or None.
-        depths: Numbers of layers to compile in the place of all; None compiles all.
+        depths: Numbers of layers to compile in place of all; None compiles all.
 
     Raises:
         RuntimeError: The trainer or the compiler refuses it.
@@ -44,9 +44,11 @@ def compile_layout(
         )
         return compile_for(trace_step(request), layout.topology.compiled_as)
 
-    if depths is None:
-        return compile_layers(config.num_hidden_layers)
-    return extend(compile_layers, depths, config.num_hidden_layers, least_memory(layout).bound)
+    layers, least = config.num_hidden_layers, least_memory(layout)
+    # another program updates the weights where gradients accumulate, and only that takes the optimizer's state
+    idle = least.optimizer if layout.workload.args.gradient_accumulation_steps > 1 else 0
+    made = extend(compile_layers, depths, layers, least.bound - idle) if depths else compile_layers(layers)
+    return replace(made, arguments=made.arguments + idle)
 
 
 def extend(
@@ -64,11 +66,11 @@ def extend(
     first, second = (astuple(compile_layers(each)) for each in depths)
     times = (layers - depths[0]) / (depths[1] - depths[0])
     made = CompiledProgram(*(max(round(a + (b - a) * times), 0) for a, b in zip(first, second, strict=True)))
-    return replace(made, temporary=made.temporary + max(least + made.generated_code - made.peak, 0))
+    return replace(made, temporary=max(made.temporary, least - made.arguments - made.results))
 
 
 def two_depths(config: Any) -> tuple[int, int] | None:
-    """Choose numbers of layers to compile in the place of all; None where all are few.
+    """Choose numbers of layers to compile in place of all; None where all are few.
 
     Kinds of layers repeat with a period: between the two depths, and from there to all, are whole periods.
     """
@@ -76,8 +78,7 @@ def two_depths(config: Any) -> tuple[int, int] | None:
     kinds = getattr(config, "layer_types", None) or ["layer"] * layers
     period = next(size for size in range(1, layers + 1) if all(kinds[i] == kinds[i % size] for i in range(layers)))
     more = max(period, 2)
-    first = more if period == 1 else layers % period or period
-    first += period if first < 2 else 0
+    first = more + layers % more
     return (first, first + more) if layers > max(_FEW, first + more) else None
 
 

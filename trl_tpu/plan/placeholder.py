@@ -5,13 +5,11 @@ is kept as HLO, and what it computed becomes placeholders too; so a whole run ca
 This happens in a process of its own, in which two functions of libraries are replaced: of torch_xla and of jax.
 """
 
-import dataclasses
 import gc
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import prod
 from typing import Any
 
 import torch
@@ -20,59 +18,39 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
-from ..runtime import PartitionSpec
-from ..runtime.layout import shard_count
-from ..runtime.xla import DeviceLoader, Upload, XlaRuntime
+from ..runtime import PartitionSpec, current
+from ..runtime.xla import DeviceLoader, XlaRuntime
+from .compile import TracedProgram
 
 _C = torch_xla._XLAC
 _KERNELS_VERSION = 6
 """That libtpu 0.0.21, torch_xla 2.9's, reads; it is written in a kernel, so that later ones read it too."""
 
 
-@dataclass(frozen=True, eq=False)
-class AbstractValue:
-    """What a placeholder stands for, until another takes its place: a kind such as "weight", and how it is laid out.
+@dataclass(frozen=True)
+class Sharding:
+    """The layout of a placeholder on the mesh: replicated, unless given."""
 
-    Numbers that torch_xla makes arguments itself are "other", and whole on every device.
-    """
-
-    kind: str = "other"
-    sharding: Any = None
+    op: Any = None
     """torch_xla's `OpSharding`; None is replicated."""
     text: str = "{replicated}"
     """The same in HLO's notation."""
 
-    @property
-    def parts(self) -> int:
-        """Into how many parts the mesh cuts it: the product of the tile's sizes, of which the last may be copies."""
-        sizes = list(map(int, re.findall(r"\d+", self.text.partition("]")[0])))
-        return prod(sizes[:-1] if "last_tile_dim_replicate" in self.text else sizes)
-
-
-@dataclass(frozen=True)
-class Program:
-    """What would have been executed at a boundary: a serialized HloModuleProto, and its arguments in order.
-
-    An argument is donated if its memory goes to a result: the tensor was overwritten.
-    """
-
-    hlo: bytes
-    arguments: tuple[AbstractValue, ...]
-    donated: tuple[bool, ...]
-
 
 class PlaceholderRuntime(XlaRuntime):
-    """The `Runtime` for PyTorch/XLA with nothing on its devices, compiled for TPUs later.
+    """A `Runtime` for PyTorch/XLA with nothing on its devices, whose programs are kept to be compiled for TPUs.
 
     Args:
         chips: Devices of the mesh, which may be more than torch_xla has: torch counts a backend's devices in eight
             bits, and of 128 and more it sees none.
     """
 
+    has_attention_kernel = True
+
     def __init__(self, chips: int) -> None:
-        self.programs: list[Program] = []
+        self.programs: list[TracedProgram] = []
         self._chips = chips
-        self._values: dict[int, AbstractValue] = {}  # by the number of a tensor
+        self._shardings: dict[int, Sharding] = {}  # by the number of a tensor
         self._latest: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
         super().__init__()
         # which torch_xla asks when a mesh is made
@@ -85,31 +63,18 @@ class PlaceholderRuntime(XlaRuntime):
         write_kernels_for_libtpu()
         return splash_attention
 
-    @property
-    def has_attention_kernel(self) -> bool:
-        return True
-
     # ---- tensors without data
 
-    def describe(self, tensor: torch.Tensor, kind: str, axes: PartitionSpec) -> AbstractValue:
-        """Say what ``tensor`` stands for, and which mesh axes its dimensions go over."""
-        like = self._laid_out(tensor, axes)
-        value = AbstractValue(kind, _C._get_xla_op_sharding(like), _C._get_xla_sharding_spec(like))
-        self._values[_C._xla_get_tensor_id(tensor)] = value
-        return value
-
-    def _laid_out(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
-        """Return what is computed from a placeholder like ``tensor``: a placeholder itself takes no layout."""
+    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
+        # a placeholder takes no layout, but what is computed from it does, and then becomes a placeholder
         whole = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
         computed = whole.logical_or(whole) if tensor.dtype == torch.bool else whole + 0
         _C._xla_mark_sharding(computed, self._mesh.get_op_sharding(axes or (None,)))
-        return computed
-
-    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
+        sharding = _marked(computed)
         if tensor.device.type != "xla":
-            tensor = self._laid_out(tensor, axes)
-            _C._clear_pending_irs(str(torch_xla.device()))  # which makes a placeholder of it
-        self.describe(tensor, "other", axes)
+            tensor = computed
+            _C._clear_pending_irs(str(torch_xla.device()))
+        self._shardings[_C._xla_get_tensor_id(tensor)] = sharding
         return tensor
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -120,16 +85,10 @@ class PlaceholderRuntime(XlaRuntime):
         return placeholder
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        return _PlaceholderLoader(batches, partial(self._upload_batch, batch_axes), self.step_boundary)
+        return _PlaceholderLoader(batches, partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        axes: PartitionSpec = (None,) * tensor.dim()
-        shards = shard_count(self._mesh, batch_axes)
-        if tensor.dim() > 0 and shards > 1 and tensor.shape[0] % shards == 0:
-            axes = (batch_axes, *axes[1:])
-        placed = self.place(tensor, axes, device)
-        self.describe(placed, "batch", axes)
-        return placed
+        return self.place(tensor, self._axes_of_batch(batch_axes, tensor), device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
@@ -142,20 +101,22 @@ class PlaceholderRuntime(XlaRuntime):
             return
         self.programs.append(self._record(pending))
         for tensor in pending:
-            value = self._origin(tensor)
-            self._values[_C._xla_get_tensor_id(tensor)] = value
+            sharding = self._sharding_of_result(tensor)
+            self._shardings[_C._xla_get_tensor_id(tensor)] = sharding
             self._latest[_memory(tensor)] = _C._xla_get_tensor_id(tensor)
             if not _C._get_xla_sharding_spec(tensor):
-                _C._xla_mark_sharding(tensor, value.sharding or self._mesh.get_op_sharding((None,)))
+                _C._xla_mark_sharding(tensor, sharding.op or self._mesh.get_op_sharding((None,)))
         _C._clear_pending_irs(str(torch_xla.device()))
 
-    def _record(self, outputs: list[torch.Tensor]) -> Program:
+    def _record(self, outputs: list[torch.Tensor]) -> TracedProgram:
         overwritten = {self._overwritten(tensor) for tensor in outputs}
         numbers, _ = _C._get_tensors_xla_device_data_node(outputs)
-        return Program(
-            _C._get_xla_tensors_hlo_proto(outputs),
-            tuple(self._values.get(number, AbstractValue()) for number in numbers),
-            tuple(number in overwritten for number in numbers),
+        return TracedProgram(
+            hlo=_C._get_xla_tensors_hlo_proto(outputs),
+            # numbers that torch_xla makes arguments itself are not known here
+            shardings=tuple(self._shardings.get(number, Sharding()).text for number in numbers),
+            donated=tuple(number in overwritten for number in numbers),
+            chips=self._chips,
         )
 
     def _overwritten(self, tensor: torch.Tensor) -> int:
@@ -163,38 +124,28 @@ class PlaceholderRuntime(XlaRuntime):
         memory = _memory(tensor)
         return self._latest.get(memory, memory)
 
-    def _origin(self, tensor: torch.Tensor) -> AbstractValue:
-        """Return what a result stands for: what it replaces, or what has its layout, being like its only argument.
+    def _sharding_of_result(self, tensor: torch.Tensor) -> Sharding:
+        """Return a result's own layout, or that of the tensor that it replaces, or of its only argument of its shape.
 
         The compiler would find out the same: it carries layouts on through operations on single elements.
         """
-        if (value := self._values.get(self._overwritten(tensor))) is not None:
-            return value
+        if (sharding := self._shardings.get(self._overwritten(tensor))) is not None:
+            return sharding
+        if _C._get_xla_sharding_spec(tensor):
+            return _marked(tensor)
         numbers, arguments = _C._get_tensors_xla_device_data_node([tensor])
         like = [number for number, each in zip(numbers, arguments, strict=True) if each.shape == tensor.shape]
-        value = self._values.get(like[0]) if len(like) == 1 else None
-        return AbstractValue() if value is None else dataclasses.replace(value, kind="other")
+        return self._shardings.get(like[0], Sharding()) if len(like) == 1 else Sharding()
 
 
 class _PlaceholderLoader(DeviceLoader):
     """Batches of placeholders, with a boundary before each, as the `DeviceLoader` has one."""
 
-    def __init__(self, batches: DataLoader, upload: Upload, boundary: Callable[[], None]) -> None:
-        super().__init__(batches, upload)
-        self._boundary = boundary
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for batch in self.batches:
-            self._boundary()
-            yield self._placed(batch)
-        self._boundary()
-
-    def _placed(self, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: self._placed(part) for key, part in value.items()}
-        if hasattr(value, "map_tensors"):  # packed rows
-            return value.map_tensors(self._placed)
-        return self._upload(value, torch_xla.device()) if isinstance(value, torch.Tensor) else value
+            current().step_boundary()
+            yield self.upload(batch, torch_xla.device())
+        current().step_boundary()
 
 
 def write_kernels_for_libtpu() -> None:
@@ -202,6 +153,10 @@ def write_kernels_for_libtpu() -> None:
     import jax._src.tpu_custom_call as kernels
 
     kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
+
+
+def _marked(tensor: torch.Tensor) -> Sharding:
+    return Sharding(_C._get_xla_op_sharding(tensor), _C._get_xla_sharding_spec(tensor))
 
 
 def _pending() -> list[torch.Tensor]:

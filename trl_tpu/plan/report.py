@@ -1,19 +1,14 @@
-"""What a user reads before renting a TPU: does it fit, what limits it, how long it takes at best."""
+"""The text that a user reads before renting a TPU: does it fit, what limits it, how long it takes at best."""
 
 import textwrap
 from collections.abc import Iterable
 
 from ..parallel.chips import GiB, MiB
-from .child_process import Crashed
 from .needs import computed_flops, least_memory, least_seconds, least_traffic, most_pairs_per_second, needed_flops
 from .search import Attempt
 from .workload import Layout, Workload
 
-UNSEEN = (
-    "Compiling ahead of time cannot show how near the chips come to their published speeds, how much traffic hides "
-    "behind arithmetic, nor what data, evaluation and checkpoints take. Real steps take longer than these bounds: the "
-    "first minutes of a run on the TPU itself are the test."
-)
+UNSEEN = "Real steps take longer than these bounds: the first minutes of a run on the TPU itself are the test."
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -26,32 +21,23 @@ def report(attempt: Attempt, pairs_to_train: float | None = None, price_per_chip
         price_per_chip_hour: In any currency; None leaves the cost out.
     """
     layout = attempt.layout
-    time = _time(layout, pairs_to_train, price_per_chip_hour)
-    return "\n\n".join([_head(layout), _verdict(attempt), _memory(attempt), time])
+    parts = [_head(layout), _verdict(attempt), _memory(attempt), _time(layout, pairs_to_train, price_per_chip_hour)]
+    return "\n\n".join(parts)
 
 
 def _head(layout: Layout) -> str:
     model, (rows, length) = layout.workload.model, layout.shape
-    accumulation = layout.workload.args.gradient_accumulation_steps
-    times = f"; {accumulation} such micro-batches before each update" if accumulation > 1 else ""
     return (
         f"{scaled(model.parameters)}parameters, {scaled(model.trained_parameters)}trained, on {layout.topology}: "
         f"{layout.topology.chips} chip(s) as mesh {layout.mesh}, remat {layout.remat}\n"
-        f"A step: {layout.pairs:,} pairs in {rows:,} rows of {length:,} tokens, over all chips{times}"
+        f"A micro-batch: {layout.pairs:,} pairs in {rows:,} rows of {length:,} tokens, over all chips"
     )
 
 
 def _verdict(attempt: Attempt) -> str:
-    available, least = attempt.layout.topology.chip.memory, least_memory(attempt.layout).bound
-    if attempt.program is None:
-        is_open = isinstance(attempt.error, Crashed) and least <= available
-        verdict = "WHETHER IT FITS IS OPEN" if is_open else "IT DOES NOT FIT"
-        return f"{verdict} {sized(available)} of each chip: {attempt.refusal}"
-    needed = sized(attempt.program.peak)
-    between = sized(abs(available - attempt.program.peak))
-    if attempt.fits:
-        return f"IT FITS: {needed} of the {sized(available)} of each chip are used, {between} are free."
-    return f"IT DOES NOT FIT: {needed} are needed on each chip, {between} more than its {sized(available)}."
+    available = sized(attempt.layout.topology.chip.memory)
+    needed = attempt.refusal if attempt.program is None else f"{sized(attempt.program.peak)} are needed"
+    return f"{'IT FITS' if attempt.fits else 'IT DOES NOT FIT'}: {needed}, each chip has {available}."
 
 
 def _memory(attempt: Attempt) -> str:
@@ -83,16 +69,15 @@ def _time(layout: Layout, pairs_to_train: float | None, price: float | None) -> 
     notes = [
         f"{scaled(needed)}FLOP are needed, and {computed / needed:.2f} times that computed: remat computes layers "
         f"again, and {filled:.0%} of the columns hold a token. Attention with masks comes on top.",
-        f"At best {duration(best)}, limited by {limit}, if all of it happens at once. So at most {rate:,.1f} pairs a "
+        f"At best {best:.4g} s, limited by {limit}, if all of it happens at once. So at most {rate:,.1f} pairs a "
         f"second, and at most {mfu:.0%} of the chips' arithmetic used for the model (MFU).",
     ]
     if pairs_to_train:
         hours = pairs_to_train / rate / 3600
         cost = f", {hours * chips * price:,.2f} at {price:g} a chip-hour" if price else ""
-        time = f"at least {duration(hours * 3600)}, {hours * chips:,.4g} chip-hours{cost}"
-        notes.append(f"{pairs_to_train:,.0f} pairs: {time}.")
-    rows = [(part, duration(each), what[part]) for part, each in seconds.items()]
-    return _table(f"Time of a step at the chip's published speeds ({chip.source}), by formula", rows, notes)
+        notes.append(f"{pairs_to_train:,.0f} pairs: at least {hours:,.1f} h, {hours * chips:,.4g} chip-hours{cost}.")
+    rows = [(part, f"{each:.4g} s", what[part]) for part, each in seconds.items()]
+    return _table(f"Time of a micro-batch at the chip's published speeds ({chip.source}), by formula", rows, notes)
 
 
 def found(attempts: list[Attempt]) -> str:
@@ -108,21 +93,18 @@ def found(attempts: list[Attempt]) -> str:
 def _outcome(attempt: Attempt) -> tuple[str, str, str]:
     layout = attempt.layout
     flags = " ".join([str(layout.topology), *(f"--{name} {value}" for name, value in layout.arguments.items())])
-    if attempt.program is None:
-        return flags, "", f"the compiler refuses it or crashed: {attempt.refusal.splitlines()[0]}"
-    there = sized(layout.topology.chip.memory)
-    rate = f"FITS the {there}, at most {most_pairs_per_second(layout):,.1f} pairs a second"
-    return flags, sized(attempt.program.peak), rate if attempt.fits else f"too much for {there}"
+    needed = "" if attempt.program is None else sized(attempt.program.peak)
+    fits = f"FITS, at most {most_pairs_per_second(layout):,.1f} pairs a second"
+    return flags, needed, fits if attempt.fits else f"does not fit. {attempt.refusal}"
 
 
 def notes(workload: Workload, depths: tuple[int, int] | None) -> str:
-    """Say what the figures rest on, and what they cannot show."""
+    """Return notes on where the figures come from, and what they cannot show."""
     parts = [workload.basis, UNSEEN]
     if depths is not None:
-        parts.insert(
-            1,
+        parts.append(
             f"Compiled were {depths[0]} and {depths[1]} of the {workload.model.layers} layers, and memory extended in "
-            "a straight line; it is at least what is needed. --scan_layers or --all_layers compile the whole program.",
+            "a straight line. --scan_layers or --all_layers compile the whole program."
         )
     return "\n\n".join(map(_wrap, parts))
 
@@ -146,10 +128,3 @@ def scaled(value: float) -> str:
     """Write three digits and a suffix: 8.03 G."""
     size, suffix = next((each for each in _SUFFIXES if value >= each[0]), (1.0, ""))
     return f"{value / size:.3g} {suffix}"
-
-
-def duration(seconds: float) -> str:
-    """Write three digits of the largest unit that is there at least twice: 5.2 h."""
-    units = ((7200, 3600, "h"), (120, 60, "min"), (1, 1, "s"), (0, 1e-3, "ms"))
-    size, name = next((size, name) for least, size, name in units if seconds >= least)
-    return f"{seconds / size:,.3g} {name}" if seconds < 3.6e6 else f"{seconds / size:,.0f} {name}"

@@ -1,4 +1,4 @@
-"""Which layouts fit and which are fast: a loop that compiles them, the fastest by formula first.
+"""Search for layouts that fit: compile them one after the other, the fastest by formula first.
 
 A layout whose least memory is more than a chip has cannot fit, and is left out.
 """
@@ -13,7 +13,6 @@ from ..errors import UserError
 from ..parallel.chips import Topology
 from ..parallel.mesh import MeshShape
 from ..runtime import Remat
-from .child_process import Crashed
 from .compile import CompiledProgram
 from .needs import least_memory, most_pairs_per_second
 from .workload import Layout, Workload
@@ -33,35 +32,29 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Attempt:
-    """A layout, and its program, or the error that the compiler refused it with for its memory, or crashed with."""
+    """A layout, and its program, or what the compiler says of a chip's memory where it refuses the layout for that."""
 
     layout: Layout
     program: CompiledProgram | None = None
-    error: RuntimeError | None = None
+    refusal: str = ""
 
     @property
     def fits(self) -> bool:
         return self.program is not None and self.program.peak <= self.layout.topology.chip.memory
 
-    @property
-    def refusal(self) -> str:
-        """What the compiler says of a chip's memory, or of its crash; empty if it compiled."""
-        found = _OUT_OF_MEMORY.search(str(self.error or ""))
-        return found[0] if found else str(self.error or "")
-
 
 def attempt(layout: Layout, compile_layout: Compile) -> Attempt:
-    """Ask the compiler.
+    """Compile a layout.
 
     Raises:
-        RuntimeError: It fails for another reason than memory, unless it crashes.
+        RuntimeError: The compiler fails for another reason than memory.
     """
     try:
         return Attempt(layout, compile_layout(layout))
     except RuntimeError as error:
-        if not isinstance(error, Crashed) and not _OUT_OF_MEMORY.search(str(error)):
+        if (found := _OUT_OF_MEMORY.search(str(error))) is None:
             raise
-        return Attempt(layout, error=error)
+        return Attempt(layout, refusal=found[0])
 
 
 def search(

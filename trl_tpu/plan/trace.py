@@ -1,19 +1,17 @@
-"""The step that the trainer runs, as a program for a mesh of any size, without weights, data or devices.
+"""Trace the step that the trainer runs, as a program for a mesh of any size, without weights, data or devices.
 
-The trainer itself is run, in a process of its own, with placeholders in the place of weights and batches: see
+The trainer itself is run, in a process of its own, with placeholders in place of weights and batches: see
 `trl_tpu.plan.placeholder`.
 """
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from .. import runtime
@@ -22,30 +20,26 @@ from ..errors import UserError
 from ..modeling.model_shape import model_without_weights
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
-from ..runtime import PartitionSpec
 from ..trainer.reward_trainer import RewardTrainer
 from .child_process import call_in_child
 from .compile import TracedProgram
 
-# what a trace cannot do is turned off: logging, saving, other shapes
+# what a trace cannot do is turned off: evaluations, saving, other shapes
 _FIXED = {
     "max_steps": 2,
-    "logging_steps": 1000,
     "eval_strategy": "no",
     "save_strategy": "no",
     "report_to": "none",
-    "disable_tqdm": True,
     "load_best_model_at_end": False,
     "push_to_hub": False,
     "max_length": None,
-    "max_shapes": 1,
     "row_length": None,
 }
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """What to trace.
+    """Settings of a trace.
 
     Args:
         model: A model's config; no weights are read.
@@ -54,7 +48,7 @@ class StepRequest:
         rows: Packed rows, over which the pairs of a batch are dealt out evenly; None pads, two rows to a pair.
         arguments: Of `RewardConfig`, its batch size and mesh among them.
         peft: A `peft.LoraConfig`; None trains the whole model.
-        dtype: The weights', as torch names it.
+        dtype: That of the weights, by torch's name.
     """
 
     model: PretrainedConfig
@@ -78,7 +72,7 @@ def trace_step(request: StepRequest) -> TracedProgram:
         "USE_TORCH_XLA": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return call_in_child("trace:trace_here", request, environment=environment)
+    return call_in_child(trace_here, request, environment=environment)
 
 
 # ---- in a process that has used no device
@@ -91,51 +85,38 @@ def trace_here(request: StepRequest) -> TracedProgram:
     placeholders = PlaceholderRuntime(request.chips)
     runtime.replace(placeholders)
     with tempfile.TemporaryDirectory() as folder:
-        trainer: Any = trainer_of(request, model_without_weights(request.model, request.dtype), folder)
-        state = trainer._step_state
-        first_step = _FirstStep(placeholders, lambda: state.specs(trainer.model, trainer.shard_report.placements))
-        trainer.add_callback(first_step)
+        trainer = trainer_of(request, model_without_weights(request.model, request.dtype), folder)
+        trainer.add_callback(_FirstMicroBatch(placeholders))
         with contextlib.suppress(_Traced):
             trainer.train()
-    # of a step's programs the one that takes a batch; each is there as often as it was run
-    program = max(
-        placeholders.programs, key=lambda each: ("batch" in {value.kind for value in each.arguments}, len(each.hlo))
-    )
-    idle = sum(size for value, size in first_step.state.items() if value not in program.arguments)
-    shardings = tuple(value.text for value in program.arguments)
-    return TracedProgram(program.hlo, shardings, program.donated, request.chips, idle)
+    return max(placeholders.programs, key=lambda each: len(each.hlo))
 
 
 class _Traced(Exception):
-    """Ends the trainer's run: the step is there."""
+    """Ends the trainer's run: the first micro-batch is traced."""
 
 
-class _FirstStep(TrainerCallback):
-    """Notes which tensors stay from step to step, and ends the training with the first one."""
+class _FirstMicroBatch(TrainerCallback):
+    """Keeps the programs of the first micro-batch, which is a whole step if no gradients accumulate."""
 
-    def __init__(self, placeholders: Any, axes_of: Callable[[], Mapping[nn.Parameter, PartitionSpec]]) -> None:
-        self._placeholders, self._axes_of = placeholders, axes_of
-        self.state: dict[Any, int] = {}  # what a placeholder stands for, and its bytes on one chip
+    def __init__(self, placeholders: Any) -> None:
+        self._placeholders = placeholders
 
-    def on_step_begin(self, *_: Any, **given: Any) -> None:
-        for parameter, axes in self._axes_of().items():
-            for tensor in (parameter, *given["optimizer"].state.get(parameter, {}).values()):
-                if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
-                    alike = axes if tensor.shape == parameter.shape else ()
-                    value = self._placeholders.describe(tensor, "state", alike)
-                    self.state[value] = tensor.numel() * tensor.element_size() // value.parts
-        self._placeholders.programs.clear()  # what is recorded from now on is the step's
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._placeholders.programs.clear()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._placeholders.step_boundary()
         raise _Traced
+
+    on_substep_end = on_step_end  # after a micro-batch that does not end the step
 
 
 def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> RewardTrainer:
     """Make a trainer of ``model`` whose micro-batches are all as requested, and which may write to ``folder``.
 
     Raises:
-        UserError: Packed rows are asked for, and the trainer would pad.
+        UserError: Packed rows are requested, and the trainer would pad.
     """
     accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
     fixed = _FIXED | {"output_dir": folder, "gradient_accumulation_steps": accumulation}

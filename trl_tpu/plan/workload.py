@@ -1,4 +1,4 @@
-"""What is planned: a workload, which is a model, its data and settings, and a layout of it on one slice."""
+"""Workloads, which are a model with its data and settings, and layouts of a workload on one slice."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -49,15 +49,10 @@ class Workload:
 
     @property
     def basis(self) -> str:
-        """What the lengths rest on, as a sentence."""
+        """A sentence on where the lengths come from."""
         sizes_P = self.lengths.sizes_P
-        if self.tokens is None:
-            prompt = int(self.lengths.prefix_P[0])
-            return (
-                f"No data is named: pairs are taken to have {sizes_P[0]:,} unique tokens, {prompt:,} of them prompt."
-            )
-        mean, most = sizes_P.mean(), sizes_P.max()
-        return f"Lengths of {len(sizes_P):,} pairs of the dataset: {mean:,.0f} unique tokens, {most:,} at most."
+        source = "No data is named, so the lengths are assumed" if self.tokens is None else "Lengths of the dataset"
+        return f"{source}: {len(sizes_P):,} pairs of {sizes_P.mean():,.0f} unique tokens, {sizes_P.max():,} at most."
 
     @property
     def is_packed(self) -> bool:
@@ -101,12 +96,11 @@ class Workload:
 def assumed_pair(args: RewardConfig) -> PairLengths:
     """Return a pair that stands for all where no data is named.
 
-    Half of a dialogue of `max_length` is prompt, which packed rows hold once; unpacked, the longest has all of a row.
+    Half of a dialogue of `max_length` is prompt, which packed rows hold once; in padded rows a dialogue fills a row.
     """
     if args.packing == Packing.FALSE:
         length = args.row_length or args.max_length or LONG_ROW
-        answer = max(1, length // 4)
-        return PairLengths.of([(length - answer, answer, answer)])
+        return PairLengths.of_size(4 * length // 3)  # of which three quarters are a dialogue
     usual = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW
     length = args.row_length or int(round_up(usual, 128))
     return PairLengths.of_size(length // max(1, length // usual))
@@ -147,7 +141,7 @@ class Layout:
 
     @property
     def tokens_per_shard(self) -> int:
-        """Those of each shard of the batch, which the chips of a `tensor` axis share."""
+        """Tokens of each shard of the batch, which the chips of a `tensor` axis share."""
         return self.tokens // self.mesh.batch_shards
 
     @cached_property
@@ -157,7 +151,7 @@ class Layout:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What to tell the training for it."""
+        """Arguments of `RewardConfig` that choose it."""
         return {"mesh": str(self.mesh), "remat": self.remat, "per_device_train_batch_size": self.pairs_per_device}
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""What a person reads of a model's rewards: tables, pictures, the page, the model card."""
+"""Tables, pictures, the page and the model card: everything a person reads about a model's rewards."""

@@ -68,7 +68,6 @@ def make_model_card(
         tags=sorted({_TAG, *tags}),
         licence="license",
     )
-    tokenizer = reading.tokenizer
     return ModelCard.from_template(
         metadata,
         template_path=str(_TEMPLATE),
@@ -76,12 +75,7 @@ def make_model_card(
         location=location,
         base_model=base_model,
         dataset_name=dataset_name,
-        tokenizer=tokenizer,
-        pad=tokenizer and tokenizer.pad_token,
-        eos=tokenizer and tokenizer.eos_token,
-        bos=reading.bos,
-        max_length=reading.max_length,
-        scale=reading.scale,
+        reading=reading,
         evaluation=evaluation,
         versions=", ".join(f"{library} {each}" for library, each in ({"trl_tpu": __version__} | versions).items()),
     )

@@ -39,7 +39,7 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         scored: Files of rows with rewards, by name.
 
     Raises:
-        UserError: The folder cannot be written to, or has a page that is not ours.
+        UserError: The folder has a page that is not ours.
     """
     page = folder / PAGE
     if page.is_file() and _GENERATOR not in page.read_text(encoding="utf-8", errors="replace"):
@@ -57,15 +57,12 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         runs=runs,
         scored=scored,
     )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            (folder / f"{picture.name}.png").write_bytes(picture.png)
-        for number, verdict in enumerate(verdicts.values(), start=1):
-            write_verdict(verdict, folder / (VERDICT_FILE if len(verdicts) == 1 else f"verdict-{number}.json"))
-        page.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"`--output`: {folder} cannot be written to: {error}. Name another folder.") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in pictures:
+        (folder / f"{picture.name}.png").write_bytes(picture.png)
+    for number, verdict in enumerate(verdicts.values(), start=1):
+        write_verdict(verdict, folder / (VERDICT_FILE if len(verdicts) == 1 else f"verdict-{number}.json"))
+    page.write_text(text, encoding="utf-8", errors="replace")
     return page
 
 

@@ -107,7 +107,7 @@ def _accuracy_by_length(axes: Any, color: str, label: str, length: LengthBias) -
     middles, shares = [each.middle for each in length.bins], [each.accuracy for each in length.bins]
     axes.errorbar(middles, [each.value for each in shares], yerr=_errors(shares), fmt="o", color=color, label=label)
     axes.axhline(length.length_only, linestyle=":", color=color)
-    axes.set(xlabel=f"chosen less rejected {length.unit}", ylabel="accuracy")
+    axes.set(xlabel="chosen less rejected tokens", ylabel="accuracy")
 
 
 def _accuracy_by_group(axes: Any, color: str, label: str, groups: Mapping[str, Proportion]) -> None:

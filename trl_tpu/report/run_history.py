@@ -1,4 +1,4 @@
-"""What a training run has logged, read back from the ``trainer_state.json`` of its folder."""
+"""Read the logs of a training run from the ``trainer_state.json`` of its folder."""
 
 import json
 import re

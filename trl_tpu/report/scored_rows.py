@@ -31,8 +31,7 @@ class ScoredRows:
 def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     """Read a JSON Lines or Parquet file of rows with rewards, and judge them.
 
-    Lengths are tokens where every row says how many (``tokens_chosen`` and ``tokens_rejected``), else the characters
-    of the texts, where they are there.
+    Lengths are known where every scored row has ``tokens_chosen`` and ``tokens_rejected``.
 
     Args:
         eval_by: A column that groups the rows; by default ``subset``, where there is one.
@@ -58,8 +57,9 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         answers = [Answers(chosen, rejected, id_) for (chosen, rejected), id_ in zip(rewards, ids, strict=True)]
         return ScoredRows(rows, judge_best_of_n(answers, groups))
     rewards_N2 = np.array(rewards).reshape(-1, 2)
-    lengths_N2, unit = _lengths(rows, np.isfinite(rewards_N2).all(axis=1))
-    return ScoredRows(rows, judge_pairs(rewards_N2, lengths_N2, unit, groups))
+    tokens_N2 = np.array([[row.get("tokens_chosen"), row.get("tokens_rejected")] for row in rows], dtype=np.float64)
+    are_known = not np.isnan(tokens_N2[np.isfinite(rewards_N2).all(axis=1)]).any()
+    return ScoredRows(rows, judge_pairs(rewards_N2, tokens_N2 if are_known else None, groups))
 
 
 def _rows(path: Path) -> list[Row]:
@@ -83,17 +83,6 @@ def _numbers(value: Any, path: Path) -> list[float]:
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: a reward is to be a number, or a list of numbers, not {value!r:.80}.") from error
     return numbers or [math.nan]
-
-
-def _lengths(rows: list[Row], is_scored_N: np.ndarray) -> tuple[np.ndarray | None, str]:
-    """Return the lengths of pairs, and what they count; None where scored ones have neither tokens nor texts."""
-    tokens_N2 = np.array([[row.get("tokens_chosen"), row.get("tokens_rejected")] for row in rows], dtype=np.float64)
-    if not np.isnan(tokens_N2[is_scored_N]).any():
-        return tokens_N2, "tokens"
-    texts = [(row.get("chosen"), row.get("rejected")) for row in rows]
-    if any(None in both for both, is_scored in zip(texts, is_scored_N, strict=True) if is_scored):
-        return None, "tokens"
-    return np.array([[len(text_of(text)) for text in both] for both in texts]), "characters"
 
 
 def text_of(dialogue: Any) -> str:

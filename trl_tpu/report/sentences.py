@@ -1,16 +1,12 @@
 """The verdict in sentences: what the numbers rule out, and what they do not."""
 
-import numpy as np
-
 from ..evaluation.best_of_n import BestOfN
 from ..evaluation.proportion import Proportion
 from ..evaluation.verdict import Verdict
 
-_BIAS = 0.05  # of accuracy: less is not worth a line
-
 
 def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
-    """Say, a sentence each, what a verdict means for training a policy on the model."""
+    """Return sentences on what a verdict means for training a policy on the model."""
     if isinstance(verdict, BestOfN):
         said = [f"Its best reward goes to a right answer in {_share(verdict.accuracy)} of {verdict.rows:,} rows."]
         if verdict.mean_over_groups is not None:
@@ -22,7 +18,8 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
         said.append("That is worse than chance: see whether chosen and rejected are exchanged.")
     elif accuracy.low <= 0.5:
         said.append("That cannot be told from chance: more pairs are needed, or a better model.")
-    said += [*_of_length(verdict), _of_calibration(verdict)]
+    said += _of_length(verdict)
+    said.append(f"Its margins have an expected calibration error of {verdict.calibration.ece:.3f}; 0 is best.")
     if below := [name for name, each in verdict.groups.items() if each.high < 0.5]:
         said.append(f"It is worse than chance on: {', '.join(below)}.")
     if verdict.ties > verdict.pairs / 100:
@@ -56,16 +53,3 @@ def _of_length(verdict: Verdict) -> list[str]:
             f"longer, and in {rejected.value:.1%} of those whose rejected one is. A policy may learn that."
         )
     return said
-
-
-def _of_calibration(verdict: Verdict) -> str:
-    bins = verdict.calibration.bins
-    pairs = np.array([(each.confidence, each.accuracy) for each in bins])
-    confidence, right = np.average(pairs, axis=0, weights=[each.count for each in bins])
-    error = f"(expected calibration error {verdict.calibration.ece:.3f})"
-    if abs(confidence - right) < _BIAS:
-        return f"Its margins say how sure it may be {error}."
-    return (
-        f"Its margins are too {'wide' if confidence > right else 'narrow'}: on average they claim {confidence:.1%} "
-        f"and {right:.1%} is right {error}. Scale rewards before you mix them with others."
-    )

@@ -20,7 +20,7 @@ class Table:
 
 
 def tables_of(verdicts: Mapping[str, Verdict | BestOfN]) -> list[Table]:
-    """Return what verdicts, by name, say in all and by group, each in a column of its own."""
+    """Return verdicts, by name, as tables in all and by group, each verdict in a column."""
     tables = []
     for title, kind, measures in (("Verdict", Verdict, _OF_PAIRS), ("Best of several answers", BestOfN, _OF_ROWS)):
         named = {name: each for name, each in verdicts.items() if isinstance(each, kind)}
@@ -63,7 +63,6 @@ _OF_PAIRS: Any = (
     ("Brier score", lambda verdict: _number(verdict.calibration.brier), "0 is best, 0.25 is no knowledge"),
     ("length alone", lambda verdict: _of_length(verdict, "length_only"), "preferring the longer, or shorter, answer"),
     ("length controlled", lambda verdict: _of_length(verdict, "controlled"), "accuracy; length alone gets 0.5"),
-    ("length correlation", lambda verdict: _of_length(verdict, "correlation"), "with reward, by ranks"),
 )
 _OF_ROWS: Any = (
     ("rows", lambda verdict: f"{verdict.rows:,}", "with finite rewards"),

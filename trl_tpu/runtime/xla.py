@@ -61,11 +61,19 @@ class DeviceLoader:
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        loader = _ShardingLoader(self.batches, self._upload)
+        loader = _ShardingLoader(self.batches, self.upload)
         try:
             yield from loader.per_device_loader(torch_xla.device())
         finally:
             loader.close()
+
+    def upload(self, value: Any, device: torch.device) -> Any:
+        """Return a batch, or a part of it, with its tensors on the device."""
+        if isinstance(value, dict):
+            return {key: self.upload(part, device) for key, part in value.items()}
+        if hasattr(value, "map_tensors"):  # packed rows
+            return value.map_tensors(lambda tensor: self._upload(tensor, device))
+        return self._upload(value, device) if isinstance(value, torch.Tensor) else value
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for ``epoch``: samplers order their pairs by (seed, epoch)."""
@@ -78,7 +86,7 @@ class DeviceLoader:
 class _ShardingLoader(pl.ParallelLoader):
     """torch_xla's prefetching loader with a sharding per tensor, so that batches may have any keys and ranks."""
 
-    def __init__(self, batches: DataLoader, upload: Upload) -> None:
+    def __init__(self, batches: DataLoader, upload: Callable[[Any, torch.device], Any]) -> None:
         self._upload = upload
         devices = [torch_xla.device()]
         super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
@@ -91,14 +99,7 @@ class _ShardingLoader(pl.ParallelLoader):
             self._exception_queue.put(error)
 
     def send_cpu_data_to_device(self, batches: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-        return [self._send(batch, device) for batch in batches]
-
-    def _send(self, value: Any, device: torch.device) -> Any:
-        if isinstance(value, dict):
-            return {key: self._send(part, device) for key, part in value.items()}
-        if hasattr(value, "map_tensors"):  # packed rows
-            return value.map_tensors(lambda tensor: self._upload(tensor, device))
-        return self._upload(value, device) if isinstance(value, torch.Tensor) else value
+        return [self._upload(batch, device) for batch in batches]
 
 
 class XlaRuntime(Runtime):
@@ -229,12 +230,15 @@ class XlaRuntime(Runtime):
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
         host has 0, 1, 4 and 5.
         """
-        count = shard_count(self._mesh, batch_axes)
-        sharding = None
-        if tensor.dim() > 0 and count > 1 and tensor.shape[0] % count == 0:
-            spec = (batch_axes, *([None] * (tensor.dim() - 1)))
-            sharding = MeshSharding(self._mesh, spec)
+        axes = self._axes_of_batch(batch_axes, tensor)
+        sharding = MeshSharding(self._mesh, axes) if axes else None
         return xm.send_cpu_data_to_device([tensor], device, sharding)[0]  # type: ignore[index]
+
+    def _axes_of_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor) -> PartitionSpec:
+        """Return the axes of a batch's tensor; empty where it is whole on each device."""
+        count = shard_count(self._mesh, batch_axes)
+        is_split = tensor.dim() > 0 and count > 1 and tensor.shape[0] % count == 0
+        return (batch_axes, *([None] * (tensor.dim() - 1))) if is_split else ()
 
     def step_boundary(self) -> None:
         torch_xla.sync()
