@@ -244,7 +244,7 @@ def test_trls_own_parameters_come_first_so_that_positional_arguments_mean_the_sa
         ("scripts.utils", ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset"]),
         ("scripts.reward", ["main", "make_parser"]),
         ("cli", ["main"]),
-        ("data_utils", ["apply_chat_template", "is_conversational", "unpair_preference_dataset"]),
+        ("data_utils", ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"]),
         ("chat_template_utils", ["clone_chat_template"]),
     ],
 )
