@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import real_pairs
 import tiny
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

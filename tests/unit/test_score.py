@@ -245,7 +245,7 @@ def test_what_is_not_finite_is_null_and_told(
     ]
     assert (
         "2 of 2 rows have no reward" in caplog.text
-        and "Row 1 of the scored dataset: `text`: the reward" in caplog.text
+        and "Row 0 of the scored dataset: `text`: the reward" in caplog.text
     )
     assert "new columns in place of the dataset's: reward" in caplog.text
     assert "no row was scored" in capsys.readouterr().out

@@ -63,13 +63,12 @@ def _with(message: dict[str, Any], content: Any) -> dict[str, Any]:
     return message if message.get("content") is None else {**message, "content": content}
 
 
-def _texts_of(message: dict[str, Any]) -> list[Any]:
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [] if content is None else [{"text": content}]
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    for part, text in zip(parts, texts, strict=True):
-        if not isinstance(text, str):
-            raise UserError(f"the content holds {part!r:.200}, which is neither text nor a part of the type 'text'")
+def _texts_of(message: dict[str, Any]) -> list[str]:
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise UserError(f"the content is {content!r:.200}, which is neither text nor a list of parts of text")
     return texts
 
 
