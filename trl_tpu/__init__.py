@@ -25,15 +25,7 @@ settle()  # the device, since transformers and accelerate choose theirs when the
 
 _MODULES = {
     "chat_template_utils": ["clone_chat_template"],
-    "data_utils": [
-        "apply_chat_template",
-        "extract_prompt",
-        "is_conversational",
-        "maybe_apply_chat_template",
-        "maybe_extract_prompt",
-        "maybe_unpair_preference_dataset",
-        "unpair_preference_dataset",
-    ],
+    "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
     "config.removed_arguments": ["TrainingArguments"],
     "import_utils": ["is_xpu_available"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],

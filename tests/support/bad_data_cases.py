@@ -30,10 +30,8 @@ DATA = {
     "no Parquet": Case(
         file("d.parquet", b"no"), ["DIR/d.parquet cannot be loaded", "Parquet", "what its suffix says"]
     ),
-    "CSV with an empty field": Case(
-        file("d.csv", b"chosen,rejected\na,\n"), ["Row 0", "no `rejected` (null)", "fill"]
-    ),
-    "rows of other columns": Case(rows(PAIR, {"text": "b"}), ["Row 1", "has no `prompt` (null)", "Remove such rows"]),
-    "no answer": Case(rows(PAIR, {**PAIR, "chosen": None}), ["Row 1", "no `chosen` (null)", "Remove such rows or"]),
+    "CSV with an empty field": Case(file("d.csv", b"chosen,rejected\na,\n"), ["Row 0", "`rejected` is null", "fill"]),
+    "rows of other columns": Case(rows(PAIR, {"text": "b"}), ["Row 1", "`prompt` is null", "Remove such rows"]),
+    "no answer": Case(rows(PAIR, {**PAIR, "chosen": None}), ["Row 1", "`chosen` is null", "Remove such rows or"]),
     "a margin of NaN": Case(lines('{"chosen": "a", "margin": NaN}'), ["`margin` is None", "fill it with 0"]),
 }

@@ -22,10 +22,10 @@ from trl_tpu.errors import UserError
 
 _OLD = "scripts for older versions of TRL give it, or import it"
 _REMOVED = dataclasses.fields(RemovedArguments)
-# TRL's for other ways of training, for generating, for images, or as decoration of the progress bar
+# TRL's for other ways of training, for generating, for images and other forms of data, or to decorate the progress bar
 _NOT_OF_REWARDS = (
     *("Callback", "Config", "Trainer", "_model", "_dataset", "_schema", "_messages", "_calling"),
-    "get_training_chat_template",
+    *("get_training_chat_template", "extract_prompt", "_from_value", "_chatml"),
 )
 _INTERNAL = "a part of the trainer's own structure, beside TRL's API"
 
@@ -248,7 +248,7 @@ def test_trls_own_parameters_come_first_so_that_positional_arguments_mean_the_sa
         ("scripts.utils", ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset"]),
         ("scripts.reward", ["main", "make_parser"]),
         ("cli", ["main"]),
-        ("data_utils", ["apply_chat_template", "is_conversational", "unpair_preference_dataset"]),
+        ("data_utils", ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"]),
         ("chat_template_utils", ["clone_chat_template"]),
     ],
 )

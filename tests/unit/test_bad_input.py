@@ -99,7 +99,7 @@ def test_a_bad_row_in_a_worker_of_the_loader_is_told_as_one_in_this(
     with pytest.raises(SystemExit):
         cli.main(["reward", *job.words()])
     (told,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-tpu reward: error: "))
-    assert told.startswith("trl-tpu reward: error: Row 1 of the train dataset has no `chosen` (null)")
+    assert told.startswith("trl-tpu reward: error: Row 1 of the train dataset: `chosen` is null")
 
 
 def test_code_that_a_folder_brings_is_not_run(job: Job, capsys: pytest.CaptureFixture[str]) -> None:

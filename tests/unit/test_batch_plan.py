@@ -24,7 +24,7 @@ from trl_tpu.runtime.native import Runtime
 class Compiling(Runtime):
     """Plain torch that says it compiles, for which shapes are planned."""
 
-    compiles = True
+    plans_shapes = True
 
 
 COMPILING = Compiling()

@@ -145,7 +145,7 @@ def test_an_attribute_that_is_read_or_set_is_there(name: str) -> None:
 
 
 def test_the_loop_skips_batches_by_a_function_of_its_module() -> None:
-    """`data/loader.py` puts another in its place on XLA."""
+    """On XLA `data/loader.py` runs a copy of it with another function of that name."""
     assert "train_dataloader = skip_first_batches(train_dataloader," in inspect.getsource(Trainer._run_epoch)
     assert parameters_of(transformers.trainer.skip_first_batches) == ["dataloader", "num_batches"]
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import trl.data_utils as reference
-from datasets import Dataset, DatasetDict
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from preference_forms import TOOLS, assistant, rows_of_every_form, tiny_tokenizer, user
 from trl.trainer.utils import remove_none_values as reference_remove_none_values
@@ -89,52 +88,6 @@ def test_errors_are_trls(example: dict[str, Any], error: type[Exception], text: 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_kinds_of_example_are_told_apart_as_in_trl(example: dict[str, Any]) -> None:
     assert formats.is_conversational(example) == reference.is_conversational(example)
-    assert formats.maybe_extract_prompt(example) == reference.maybe_extract_prompt(example)
-
-
-def test_a_text_prompt_beside_messages_is_not_the_prompt() -> None:
-    row = {"prompt": "Hi", "chosen": [user("Hi"), assistant("a")], "rejected": [user("Hi"), assistant("b")]}
-    expected = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": [assistant("b")]}
-    assert formats.maybe_extract_prompt(row) == reference.maybe_extract_prompt(row) == expected
-
-
-@given(st.text("ab ", min_size=1, max_size=6), st.text("ab ", min_size=1, max_size=6))
-def test_extracted_prompts_are_trls(chosen: str, rejected: str) -> None:
-    assume(chosen[0] == rejected[0] or not chosen.endswith(" "))  # see the next test
-    pair = {"chosen": chosen, "rejected": rejected}
-    assert formats.extract_prompt(pair) == reference.extract_prompt(pair)
-
-
-@given(st.text("ab ", min_size=1, max_size=6), st.text("ab ", min_size=1, max_size=6))
-def test_prompt_and_answers_join_to_the_dialogues(chosen: str, rejected: str) -> None:
-    parts = formats.extract_prompt({"chosen": chosen, "rejected": rejected})
-    assert (parts["prompt"] + parts["chosen"], parts["prompt"] + parts["rejected"]) == (chosen, rejected)
-    assert parts["chosen"] and parts["rejected"]
-
-
-def test_trl_tears_pairs_whose_first_characters_differ() -> None:
-    """Ours differs from TRL here on purpose; should TRL mend it, this test says so."""
-    pair = {"chosen": "a ", "rejected": "b"}
-    assert formats.extract_prompt(pair) == {"prompt": "", "chosen": "a ", "rejected": "b"}
-    torn = reference.extract_prompt(pair)
-    assert torn["prompt"] + torn["rejected"] != "b"
-
-
-def test_an_empty_dialogue_has_no_prompt() -> None:
-    with pytest.raises(ValueError, match="got lengths 0 and 1"):
-        formats.extract_prompt({"chosen": "", "rejected": "a"})
-
-
-@pytest.mark.parametrize("prompt", [True, False])
-def test_unpaired_rows_are_trls(prompt: bool) -> None:
-    rows = [{"chosen": "a", "rejected": "b", "id": 1}, {"chosen": "c", "rejected": "d", "id": 2}]
-    dataset = Dataset.from_list([{"prompt": "p" + row["chosen"], **row} if prompt else row for row in rows])
-    expected = reference.unpair_preference_dataset(dataset)
-    assert formats.unpair_preference_dataset(dataset)[:] == expected[:]
-    assert formats.maybe_unpair_preference_dataset(dataset, num_proc=1, desc="Unpair")[:] == expected[:]
-    assert formats.maybe_unpair_preference_dataset(DatasetDict(train=dataset))["train"][:] == expected[:]
-    assert list(formats.unpair_preference_dataset(dataset.to_iterable_dataset())) == list(expected)
-    assert formats.maybe_unpair_preference_dataset(expected) is expected
 
 
 values = st.recursive(

@@ -1,4 +1,4 @@
-"""Loaders skip, seed their workers and wait for one another as transformers' and TRL's do."""
+"""Loaders seed their workers, and processes wait for one another as transformers' and TRL's do."""
 
 import os
 import random
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-import transformers.trainer
+import transformers
 from places import ROOT
 
-from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.data.loader import epoch_that_skips_by, host_batches, skip_batches
+from trl_tpu import RewardConfig
+from trl_tpu.data.loader import host_batches
 
 TWICE = """
 import sys, time
@@ -31,36 +30,6 @@ with main_processes_first():
     time.sleep(1 - rank)
     note(f"{rank} ends, ")
 """
-
-
-def test_a_resumed_epoch_skips_by_a_function_of_ours_and_transformers_stays_as_it_is(tmp_path: Path) -> None:
-    pairs = tiny.made_up_pairs(8)
-    tokenizer = tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
-    skipped, own = [], transformers.trainer.skip_first_batches
-
-    def skip(loader: Any, count: int) -> Any:
-        skipped.append(count)
-        assert transformers.trainer.skip_first_batches is own
-        return skip_batches(loader.base_dataloader, count)
-
-    class Skipping(RewardTrainer):
-        def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-            epoch_that_skips_by(skip)(self, *args, **kwargs)
-
-    def losses(trainer: RewardTrainer, **resume: Any) -> list[float]:
-        trainer.train(**resume)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    def make(out: Path) -> RewardTrainer:
-        quiet: dict[str, Any] = {"report_to": "none", "bf16": False, "logging_steps": 1, "disable_tqdm": True}
-        args = RewardConfig(str(out), per_device_train_batch_size=2, num_train_epochs=1, save_steps=2, **quiet)
-        model = tiny.tiny_model(tokenizer)
-        return Skipping(model, args, train_dataset=pairs, processing_class=tokenizer)
-
-    whole = losses(make(tmp_path))
-    assert len(whole) == 4 and not skipped
-    assert losses(make(tmp_path), resume_from_checkpoint=str(tmp_path / "checkpoint-2")) == pytest.approx(whole)
-    assert skipped == [2]
 
 
 class Draws(list[int]):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trl_tpu import RewardConfig
 from trl_tpu.batching.planned_shapes import plan_rows_of
-from trl_tpu.data.measure import Measured, measure, measure_tables, pair_sizes
+from trl_tpu.data.measure import Measured, measure, measure_tables
 from trl_tpu.packing.schedule import plan_rows
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
@@ -43,15 +43,9 @@ def test_pair_sizes_equal_a_loop_over_sliced_chunks(
 ) -> None:
     chosen = chunked([[one for one, _ in part] for part in parts], kind, before, after)
     rejected = chunked([[other for _, other in part] for part in parts], kind, before_too, after_too)
-    assert pair_sizes(chosen, rejected).tolist() == [size(*pair) for part in parts for pair in part]
-
-
-def test_pair_sizes_of_empty_and_identical_dialogues() -> None:
-    chosen = [[], [], [1, 2], [1, 2, 3], [5], [1, 2], []]
-    rejected = [[], [4], [], [1, 2, 3], [6], [1, 2, 3, 4], []]
-    columns = [pa.chunked_array([pa.array(rows, TYPES[0])]) for rows in (chosen, rejected)]
-    assert pair_sizes(*columns).tolist() == [0, 1, 2, 3, 2, 4, 0]
-    assert pair_sizes(*(pa.chunked_array([], TYPES[0]) for _ in range(2))).tolist() == []
+    assert measure_tables([pa.table({"a": chosen, "b": rejected})], ("a", "b")).sizes_N.tolist() == [
+        size(*pair) for part in parts for pair in part
+    ]
 
 
 @pytest.mark.parametrize("columns", [("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")])

@@ -3,14 +3,14 @@
 import functools
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import real_pairs
 import tiny
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_tpu.data.measure import pair_sizes
+from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.schedule import plan_rows
 
@@ -67,7 +67,7 @@ def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
 def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
     """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
     both = tokenized(source)
-    sizes = pair_sizes(*(pa.chunked_array([pa.array(half)]) for half in zip(*both, strict=True)))
+    sizes = measure(Dataset.from_list([{"chosen_ids": one, "rejected_ids": other} for one, other in both])).sizes_N
     plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0

@@ -76,7 +76,7 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good
 @pytest.mark.parametrize(
     ("spoiled", "told"),
     [
-        ({"text": None}, "Row 1 of the scored dataset has no `text` (null)"),
+        ({"text": None}, "Row 1 of the scored dataset: `text` is null"),
         ({"messages": [{"role": "user", "content": None}]}, "Row 1 of the scored dataset: `messages` holds {"),
         ({"messages": CHAT, "tools": "["}, "Row 1 of the scored dataset: `messages`, whose roles"),
     ],
@@ -91,7 +91,7 @@ def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
     assert first == third and isinstance(first["reward"], float) and first["not_scored"] is None
     assert second["reward"] is None and second["not_scored"].startswith(told)
     assert {key: second[key] for key in spoiled} == spoiled
-    assert f"1 of 3 rows have no reward, or lack one; `not_scored` says why:\n  {told}" in caplog.text
+    assert f"1 of 3 rows have no reward, or lack one; `not_scored` says why: {told}" in caplog.text
 
 
 def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +232,7 @@ def test_what_is_not_finite_is_null_and_told(
     ]
     assert (
         "2 of 2 rows have no reward" in caplog.text
-        and "Row 1 of the scored dataset: `text`: the reward" in caplog.text
+        and "Row 0 of the scored dataset: `text`: the reward" in caplog.text
     )
     assert "new columns in place of the dataset's: reward" in caplog.text
     assert "no row was scored" in capsys.readouterr().out

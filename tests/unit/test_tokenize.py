@@ -19,7 +19,7 @@ from preference_forms import (
     tiny_tokenizer,
 )
 
-from trl_tpu.data.old_columns import prepare_legacy_dataset, tokenize_legacy
+from trl_tpu.data.old_columns import prepare_legacy_dataset
 from trl_tpu.data.tokenize import prepare_preference_dataset
 
 FORMS = rows_of_every_form()
@@ -160,21 +160,26 @@ def trl_0_23(dataset: Dataset, tokenizer: Any) -> Dataset:
     )
 
 
+def prepare_legacy(dataset: Any, max_length: int | None) -> Any:
+    settings: dict[str, Any] = {"num_embeddings": 300, "max_length": max_length, "num_proc": None, "name": "train"}
+    return prepare_legacy_dataset(dataset, tiny_tokenizer(), **settings)
+
+
 @pytest.mark.parametrize(
     "form", ["standard, implicit prompt", "conversational, implicit prompt", "conversational", "standard"]
 )
 def test_the_old_columns_are_trl_0_23s(form: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "margin": [row["margin"]]} for row in FORMS[form][:2]]
     dataset, tokenizer = Dataset.from_list(rows), tiny_tokenizer()
-    prepared = tokenize_legacy(dataset, tokenizer, num_proc=None, name="train")
+    prepared, streamed = (prepare_legacy(each, None) for each in (dataset, dataset.to_iterable_dataset()))
     assert prepared[:] == trl_0_23(dataset, tokenizer)[:]
+    assert list(streamed) == list(prepared)
     assert ("column `prompt` is left out" in caplog.text) == ("implicit" not in form)
 
 
 def test_the_old_way_filters_by_length_too() -> None:
     dataset = Dataset.from_dict({"chosen": ["ab", "c"], "rejected": ["d", "efg"]})
-    settings: dict[str, Any] = {"num_embeddings": 300, "max_length": 2, "num_proc": None, "name": "train"}
-    assert prepare_legacy_dataset(dataset, tiny_tokenizer(), **settings)["chosen"][:] == ["ab"]
+    assert prepare_legacy(dataset, 2)["chosen"][:] == ["ab"]
 
 
 def each_message(written: str) -> str:

@@ -1,10 +1,13 @@
 """The loader that feeds XLA devices from background threads."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import transformers.trainer
+from torch.utils.data import DataLoader
 
 from trl_tpu import RewardTrainer
 from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
@@ -38,3 +41,30 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(config: Callable[..., A
         epochs.append(rows)
     assert len(epochs[0]) == 21 == len(epochs[1])
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+
+
+class OwnLoader(RewardTrainer):
+    """Makes its loader itself, of torch's class."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        size = self.args.train_batch_size
+        return DataLoader(self.train_dataset, size, collate_fn=self.data_collator)  # type: ignore[arg-type]
+
+
+@pytest.mark.eight
+@pytest.mark.parametrize("trainer_class", [RewardTrainer, OwnLoader])
+def test_an_epoch_resumed_in_its_middle_has_the_losses_of_the_whole_one(
+    trainer_class: type[RewardTrainer], config: Callable[..., Any], model_folder: str, tmp_path: Path
+) -> None:
+    theirs = transformers.trainer.skip_first_batches
+    settings = {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
+
+    def losses(resume: str | None = None) -> list[float]:
+        trainer = trainer_class(model_folder, config(**settings), train_dataset=tiny.made_up_pairs(32))
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = losses()
+    assert len(whole) == 4
+    assert losses(str(tmp_path / "checkpoint-2")) == pytest.approx(whole, rel=1e-6)
+    assert transformers.trainer.skip_first_batches is theirs

@@ -1,6 +1,5 @@
 """Applying a chat template to the messages of a row, with what the row says for it."""
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,11 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserError, UserTypeError
-
-# All other arguments of transformers' method say what is done with the text, or which template writes it.
-_FOR_THE_TEMPLATE = {"documents", "add_generation_prompt", "kwargs"}
-_FOR_THE_TOKENIZER = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - _FOR_THE_TEMPLATE
+from ..errors import UserError
 
 # Templates leave out what assistants thought before they answered, so the end of a text says whether it was written.
 _END = 20
@@ -35,8 +30,7 @@ def apply_template(
         **settings: For the tokenizer's method; ``chat_template_kwargs`` is as in `template_variables`.
 
     Raises:
-        UserError: An argument of the row that is not for the template, or content that is no text.
-        UserTypeError: A row's arguments are no mapping.
+        UserError: Content that is no text.
     """
     arguments = {**template_variables(settings.pop("chat_template_kwargs", None)), **settings}
     arguments |= {"tools": read_tools(tools), "tokenize": False}
@@ -60,46 +54,28 @@ def read_tools(tools: Any) -> Any:
     return json.loads(tools) if isinstance(tools, str) else tools
 
 
-def template_variables(row_arguments: Any) -> dict[str, Any]:
+def template_variables(row_arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a row's variables for the template. None is no value: Arrow fills with it what other rows have."""
-    if row_arguments is None:
-        return {}
-    if not isinstance(row_arguments, Mapping):
-        raise UserTypeError(f"`chat_template_kwargs` must be a mapping, not {type(row_arguments).__name__}")
-    variables = {key: value for key, value in row_arguments.items() if value is not None}
-    for key in variables:
-        if key in _FOR_THE_TOKENIZER:
-            raise UserError(
-                f"`chat_template_kwargs` has the key {key!r}, which is no variable of a template: it would change how "
-                "this row alone is read or tokenized"
-            )
-    return variables
+    return {key: value for key, value in (row_arguments or {}).items() if value is not None}
 
 
 def _with(message: dict[str, Any], content: Any) -> dict[str, Any]:
     return message if message.get("content") is None else {**message, "content": content}
 
 
-def _parts(message: dict[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else [] if content is None else [content]
-
-
 def _texts_of(message: dict[str, Any]) -> list[str]:
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in _parts(message)]
-    for part, text in zip(_parts(message), texts, strict=True):
-        if not isinstance(text, str) or (part is text and isinstance(message["content"], list)):
-            raise UserError(
-                f"the content holds {part!r:.200}, where only text and parts {{'type': 'text', 'text': ...}} can be "
-                "read"
-            )
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise UserError(f"the content is {content!r:.200}, which is neither text nor a list of parts of text")
     return texts
 
 
 def _are_written(messages: Messages, rendered: str) -> bool:
     """Tell whether a rendering holds what the messages say, and not how Python prints it."""
-    return all(
-        text.strip()[-_END:] in rendered and (part is text or repr(part) not in rendered)
-        for message in messages
-        for part, text in zip(_parts(message), _texts_of(message), strict=True)
+    parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+    texts = [text for message in messages for text in _texts_of(message)]
+    return all(text.strip()[-_END:] in rendered for text in texts) and not any(
+        repr(each) in rendered for each in parts
     )

@@ -30,9 +30,9 @@ _ACCEPTED = (
 )
 
 
-def row_of(index: int, name: str) -> str:
-    """Begin an error: which row of which dataset, counted as the rows came."""
-    return f"Row {index} of the {name} dataset"
+def row_of(index: int, name: str, column: str | None = None) -> str:
+    """Begin an error: which row of which dataset, counted as the rows came, and which column of it."""
+    return f"Row {index} of the {name} dataset" + ("" if column is None else f": `{column}`")
 
 
 # ---- columns
@@ -91,7 +91,7 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
     """
     parts = {key: row[key] for key in ("prompt", *RAW_COLUMNS) if key in row}
     for key, value in parts.items():
-        check_dialogue(value, key, where)
+        check_dialogue(value, f"{where}: `{key}`")
     if len({type(value) for value in parts.values()}) > 1:
         raise UserError(
             f"{where} mixes text and lists of messages in {', '.join(f'`{key}`' for key in parts)}. If the dialogues "
@@ -111,12 +111,11 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
         )
 
 
-def check_dialogue(value: Any, key: str, where: str) -> None:
+def check_dialogue(value: Any, where: str) -> None:
     """Check the text or the messages of one column of a row; they may be empty.
 
     Args:
-        value: The value of the column ``key``.
-        key: The column.
+        value: The value of the column.
         where: How errors begin, see `row_of`.
 
     Raises:
@@ -124,15 +123,15 @@ def check_dialogue(value: Any, key: str, where: str) -> None:
         UserTypeError: Neither text nor a list of messages.
     """
     if value is None:
-        raise UserError(f"{where} has no `{key}` (null); every row needs one. Remove such rows or fill them.")
-    if isinstance(value, list):
+        raise UserError(f"{where} is null; every row needs a value there. Remove such rows or fill them.")
+    if isinstance(value, str):
+        check_text(value, where)
+    elif isinstance(value, list):
         for message in value:
-            _check_message(message, f"{where}: `{key}`")
-    elif isinstance(value, str):
-        check_text(value, f"{where}: `{key}`")
+            _check_message(message, where)
     else:
         raise UserTypeError(
-            f"{where}: `{key}` must be text or a list of messages, got {type(value).__name__}. Convert the column."
+            f"{where} must be text or a list of messages, got {type(value).__name__}. Convert the column."
         )
 
 
@@ -203,11 +202,11 @@ def _time_limit() -> Iterator[None]:
 # ---- token ids
 
 
-def check_ids(ids: Any, key: str, where: str, num_embeddings: int) -> None:
+def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
     """Check one dialogue's token ids: XLA would read the table's last row for an id that is too large, silently.
 
     Args:
-        ids: The value of the column ``key``.
+        ids: The value of the column.
         where: How errors begin, see `row_of`.
         num_embeddings: Rows of the model's embedding table.
 
@@ -217,16 +216,16 @@ def check_ids(ids: Any, key: str, where: str, num_embeddings: int) -> None:
     """
     if ids is None or len(ids) == 0:
         raise UserError(
-            f"{where}: `{key}` holds no tokens; a dialogue needs at least one, since its reward is read at its last "
+            f"{where} holds no tokens; a dialogue needs at least one, since its reward is read at its last "
             "token. Remove such rows."
         )
     array = np.asarray(ids)
     if not np.issubdtype(array.dtype, np.integer):
-        raise UserTypeError(f"{where}: `{key}` must hold lists of integer token ids, got {ids!r:.80}.")
+        raise UserTypeError(f"{where} must hold lists of integer token ids, got {ids!r:.80}.")
     outside = array[(array < 0) | (array >= num_embeddings)]
     if len(outside):
         raise UserError(
-            f"{where}: `{key}` holds the token id {outside[0]}, but the model's embedding table has {num_embeddings} "
+            f"{where} holds the token id {outside[0]}, but the model's embedding table has {num_embeddings} "
             f"rows (ids 0 to {num_embeddings - 1}). Tokenize with the model's own tokenizer, or after adding tokens "
             "call `model.resize_token_embeddings(len(tokenizer))`."
         )
@@ -240,36 +239,36 @@ def check_id_column(column: pa.ChunkedArray, key: str, first: int, name: str, nu
         if has_tokens and extremes["min"] >= 0 and extremes["max"] < num_embeddings:
             return
     for index, ids in enumerate(column.to_pylist(), start=first):
-        check_ids(ids, key, row_of(index, name), num_embeddings)
+        check_ids(ids, row_of(index, name, key), num_embeddings)
 
 
 # ---- margins
 
 
-def check_margin(value: Any, where: str, *, nested: bool = False) -> None:
-    """Check one target margin: a finite number, or with ``nested`` also a list of one, as old datasets have it.
+def check_margin(value: Any, columns: tuple[str, str], where: str) -> None:
+    """Check one target margin: a finite number, or in TRL's old ``columns`` also a list of one.
 
     Raises:
         UserError: Anything else.
     """
     margin = np.asarray(value)
-    if nested and margin.shape == (1,):
+    if columns != TOKEN_COLUMNS and margin.shape == (1,):
         margin = margin[0]
     if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= _LARGEST:
         raise UserError(
-            f"{where}: `margin` is {value!r}. Every `margin` must be a finite number, since it is subtracted from the "
-            "pair's reward margin in the loss: fill it with 0, or drop the row or the column."
+            f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
+            "reward margin in the loss: fill it with 0, or drop the row or the column."
         )
 
 
-def check_margins(dataset: Dataset, name: str, *, nested: bool = False) -> None:
-    """Check every row of a dataset as `check_margin` does, where it has the column ``margin``."""
-    if "margin" not in dataset.column_names:
+def check_margins(dataset: Dataset | IterableDataset, columns: tuple[str, str], name: str) -> None:
+    """Check every row of a dataset as `check_margin` does, where it has the column ``margin``; nothing of a stream."""
+    if isinstance(dataset, IterableDataset) or "margin" not in dataset.column_names:
         return
     if all(_are_finite(table["margin"]) for table in tables_of(dataset, ["margin"])):  # at once
         return
     for index, value in enumerate(dataset["margin"]):  # to name the bad one
-        check_margin(value, row_of(index, name), nested=nested)
+        check_margin(value, columns, row_of(index, name, "margin"))
 
 
 def _are_finite(column: pa.ChunkedArray) -> bool:

@@ -1,23 +1,17 @@
-"""The forms of preference data, and the ways between them: TRL's public ``data_utils``, for text.
+"""The functions of TRL's public ``data_utils`` that reward scripts use: conversational examples as text.
 
-An example is *standard* (plain strings) or *conversational* (lists of ``{"role", "content"}`` messages). Its prompt is
-*explicit* (a ``prompt`` column) or *implicit* (the common beginning of ``chosen`` and ``rejected``).
-
-Left out of TRL 1.16's module: ``pack_dataset`` (supervised fine-tuning), ``prepare_multimodal_messages`` (images) and
-what reads ``from``/``value`` messages, which no reward script of TRL's does.
+An example is *standard* (plain strings) or *conversational* (lists of ``{"role", "content"}`` messages).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError, UserTypeError
 from .chat import apply_template
 
-AnyDataset = TypeVar("AnyDataset", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
 ListOrMapping = TypeVar("ListOrMapping", list, Mapping)
 
 _DIALOGUE_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
@@ -130,73 +124,6 @@ def conversations_formatting_function(
         return apply_template(tokenizer, messages)
 
     return render
-
-
-def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
-    """Split the common beginning of ``chosen`` and ``rejected`` off as ``prompt``.
-
-    Dialogues are text (compared by character; a space before the first difference stays with the answers) or lists of
-    messages (compared by message). Each answer keeps at least one element, also where one dialogue begins the other.
-
-    Raises:
-        UserError: A dialogue is empty.
-    """
-    chosen, rejected = example["chosen"], example["rejected"]
-    shortest = min(len(chosen), len(rejected))
-    if shortest == 0:
-        raise UserError(
-            "A prompt cannot be extracted from an empty dialogue: `chosen` and `rejected` must both hold at least one "
-            f"character or message, got lengths {len(chosen)} and {len(rejected)}. Remove such rows."
-        )
-    split = _common_length(chosen, rejected)
-    # For split == 0, TRL looks for the space at chosen[-1], and tears rows where it finds one.
-    if split == shortest or (split > 0 and chosen[split - 1] == " "):
-        split -= 1
-    return {"prompt": chosen[:split], "chosen": chosen[split:], "rejected": rejected[split:]}
-
-
-def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Extract the prompt of a preference example without one of its own; any other is returned as it is.
-
-    A ``prompt`` in another form than ``chosen`` (text beside messages) is a copy for display in datasets where the
-    prompt is implicit, so it does not count.
-    """
-    if "chosen" not in example or "rejected" not in example:
-        return example
-    if "prompt" in example and (
-        is_conversational({"chosen": example["chosen"]}) == is_conversational({"prompt": example["prompt"]})
-    ):
-        return example
-    return extract_prompt({"chosen": example["chosen"], "rejected": example["rejected"]})
-
-
-def _unpair(batch: Mapping[str, list]) -> dict[str, list]:
-    pairs = len(batch["chosen"])
-    others = {key: list(values) * 2 for key, values in batch.items() if key not in ("chosen", "rejected")}
-    completions = list(batch["chosen"]) + list(batch["rejected"])
-    return {"completion": completions, "label": [True] * pairs + [False] * pairs, **others}
-
-
-def unpair_preference_dataset(dataset: AnyDataset, **map_kwargs: Any) -> AnyDataset:
-    """Turn pairs into rows of ``prompt``, ``completion`` and a true or false ``label``; other columns are repeated.
-
-    Args:
-        dataset: With ``chosen``, ``rejected`` and optionally ``prompt``.
-        **map_kwargs: For the dataset's ``map``.
-    """
-    split: Any = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    columns = split.column_names or list(next(iter(split)))
-    return dataset.map(_unpair, batched=True, remove_columns=columns, **map_kwargs)
-
-
-def maybe_unpair_preference_dataset(
-    dataset: AnyDataset, num_proc: int | None = None, desc: str | None = None
-) -> AnyDataset:
-    """Unpair a dataset that holds pairs; any other is returned as it is."""
-    split: Any = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
-    if "chosen" in split.column_names and "rejected" in split.column_names:
-        return unpair_preference_dataset(dataset, num_proc=num_proc, desc=desc)
-    return dataset
 
 
 def remove_none_values(example: ListOrMapping) -> ListOrMapping:

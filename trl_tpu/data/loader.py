@@ -3,8 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sized
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -75,32 +74,6 @@ def epoch_that_skips_by(skip: Callable[[Any, int], Any]) -> Callable[..., None]:
     original = Trainer._run_epoch
     names = vars(transformers.trainer) | {"skip_first_batches": skip}
     return FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
-
-
-@contextmanager
-def skipping_with(skip: Callable[[Any, int], Any]) -> Iterator[None]:
-    """Let the training loop skip a resumed epoch's batches by ``skip``.
-
-    transformers calls a function of accelerate's there, by its module's name, which rebuilds the loader without its
-    sharding.
-    """
-    original = transformers.trainer.skip_first_batches
-    transformers.trainer.skip_first_batches = skip
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = original
-
-
-@contextmanager
-def collating_with(trainer: Trainer, collate: Callable[[list[Any]], Any]) -> Iterator[None]:
-    """Let ``trainer`` make a loader with ``collate``; transformers takes only the trainer's own collator."""
-    own = trainer.data_collator
-    trainer.data_collator = collate
-    try:
-        yield
-    finally:
-        trainer.data_collator = own
 
 
 def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:

@@ -111,16 +111,6 @@ def lengths_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
     return np.stack([pc.list_value_length(table[column]).to_numpy() for column in columns])
 
 
-def pair_sizes(chosen: pa.ChunkedArray, rejected: pa.ChunkedArray) -> np.ndarray:
-    """Return how many tokens each pair takes in a row [N]: both dialogues, with their common prefix counted once.
-
-    Args:
-        chosen: Lists of token ids.
-        rejected: As many.
-    """
-    return _lengths(_flat(chosen), _flat(rejected)).sum(axis=0)
-
-
 _Flat = tuple[np.ndarray, np.ndarray]
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,29 +68,29 @@ def prepare_preference_dataset(
             dataset = dataset.rename_column(old, new)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
     checks.check_columns(columns, name)
-    is_tokenized = set(checks.TOKEN_COLUMNS) <= set(columns)
-    if not is_tokenized and processing_class.eos_token is None:
-        logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
-
-    settings = {"processing_class": processing_class, "name": name}
-    if isinstance(dataset, IterableDataset):
-        settings |= {"is_tokenized": is_tokenized, "num_embeddings": num_embeddings}
-        dataset = dataset.map(
-            _prepare_rows, with_indices=True, batched=True, batch_size=_STREAM_BATCH, fn_kwargs=settings
+    checks.check_margins(dataset, checks.TOKEN_COLUMNS, name)
+    if not set(checks.TOKEN_COLUMNS) <= set(columns):
+        if processing_class.eos_token is None:
+            logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
+        settings = {"processing_class": processing_class, "name": name}
+        dataset = map_rows(
+            dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, fn_kwargs=settings
         )
-        return dataset if max_length is None else dataset.filter(_fits, fn_kwargs={"max_length": max_length})
-    checks.check_margins(dataset, name)
-    if not is_tokenized:
-        with main_processes_first():
-            dataset = dataset.map(
-                _tokenize_rows,
-                with_indices=True,
-                batched=True,
-                fn_kwargs=settings,
-                num_proc=num_proc,
-                desc=f"Tokenizing {name} dataset",
-            )
     return keep_fitting(dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name)
+
+
+def map_rows(
+    dataset: Dataset | IterableDataset,
+    function: Callable[..., Any],
+    num_proc: int | None,
+    name: str,
+    **settings: Any,
+) -> Dataset | IterableDataset:
+    """Map the rows of a dataset, in the main process first; those of a stream as they are read."""
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(function, batch_size=_STREAM_BATCH, **settings)
+    with main_processes_first():
+        return dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def _tokenize_rows(
             output[key] = processing_class(text=dialogues, return_attention_mask=False)["input_ids"]
         else:  # a stream may have rows of both forms
             output[key] = [
-                tokenize_dialogue(dialogue, processing_class, row, f"{checks.row_of(index, name)}: `{answer}`")
+                tokenize_dialogue(dialogue, processing_class, row, checks.row_of(index, name, answer))
                 for index, row, dialogue in zip(indices, rows, dialogues, strict=True)
             ]
     return output
@@ -165,48 +165,33 @@ def tokenize_dialogue(
     return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
-def _prepare_rows(
-    batch: Mapping[str, Any],
-    indices: list[int],
-    processing_class: PreTrainedTokenizerBase,
-    name: str,
-    is_tokenized: bool,
-    num_embeddings: int,
-) -> dict[str, list[list[int]]]:
-    """Check and tokenize some rows of a stream."""
-    token_ids = {} if is_tokenized else _tokenize_rows(batch, indices, processing_class, name)
-    for index, row in zip(indices, _rows({**batch, **token_ids}), strict=True):
-        where = checks.row_of(index, name)
-        for key in checks.TOKEN_COLUMNS:
-            checks.check_ids(row[key], key, where, num_embeddings)
-        if "margin" in row:
-            checks.check_margin(row["margin"], where)
-    return token_ids
-
-
-def _fits(row: Mapping[str, Any], max_length: int) -> bool:
-    return max(len(row[key]) for key in checks.TOKEN_COLUMNS) <= max_length
-
-
 def keep_fitting(
-    dataset: Dataset, columns: tuple[str, str], *, num_embeddings: int, max_length: int | None, name: str
-) -> Dataset:
+    dataset: Dataset | IterableDataset,
+    columns: tuple[str, str],
+    *,
+    num_embeddings: int,
+    max_length: int | None,
+    name: str,
+) -> Dataset | IterableDataset:
     """Check the token ids, and leave out the pairs that are too long; count them, and pairs of equals, in the log.
 
     Args:
-        dataset: Tokenized pairs.
+        dataset: Tokenized pairs. A stream is checked, its margins too, as it is read, and nothing is logged of it.
         columns: The names of the chosen and of the rejected token ids.
         num_embeddings: Rows of the model's embedding table.
         max_length: The most tokens a dialogue may have; None keeps all.
         name: What the log calls the dataset.
 
     Returns:
-        The dataset, measured in the same pass: see `measure.measure`.
+        The pairs that fit; those of a dataset measured in the same pass: see `measure.measure`.
 
     Raises:
         UserTypeError: A column does not hold lists of integers.
         UserError: A dialogue without tokens, an id that the model lacks, or no pair that fits.
     """
+    if isinstance(dataset, IterableDataset):
+        settings = {"columns": columns, "num_embeddings": num_embeddings, "max_length": max_length, "name": name}
+        return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
     longest: list[np.ndarray] = []
 
     def fitting() -> Iterator[pa.Table]:
@@ -241,3 +226,19 @@ def keep_fitting(
         )
     remember(dataset, measured)
     return dataset
+
+
+def _fits(
+    row: Mapping[str, Any],
+    index: int,
+    columns: tuple[str, str],
+    num_embeddings: int,
+    max_length: int | None,
+    name: str,
+) -> bool:
+    """Check a streamed pair, and tell whether it is short enough."""
+    for key in columns:
+        checks.check_ids(row[key], checks.row_of(index, name, key), num_embeddings)
+    if "margin" in row:
+        checks.check_margin(row["margin"], columns, checks.row_of(index, name, "margin"))
+    return max_length is None or max(len(row[key]) for key in columns) <= max_length

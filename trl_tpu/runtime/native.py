@@ -52,9 +52,6 @@ class Runtime:
     Else a process has one device, and accelerate leads the processes.
     """
 
-    compiles = False
-    """Both of the first two, for rooms that do not tell them apart."""
-
     @property
     def has_attention_kernel(self) -> bool:
         """Whether `segment_attention` needs less memory than a mask for each query and key."""

@@ -106,7 +106,7 @@ class XlaRuntime(Runtime):
     """The `Runtime` of PyTorch/XLA."""
 
     name = "xla"
-    plans_shapes = records_steps = shares_mesh = compiles = True
+    plans_shapes = records_steps = shares_mesh = True
     _mesh: xs.Mesh  # of `set_mesh`
 
     def __init__(self) -> None:

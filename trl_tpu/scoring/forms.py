@@ -14,15 +14,15 @@ A ``prompt`` is put before the answers of the first three; ``tools`` and ``chat_
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..data import checks
 from ..data.tokenize import tokenize_dialogue, with_eos
-from ..errors import UserError, UserTypeError
+from ..errors import UserError
 from .scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -32,23 +32,48 @@ Dialogue = str | list[dict[str, Any]]
 #: The column that says why a row has no reward, or lacks some; null in others.
 REASON = "not_scored"
 
-_FORMS = (checks.RAW_COLUMNS, ("completions",), ("messages",), ("text",))
+# of each form the columns of dialogues, each with those of their rewards and numbers of tokens
+_FORMS = (
+    {"chosen": ("reward_chosen", "tokens_chosen"), "rejected": ("reward_rejected", "tokens_rejected")},
+    {"completions": ("rewards", "tokens")},
+    {"messages": ("reward", "tokens")},
+    {"text": ("reward", "tokens")},
+)
+_BEST = {"completions": ("reward", "tokens")}
 _ACCEPTED = (
     "the columns chosen and rejected (answers, or lists of answers), or completions (a list of answers), each perhaps "
     "with prompt; or messages, or text"
 )
 
 
+@dataclass
+class Item:
+    """One dialogue of a row, and what is found out about it."""
+
+    row: Mapping[str, Any]
+    where: str
+    """How errors begin: its row and column, and its place there."""
+    dialogue: Dialogue | None = None
+    tokens: int | None = None
+    reward: float | None = None
+    fault: str | None = None
+    """Why it has no reward."""
+
+
+#: The dialogues of a row by their columns: one, or a list where the row has a list of answers.
+Items = dict[str, Item | list[Item]]
+
+
 @dataclass(frozen=True)
 class Form:
-    """Which columns of a row hold dialogues.
+    """Which columns of a row hold dialogues, and what is written of them.
 
     Args:
-        columns: The columns.
+        outputs: By the columns of dialogues, those of their rewards and of their numbers of tokens.
         best_only: Whether only the best of a row's completions is kept.
     """
 
-    columns: tuple[str, ...]
+    outputs: Mapping[str, tuple[str, str]]
     best_only: bool = False
 
     @classmethod
@@ -59,68 +84,20 @@ class Form:
             UserError: They have no form that can be scored, or no completions to choose the best of.
         """
         there = list(columns)
-        found = next((form for form in _FORMS if set(form) <= set(there)), None)
+        found = next((form for form in _FORMS if form.keys() <= set(there)), None)
         if found is None:
             raise UserError(f"Rows to score need {_ACCEPTED}; they have {there}.")
-        if best_only and found != ("completions",):
+        if best_only and "completions" not in found:
             raise UserError(
                 f"The best answer is chosen from a column completions (a list of answers); the rows have {there}."
             )
-        form = cls(found, best_only)
-        new = {*form.reward_columns.values(), *form.token_columns.values(), REASON}
-        if replaced := new & set(there):
+        form = cls(_BEST if best_only else found, best_only)
+        if replaced := {REASON, *sum(form.outputs.values(), ())} & set(there):
             logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
         return form
 
-    @property
-    def reward_columns(self) -> dict[str, str]:
-        """The column of the rewards for each column of dialogues."""
-        plain = "rewards" if self.columns == ("completions",) and not self.best_only else "reward"
-        return {each: f"reward_{each}" if each in checks.RAW_COLUMNS else plain for each in self.columns}
-
-    @property
-    def token_columns(self) -> dict[str, str]:
-        """The column of the numbers of tokens for each column of dialogues."""
-        return {each: f"tokens_{each}" if each in checks.RAW_COLUMNS else "tokens" for each in self.columns}
-
-
-@dataclass
-class Item:
-    """One dialogue of a row, and what is found out about it."""
-
-    dialogue: Dialogue | None
-    row: str
-    """How errors call its row."""
-    name: str
-    """The column that it is in, and its place there."""
-    ids: np.ndarray | None = None
-    reward: float | None = None
-    fault: str | None = None
-    """Why it has no reward."""
-
-    @property
-    def where(self) -> str:
-        """How errors begin."""
-        return f"{self.row}: `{self.name}`"
-
-    @property
-    def tokens(self) -> int | None:
-        return None if self.ids is None else len(self.ids)
-
-
-@dataclass
-class RowDialogues:
-    """A row, and its dialogues by their columns: one, or a list where the row has a list of answers."""
-
-    row: Mapping[str, Any]
-    form: Form
-    items: dict[str, Item | list[Item]] = field(default_factory=dict)
-    fault: str | None = None
-    """Why none of it can be scored."""
-
-    @classmethod
-    def read(cls, row: "Mapping[str, Any] | UserError", form: Form, where: str, tokenizer: Any) -> "RowDialogues":
-        """Find the dialogues of a row; one that is broken says why.
+    def read(self, row: Mapping[str, Any] | UserError, where: str, tokenizer: Any) -> Items:
+        """Find the dialogues of a row; those that are broken say why.
 
         Args:
             row: Or what is wrong with it.
@@ -128,113 +105,92 @@ class RowDialogues:
             tokenizer: Has the token that ends texts.
         """
         if isinstance(row, UserError):
-            return cls({}, form, fault=str(row))
-        try:
-            return cls(row, form, _items(row, form, where, tokenizer))
-        except UserError as error:
-            return cls(row, form, fault=str(error))
+            return {column: Item({}, where, fault=str(row)) for column in self.outputs}
+        items: Items = {}
+        for column in self.outputs:
+            value, place = row.get(column), f"{where}: `{column}"
+            settings = {"tokenizer": tokenizer, "has_prompt": "prompt" in row and column not in ("messages", "text")}
+            if isinstance(value, list) and (column == "completions" or (value and not isinstance(value[0], dict))):
+                items[column] = [_read(row, each, f"{place}[{n}]`", **settings) for n, each in enumerate(value)]
+            elif column == "completions":
+                items[column] = Item(row, place, fault=f"{place}` must be a list of answers, got {value!r:.80}")
+            else:
+                items[column] = _read(row, value, f"{place}`", **settings)
+        return items
 
-    def __iter__(self) -> Iterator[Item]:
-        """Yield its dialogues."""
-        for items in self.items.values():
-            yield from items if isinstance(items, list) else [items]
-
-    def scored(self) -> dict[str, Any]:
+    def written(self, row: Mapping[str, Any], items: Items) -> dict[str, Any]:
         """Return the row with its rewards, numbers of tokens, and what keeps it from having all of them."""
-        faults = [self.fault] if self.fault else [item.fault for item in self if item.fault]
+        every = all_of(items)
+        faults = list(dict.fromkeys(item.fault for item in every if item.fault))
         more = f" ({len(faults) - 1} more of its dialogues have none either)" if len(faults) > 1 else ""
-        reason = {REASON: f"{faults[0]}{more}" if faults else None}
-        if self.form.best_only:
-            return self._best() | reason
-        rewards = {to: self._column(column, "reward") for column, to in self.form.reward_columns.items()}
-        tokens = {to: self._column(column, "tokens") for column, to in self.form.token_columns.items()}
-        return {**self.row, **rewards, **tokens, **reason}
-
-    def _column(self, column: str, of: str) -> Any:
-        items = self.items.get(column)
-        return [getattr(item, of) for item in items] if isinstance(items, list) else getattr(items, of, None)
-
-    def _best(self) -> dict[str, Any]:
-        """Return the row with the first of its answers that has the highest reward in the place of all of them."""
-        others = {key: value for key, value in self.row.items() if key != "completions"}
-        scored = [(item.reward, -place, item.tokens) for place, item in enumerate(self) if item.reward is not None]
-        if not scored:
-            return {**others, "completion": None, "reward": None, "tokens": None}
-        reward, place, tokens = max(scored)
-        return {**others, "completion": self.row["completions"][-place], "reward": reward, "tokens": tokens}
+        written = dict(row)
+        if self.best_only:
+            answers = written.pop("completions", None)
+            rewards = {place: item.reward for place, item in enumerate(every) if item.reward is not None}
+            best = max(rewards, key=rewards.__getitem__, default=None)  # the first of equals
+            written["completion"] = None if best is None else answers[best]
+            items = {"completions": Item(row, "") if best is None else every[best]}
+        for column, (reward, tokens) in self.outputs.items():
+            found = items[column]
+            if isinstance(found, list):
+                written |= {reward: [item.reward for item in found], tokens: [item.tokens for item in found]}
+            else:
+                written |= {reward: found.reward, tokens: found.tokens}
+        return written | {REASON: f"{faults[0]}{more}" if faults else None}
 
 
-# ---- rows
+def all_of(items: Items) -> list[Item]:
+    """Return a row's dialogues without their columns."""
+    return [item for each in items.values() for item in (each if isinstance(each, list) else [each])]
 
 
-def _items(row: Mapping[str, Any], form: Form, where: str, tokenizer: Any) -> dict[str, Item | list[Item]]:
-    if missing := [column for column in form.columns if column not in row]:
-        raise UserError(f"{where} has no `{missing[0]}`; the first row has {' and '.join(form.columns)}.")
-    if form.columns == ("completions",) or any(_is_answers(row[column]) for column in form.columns):
-        return {column: _answers(row, column, where, tokenizer) for column in form.columns}
-    if form.columns == checks.RAW_COLUMNS:
-        checks.check_raw_row(row, where)
-    else:
-        checks.check_dialogue(row[form.columns[0]], form.columns[0], where)
-    given = row if form.columns == checks.RAW_COLUMNS else {}  # a prompt is for answers
-    return {key: Item(_whole(given, row[key], tokenizer), where, key) for key in form.columns}
+def _read(row: Mapping[str, Any], answer: Any, where: str, tokenizer: Any, has_prompt: bool) -> Item:
+    """Read an answer after the row's prompt, if it has one; a text with its end, as training has it."""
+    try:
+        checks.check_dialogue(answer, where)
+        dialogue = with_eos(answer, tokenizer)
+        if has_prompt:
+            if type(row["prompt"]) is not type(answer):
+                raise UserError(f"{where} and `prompt` must both be texts, or lists of messages.")
+            checks.check_dialogue(row["prompt"], f"{where} after `prompt`, which")
+            dialogue = row["prompt"] + dialogue
+    except UserError as error:
+        return Item(row, where, fault=str(error))
+    return Item(row, where, dialogue)
 
 
-def _is_answers(value: Any) -> bool:
-    """Tell a list of answers from an answer: a text, or a list of messages."""
-    return isinstance(value, list) and bool(value) and not isinstance(value[0], dict)
-
-
-def _answers(row: Mapping[str, Any], column: str, where: str, tokenizer: Any) -> list[Item]:
-    answers = row[column]
-    if not _is_answers(answers):
-        raise UserTypeError(
-            f"{where}: `{column}` must be a list of answers, each a text or a list of messages, got {answers!r:.80}."
-        )
-    items = [Item(None, where, f"{column}[{n}]") for n in range(len(answers))]
-    for item, answer in zip(items, answers, strict=True):
-        try:
-            checks.check_dialogue(answer, item.name, where)
-            if type(row.get("prompt", answer)) is not type(answer):
-                raise UserError(f"{item.where} and `prompt` must both be texts, or lists of messages.")
-            item.dialogue = _whole(row, answer, tokenizer)
-        except UserError as error:
-            item.fault = str(error)
-    return items
-
-
-def _whole(row: Mapping[str, Any], answer: Any, tokenizer: Any) -> Dialogue:
-    """Return an answer after the row's prompt, if there is one; a text with its end, as training has it."""
-    ended = with_eos(answer, tokenizer)
-    return row["prompt"] + ended if "prompt" in row else ended
-
-
-# ---- tokens
-
-
-def tokenize(rows: list[RowDialogues], scorer: Scorer, max_length: int | None) -> list[Item]:
-    """Tokenize the dialogues of some rows as training does, and return those that can be scored; the others say why.
+def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[tuple[Item, np.ndarray]]:
+    """Tokenize dialogues as training does, and return those that can be scored; the others say why.
 
     Args:
-        rows: The rows.
+        items: The dialogues of some rows.
         scorer: Has the tokenizer.
         max_length: Most tokens of a dialogue; no limit when None.
     """
-    here = [(row.row, item, item.dialogue) for row in rows for item in row if item.dialogue is not None]
-    texts = [dialogue for *_, dialogue in here if isinstance(dialogue, str)]
+    texts = [item.dialogue for item in items if isinstance(item.dialogue, str)]
     # together: a tokenizer takes many texts at once much faster than one by one
     tokenized = iter(scorer.tokenizer(text=texts, return_attention_mask=False)["input_ids"] if texts else [])
-    for row, item, dialogue in here:
+    ready = []
+    for item in items:
+        if item.dialogue is None:
+            continue
         try:
-            is_text = isinstance(dialogue, str)
-            ids = next(tokenized) if is_text else tokenize_dialogue(dialogue, scorer.tokenizer, row, item.where)
-            checks.check_ids(ids, item.name, item.row, scorer.num_embeddings)
+            is_text = isinstance(item.dialogue, str)
+            ids = (
+                next(tokenized)
+                if is_text
+                else tokenize_dialogue(item.dialogue, scorer.tokenizer, item.row, item.where)
+            )
+            checks.check_ids(ids, item.where, scorer.num_embeddings)
+            item.tokens = len(ids)
+            if max_length is not None and len(ids) > max_length:
+                raise UserError(f"{item.where} has {len(ids)} tokens, more than max_length={max_length}")
+            if len(ids) > scorer.positions:
+                raise UserError(
+                    f"{item.where} has {len(ids)} tokens, but the model has learned {scorer.positions} positions"
+                )
         except UserError as error:
             item.fault = str(error)
-            continue
-        item.ids = np.asarray(ids, np.int32)
-        if max_length is not None and len(ids) > max_length:
-            item.fault = f"{item.where} has {len(ids)} tokens, more than max_length={max_length}"
-        elif len(ids) > scorer.positions:
-            item.fault = f"{item.where} has {len(ids)} tokens, but the model has learned {scorer.positions} positions"
-    return [item for _, item, _ in here if item.fault is None]
+        else:
+            ready.append((item, np.asarray(ids, np.int32)))
+    return ready

@@ -71,10 +71,7 @@ class Scorer:
         self.runtime = runtime or runtimes.current()
         topology = self.runtime.topology()
         if topology.process_count > 1:
-            raise UserError(
-                f"Scoring uses the devices of one host, and this is one of {topology.process_count} that form a mesh. "
-                "Start it on a slice of one host."
-            )
+            raise UserError(f"Scoring uses one host, and this is one of {topology.process_count} that form a mesh.")
         self.mesh = parse_mesh(mesh, topology.devices, topology.slices)
         self.bf16 = bf16
         self.device = self.runtime.device
@@ -88,14 +85,23 @@ class Scorer:
         self.fingerprint = _fingerprint(self.model, self.tokenizer)
         if bf16:
             keep_score_head_in_float32(self.model)
-        if self.runtime.compiles:
+        if self.runtime.plans_shapes:
             use_static_attention(without_adapters(self.model))
             use_static_experts(without_adapters(self.model))
         crossover, shards = 6 * self.model.config.get_text_config().hidden_size, self.mesh.batch_shards
-        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, self.runtime.compiles)
+        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, self.runtime.plans_shapes)
         self.padded = makers.padded
-        self.batches = self._choose_batches(makers)
-        self._place()
+        self.batches: MakeBatches = makers.planned if self.runtime.plans_shapes else makers.unpadded
+        try:
+            make_packable(self.model, self.pad_token_id)  # on the host still, where trying it compiles nothing
+        except PackingImpossible as reason:
+            logger.warning(f"Dialogues are padded, not packed: {reason}.")
+            self.batches = makers.padded
+        plan = plan_model(self.model, self.mesh)
+        self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
+        report = place_model(self.model, plan, self.runtime, self.device)
+        if self.runtime.shares_mesh:
+            keep_activations_split(self.model, plan, report.placements, self.runtime)
 
     def _settle_pad_token(self, model_folder: str) -> int:
         config = self.model.config.get_text_config()
@@ -103,36 +109,16 @@ class Scorer:
         if config.pad_token_id is None or (is_peft_model(self.model) and self.tokenizer.pad_token_id is not None):
             config.pad_token_id = self.tokenizer.pad_token_id
         if config.pad_token_id is None:
-            raise UserError(
-                f"Neither the config nor the tokenizer of {model_folder} has a pad token, by which a reward model "
-                "finds the last token of a dialogue. Set the tokenizer's `pad_token` as in training and save it there."
-            )
+            raise UserError(f"{model_folder} has no pad token, by which a reward model finds a dialogue's last token.")
         return config.pad_token_id
 
     def _scale_of(self, model_folder: str) -> RewardScale:
         scale = saved_scale(model_folder) if is_peft_model(self.model) else scale_of(self.model.config)
         if scale is None:
             raise UserError(
-                f"The config of {model_folder} has no `mean` and `std` of rewards to standardize by: models that were "
-                "trained here have them. Leave `--standardize` out, or write both into its config.json."
+                f"The config of {model_folder} has no `mean` and `std` to standardize by. Leave `--standardize` out."
             )
         return scale
-
-    def _choose_batches(self, makers: Batches) -> MakeBatches:
-        """Choose packed rows where they are exact, else padded ones; static shapes where the device compiles."""
-        try:
-            make_packable(self.model, self.pad_token_id)  # on the host still, where trying it compiles nothing
-        except PackingImpossible as reason:
-            logger.warning(f"Dialogues are padded, not packed: {reason}.")
-            return makers.padded
-        return makers.planned if self.runtime.compiles else makers.unpadded
-
-    def _place(self) -> None:
-        plan = plan_model(self.model, self.mesh)
-        self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
-        report = place_model(self.model, plan, self.runtime, self.device)
-        if self.runtime.compiles:
-            keep_activations_split(self.model, plan, report.placements, self.runtime)
 
     def start(self, dialogues: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
         """Start to compute the rewards of tokenized dialogues; the host may go on meanwhile.
@@ -204,6 +190,6 @@ def _load(model_folder: str, trust_remote_code: bool) -> Any:
     if report["missing_keys"]:
         raise UserError(
             f"{model_folder} is not a saved reward model: it lacks {sorted(report['missing_keys'])}, so its rewards "
-            "would be random. Train it first (`trl-tpu reward`), and score with the folder that training saved."
+            "would be random. Score with the folder that training saved."
         )
     return model

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..data import checks
 from ..errors import UserError
-from .forms import Dialogue, Form, RowDialogues, tokenize
+from .forms import Dialogue, Form, all_of, tokenize
 from .scorer import TOKENS_A_PASS, Scorer
 
 #: Rows that are tokenized, packed and computed together.
@@ -111,19 +111,21 @@ def scored_windows(
 def _start(
     scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
 ) -> Callable[[], Window]:
-    every = [
-        RowDialogues.read(row, form, checks.row_of(number, "scored"), scorer.tokenizer)
-        for number, row in enumerate(rows, first)
+    read = [
+        form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
     ]
-    items = tokenize(every, scorer, max_length)
-    rewards = scorer.start([item.ids for item in items if item.ids is not None])
+    ready = tokenize([item for items in read for item in all_of(items)], scorer, max_length)
+    rewards = scorer.start([ids for _, ids in ready])
 
-    def scored() -> Window:
-        for item, reward in zip(items, rewards().tolist(), strict=True):
+    def written() -> Window:
+        for (item, _), reward in zip(ready, rewards().tolist(), strict=True):
             if np.isfinite(reward):
                 item.reward = reward
             else:
                 item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
-        return rows, [each.scored() for each in every]
+        return rows, [
+            form.written({} if isinstance(row, UserError) else row, items)
+            for row, items in zip(rows, read, strict=True)
+        ]
 
-    return scored
+    return written

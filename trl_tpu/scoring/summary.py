@@ -10,8 +10,6 @@ import numpy as np
 from ..evaluation.reward_sums import RewardSums, sums_of
 from .forms import REASON
 
-_NAMED = 5  # rows without rewards that are named
-
 
 @dataclass
 class Summary:
@@ -28,8 +26,8 @@ class Summary:
     """The sums of each column, as if each of its rewards were a pair with itself."""
     without: int = 0
     """Rows that lack a reward."""
-    reasons: list[str] = field(default_factory=list)
-    """Why the first rows without a reward have none."""
+    reason: str | None = None
+    """Why the first of them does."""
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
         """Take scored rows into account."""
@@ -42,7 +40,7 @@ class Summary:
         self.pairs += sums_of(np.array(pairs))
         reasons = [row[REASON] for row in rows if row[REASON] is not None]
         self.without += len(reasons)
-        self.reasons = [*self.reasons, *reasons][:_NAMED]
+        self.reason = self.reason or next(iter(reasons), None)
 
     @property
     def has_rewards(self) -> bool:
@@ -63,12 +61,10 @@ class Summary:
             yield "no row was scored"
 
     def complaint(self) -> str | None:
-        """Say how many rows lack a reward, and why the first of them do; None if none does."""
+        """Say how many rows lack a reward, and why the first of them does; None if none does."""
         if not self.without:
             return None
-        more = "" if self.without == len(self.reasons) else "\n  ..."
-        listed = "".join(f"\n  {reason}" for reason in self.reasons)
-        return f"{self.without} of {self.rows} rows have no reward, or lack one; `{REASON}` says why:{listed}{more}"
+        return f"{self.without} of {self.rows} rows have no reward, or lack one; `{REASON}` says why: {self.reason}"
 
 
 def _numbers(value: Any) -> list[float]:

@@ -90,7 +90,7 @@ def main(args: ScoreArguments) -> int:
         tokens_per_pass=args.tokens_per_pass,
         standardize=args.standardize,
     )
-    summary = Summary(tuple(form.reward_columns.values()))
+    summary = Summary(tuple(reward for reward, _ in form.outputs.values()))
     for row in _all_scored(args, scorer, rows, form, count, summary):
         if args.text:
             reward = math.nan if row["reward"] is None else row["reward"]

@@ -53,7 +53,7 @@ from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
-from ..data.loader import outlive_sigterm, rows_of_step, skip_batches, skipping_with
+from ..data.loader import epoch_that_skips_by, outlive_sigterm, rows_of_step, skip_batches
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import complete_config
@@ -297,12 +297,15 @@ class DeviceTrainer(Trainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
-            return self.runtime.loader(skip_batches(loader.batches, count), self.args.mesh_shape.batch_axes)
+            batches = skip_batches(getattr(loader, "batches", loader), count)  # a script's own loader is torch's
+            return self.runtime.loader(batches, self.args.mesh_shape.batch_axes)
 
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            with skipping_with(skip) if self.runtime.shares_mesh else contextlib.nullcontext():
+            if self.runtime.shares_mesh:
+                epoch_that_skips_by(skip)(self, *args, **kwargs)
+            else:
                 super()._run_epoch(*args, **kwargs)
 
     # ---- the step
