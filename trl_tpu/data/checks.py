@@ -99,9 +99,7 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
         )
     for key in RAW_COLUMNS:
         if not parts.get("prompt") and not parts[key]:
-            raise UserError(
-                f"{where}: `{key}` is empty; a dialogue needs at least one character or message. Remove such rows."
-            )
+            raise UserError(f"{where}: `{key}` is empty, and there is no prompt. Remove such rows.")
     roles = [parts[key][-1]["role"] for key in RAW_COLUMNS if isinstance(parts[key], list) and parts[key]]
     if len(set(roles)) > 1:
         raise UserError(
@@ -130,9 +128,7 @@ def check_dialogue(value: Any, where: str) -> None:
         for message in value:
             _check_message(message, where)
     else:
-        raise UserTypeError(
-            f"{where} must be text or a list of messages, got {type(value).__name__}. Convert the column."
-        )
+        raise UserTypeError(f"{where} must be text or a list of messages, got {type(value).__name__}.")
 
 
 def check_text(text: str, where: str) -> None:
@@ -215,10 +211,7 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
         UserTypeError: No list of integers.
     """
     if ids is None or len(ids) == 0:
-        raise UserError(
-            f"{where} holds no tokens; a dialogue needs at least one, since its reward is read at its last "
-            "token. Remove such rows."
-        )
+        raise UserError(f"{where} holds no tokens, and rewards are read at a dialogue's last. Remove such rows.")
     array = np.asarray(ids)
     if not np.issubdtype(array.dtype, np.integer):
         raise UserTypeError(f"{where} must hold lists of integer token ids, got {ids!r:.80}.")
