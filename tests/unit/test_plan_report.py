@@ -128,6 +128,9 @@ def test_a_search_compiles_the_fastest_by_formula_of_each_mesh_and_policy(planne
     rates = [most_pairs_per_second(each.layout) for each in attempts]
     assert rates == sorted(rates, reverse=True)
     assert found(attempts).count("v6e:2x4 --mesh data=") == 8
+    scanned = changed(planned)
+    scanned.args.scan_layers = True  # which the arguments refuse without XLA
+    assert "none" not in {each.layout.remat for each in search(scanned, [SMALL], compiled, most=8)}
 
 
 def test_what_would_fit_ends_with_the_first_or_goes_on_to_a_larger_slice(planned: Workload) -> None:

@@ -80,7 +80,9 @@ def candidates(workload: Workload, topology: Topology) -> list[Layout]:
     Of each mesh and remat policy that is the smallest batch that is nearly as fast as its fastest.
     """
     chosen: list[tuple[float, Layout]] = []
-    for mesh, remat in product(_meshes(workload, topology.chips), Remat):
+    # layers as a loop are always computed again
+    policies = [each for each in Remat if each != Remat.NONE or not workload.args.scan_layers]
+    for mesh, remat in product(_meshes(workload, topology.chips), policies):
         layouts = [Layout(workload, topology, mesh, remat, pairs) for pairs in PAIRS]
         may_fit = [each for each in layouts if least_memory(each).bound <= topology.chip.memory]
         rated = [(most_pairs_per_second(each), each) for each in may_fit]
