@@ -26,6 +26,7 @@ settle()  # the device, since transformers and accelerate choose theirs when the
 _MODULES = {
     "chat_template_utils": ["clone_chat_template"],
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
+    "data.formats": ["extract_prompt", "maybe_extract_prompt"],
     "config.removed_arguments": ["TrainingArguments"],
     "import_utils": ["is_xpu_available"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],

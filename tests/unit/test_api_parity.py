@@ -25,7 +25,7 @@ _REMOVED = dataclasses.fields(RemovedArguments)
 # TRL's for other ways of training, for generating, for images and other forms of data, or to decorate the progress bar
 _NOT_OF_REWARDS = (
     *("Callback", "Config", "Trainer", "_model", "_dataset", "_schema", "_messages", "_calling"),
-    *("get_training_chat_template", "extract_prompt", "_from_value", "_chatml"),
+    *("get_training_chat_template", "_from_value", "_chatml"),
 )
 _INTERNAL = "a part of the trainer's own structure, beside TRL's API"
 
@@ -84,10 +84,6 @@ INTENDED: dict[str, dict[str, str]] = {
         **{
             f"ours alone: {name}": _OLD
             for name in ("TrainingArguments", "get_kbit_device_map", "is_xpu_available", "setup_chat_format")
-        },
-        **{
-            f"TRL's alone: {name}": "no reward script reads messages of `from` and `value`"
-            for name in ("is_conversational_from_value", "maybe_convert_to_chatml")
         },
         "ours alone: score": "rewards of many rows by a saved model",
         "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",

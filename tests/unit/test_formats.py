@@ -4,14 +4,17 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 import trl.data_utils as reference
 from hypothesis import given
 from hypothesis import strategies as st
 from preference_forms import TOOLS, assistant, rows_of_every_form, tiny_tokenizer, user
+from trl.trainer.utils import pad as reference_pad
 from trl.trainer.utils import remove_none_values as reference_remove_none_values
 
 from trl_tpu import data_utils
 from trl_tpu.data import formats
+from trl_tpu.trainer.utils import pad
 
 NAMES = [name for name in vars(data_utils) if hasattr(formats, name) and not name.startswith("_")]
 FORMS = rows_of_every_form()
@@ -105,3 +108,14 @@ def test_none_values_are_removed_as_in_trl(example: Any) -> None:
 def test_none_values_are_removed_from_lists_and_mappings_only() -> None:
     with pytest.raises(TypeError, match="must be a list or a dictionary"):
         formats.remove_none_values("text")  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("example", [each for each in EXAMPLES if {"chosen", "rejected"} <= set(each)])
+def test_prompts_are_extracted_as_trl_does(example: dict[str, Any]) -> None:
+    assert data_utils.maybe_extract_prompt(dict(example)) == reference.maybe_extract_prompt(dict(example))
+
+
+@pytest.mark.parametrize(("side", "multiple"), [("right", None), ("left", 4)])
+def test_tensors_are_padded_as_trl_does(side: str, multiple: int | None) -> None:
+    tensors = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6, 7, 8, 9])]
+    assert torch.equal(pad(tensors, 9, side, multiple), reference_pad(tensors, 9, side, multiple))

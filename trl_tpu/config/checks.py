@@ -5,7 +5,7 @@ What transformers, torch or accelerate refuse by themselves, by name and before 
 
 import json
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from .. import runtime
 from ..errors import UserError
@@ -111,12 +111,6 @@ def check_remat(args: Any) -> None:
         raise UserError(
             "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
             "products, remat='dots', and leave gradient_checkpointing out."
-        )
-    options = cast("dict[str, Any]", args.activation_checkpointing_kwargs or {})
-    if taken := [name for name in ("use_reentrant", "context_fn") if policy == Remat.DOTS and options.get(name)]:
-        raise UserError(
-            f"remat='dots' sets {' and '.join(taken)} by itself: leave it out of gradient_checkpointing_kwargs, "
-            "or choose remat='full'."
         )
 
 

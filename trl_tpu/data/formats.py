@@ -146,3 +146,29 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return value
+
+
+def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
+    """Split the common beginning of ``chosen`` and ``rejected`` off as ``prompt``.
+
+    Dialogues are text (compared by character; a space before the first difference stays with the answers) or lists of
+    messages (compared by message). Each answer keeps at least one element, also where one dialogue begins the other.
+    """
+    chosen, rejected = example["chosen"], example["rejected"]
+    split = _common_length(chosen, rejected)
+    if split == min(len(chosen), len(rejected)) or (split > 0 and chosen[split - 1] == " "):
+        split = max(split - 1, 0)
+    return {"prompt": chosen[:split], "chosen": chosen[split:], "rejected": rejected[split:]}
+
+
+def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
+    """Extract the prompt of a preference example without one of its own; any other is returned as it is.
+
+    A ``prompt`` in another form than ``chosen`` (text beside messages) is a copy for display, and does not count.
+    """
+    has_prompt = "prompt" in example and (
+        is_conversational({"chosen": example.get("chosen")}) == is_conversational({"prompt": example["prompt"]})
+    )
+    if has_prompt or not {"chosen", "rejected"} <= set(example):
+        return example
+    return extract_prompt({"chosen": example["chosen"], "rejected": example["rejected"]})

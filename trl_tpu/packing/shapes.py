@@ -43,7 +43,6 @@ def plan_shapes(
     shared_prefix: int = 0,
     attention_crossover_length: float = 4096,
     multiple: int = 32,
-    seed: int = 0,
 ) -> tuple[RowShape, ...]:
     """Choose at most ``max_shapes`` shapes, in ascending order of their work, one of which every batch fits.
 
@@ -58,7 +57,6 @@ def plan_shapes(
         attention_crossover_length: The row length at which attention costs as much as everything else. For a plain
             transformer it is about six times the hidden size.
         multiple: Lengths are multiples of this.
-        seed: Of the batches that are drawn.
     """
 
     def work(shape: RowShape) -> float:
@@ -69,7 +67,7 @@ def plan_shapes(
     added = np.concatenate([added, np.zeros(max(0, pairs - len(sizes)), int)])
     worst_P = np.sort(added)[::-1][:pairs]
     largest = min(_holding_all(worst_P, shards, shared_prefix, multiple), key=work)
-    batches_BP = draw_batches(added, pairs, seed)
+    batches_BP = draw_batches(added, pairs)
     candidates, fits_CB = _candidates(batches_BP, worst_P, shards, shared_prefix, multiple)
     works_C = np.array([work(shape) for shape in candidates])
     works_CB = np.where(fits_CB, works_C[:, None], np.inf)
@@ -99,10 +97,10 @@ def _holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple:
         yield RowShape(rows, round_up(max(longest, 1), multiple))
 
 
-def draw_batches(sizes: np.ndarray, pairs: int, seed: int, max_batches: int = 512) -> np.ndarray:
+def draw_batches(sizes: np.ndarray, pairs: int, max_batches: int = 512) -> np.ndarray:
     """Draw batches of sizes [B, P] as training would: consecutive parts of random orders."""
     count = min(max_batches, max(64, 2**15 // pairs))
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     whole = len(sizes) // pairs
     epochs = [generator.permutation(sizes)[: whole * pairs].reshape(whole, pairs) for _ in range(-(-count // whole))]
     return np.concatenate(epochs)[:count]

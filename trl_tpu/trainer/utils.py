@@ -1,8 +1,12 @@
 """Names that scripts import from ``trl.trainer.utils``."""
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 
 from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
@@ -31,6 +35,18 @@ def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(correct_P.mean()) if len(correct_P) else 0.0}
 
 
+def pad(
+    tensors: Sequence[torch.Tensor],
+    padding_value: int = 0,
+    padding_side: str = "right",
+    pad_to_multiple_of: int | None = None,
+) -> torch.Tensor:
+    """Stack 1-D tensors of different lengths into one, filled with ``padding_value``: [tensors, longest]."""
+    padded = pad_sequence(list(tensors), batch_first=True, padding_value=padding_value, padding_side=padding_side)
+    missing = -padded.shape[1] % (pad_to_multiple_of or 1)
+    return functional.pad(padded, (0, missing) if padding_side == "right" else (missing, 0), value=padding_value)
+
+
 __all__ = [
     "DataCollatorForPreference",
     "RewardDataCollatorWithPadding",
@@ -39,5 +55,6 @@ __all__ = [
     "get_kbit_device_map",
     "get_peft_config",
     "get_quantization_config",
+    "pad",
     "remove_none_values",
 ]

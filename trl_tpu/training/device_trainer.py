@@ -37,12 +37,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, ProgressCallback, Trainer
 from transformers.trainer_utils import HubStrategy
 
 from ..batching.batch_plan import BatchPlan
-from ..batching.mesh_loader import mesh_loader
 from ..checkpoint.aside import fill_aside
 from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
@@ -53,7 +51,14 @@ from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
-from ..data.loader import epoch_that_skips_by, outlive_sigterm, rows_of_step, skip_batches
+from ..data.loader import (
+    epoch_that_skips_by,
+    host_batches,
+    outlive_sigterm,
+    rows_of_step,
+    skip_batches,
+    training_order,
+)
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import complete_config
@@ -274,7 +279,7 @@ class DeviceTrainer(Trainer):
         sampler_fn: Any = None,
         is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> DataLoader:
+    ) -> Any:
         collate = self.batch_plan.collator(dataset, batch_size, self.data_collator)
         if not self.runtime.shares_mesh:
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
@@ -293,7 +298,11 @@ class DeviceTrainer(Trainer):
         else:
             dataset = self._remove_unused_columns(dataset, description=description)
             sampler = None if sampler_fn is None else sampler_fn(dataset)
-        return mesh_loader(dataset, collate, batch_size, sampler, self.args, self.args.mesh_shape, self.runtime)
+        if sampler is not None:
+            sampler = training_order(dataset, sampler, self.args.data_seed)
+        # accelerate's loader would replicate batches, and forget its settings on resume
+        batches = host_batches(dataset, collate, batch_size, sampler, self.args)
+        return self.runtime.loader(batches, self.args.mesh_shape.batch_axes)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
