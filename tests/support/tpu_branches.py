@@ -1,9 +1,8 @@
-"""Train where accelerate and transformers believe in a TPU: tpu_branches.py FOLDER {stock,KIND} ...
+"""Train where accelerate and transformers believe in a TPU: tpu_branches.py FOLDER KIND ...
 
 They take other branches there than on XLA's CPU; only their question whether there is a TPU is answered otherwise
 here. Each KIND of training trains, saves, resumes, evaluates and predicts; what type everything has then is printed as
-JSON, by kind. "stock" is what accelerate itself does when it is asked for bfloat16: the danger that the others must be
-clear of.
+JSON, by kind. Asked for bfloat16, accelerate itself would store all in it there.
 """
 
 import json
@@ -50,7 +49,6 @@ KINDS: dict[str, dict[str, Any]] = {  # packed rows and bfloat16 compute unless 
     "full": {},
     "lora": {},
     "padded": {"packing": False},
-    "adafactor": {"optim": "adafactor"},
 }
 FINE = 1 + 2**-20  # bfloat16 would make it 1
 
@@ -159,12 +157,10 @@ def main(folder: str, *kinds: str) -> None:
     results = {}
     for kind in kinds:
         asked.clear()
-        if kind == "stock":
-            accelerate.Accelerator(mixed_precision="bf16")
-            result: dict[str, Any] = {}
-        else:
-            result = train(Path(folder, kind), kind)
-        results[kind] = result | {"environment": environment(), "asked for a TPU": sorted(set(asked))}
+        results[kind] = train(Path(folder, kind), kind) | {
+            "environment": environment(),
+            "asked for a TPU": sorted(set(asked)),
+        }
     print(json.dumps(results))
 
 
