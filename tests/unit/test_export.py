@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from trl_tpu import cli
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
-from trl_tpu.modeling.readers import write_old_rope_names
+from trl_tpu.modeling.engines import write_old_rope_names
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
 

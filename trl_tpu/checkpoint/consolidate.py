@@ -24,9 +24,9 @@ from transformers import AutoConfig, PreTrainedModel
 from ..config.urls import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
+from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale, tell_engines, write_old_rope_names
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
-from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale, tell_readers, write_old_rope_names
 from ..runtime.native import Runtime
 from .aside import STAGING_FOLDER, fill_aside, write_aside
 from .manifest import MANIFEST_FILE, find_faults
@@ -87,7 +87,7 @@ def export_checkpoint(
                     shutil.copyfile(folder / name, staging / name)
             if not has_adapters:
                 model = _whole_model(folder, dtype, trust_remote_code)
-                tell_readers(model.config)  # a model of another trainer may not tell them
+                tell_engines(model.config)  # a model of another trainer may not tell them
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             elif merge:
                 merged = _merged_model(folder, _base_name(folder, base), dtype, trust_remote_code)
@@ -165,7 +165,7 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    tell_readers(merged.config)
+    tell_engines(merged.config)
     set_scale(merged.config, saved_scale(checkpoint))
     dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
     _check_range(merged.named_parameters(), dtype)

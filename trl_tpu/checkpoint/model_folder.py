@@ -13,7 +13,7 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_imports
 
 from ..errors import UserError
-from ..modeling.readers import BASE_CONFIG
+from ..modeling.engines import BASE_CONFIG
 
 ADAPTER_CONFIG = "adapter_config.json"
 #: the vocabularies are those of transformers' tokenizers

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError
+from .engines import save_base_config, write_old_rope_names
 from .load import explaining
-from .readers import save_base_config, write_old_rope_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel

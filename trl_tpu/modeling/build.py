@@ -27,11 +27,11 @@ from .adapters import (
 from .attention.static import use_static_attention
 from .chat_template import set_chat_template
 from .dropout import disable_dropout_in_model
+from .engines import tell_engines
 from .experts import use_static_experts
 from .layers import find_layers
 from .load import check_num_labels, forget_files, load_model, load_processing_class
 from .positions import learned_positions
-from .readers import tell_readers
 from .score_head import keep_score_head_in_float32
 from .special_tokens import set_eos_token, set_pad_token
 
@@ -125,7 +125,7 @@ def build_reward_model(
     if args.disable_dropout:
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
-    tell_readers(without_adapters(model).config)
+    tell_engines(without_adapters(model).config)
     _fit_to_device(model, args)
     return model, tokenizer
 

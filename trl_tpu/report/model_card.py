@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
-from ..modeling.readers import RewardScale
+from ..modeling.engines import RewardScale
 
 _TAG = "generated_from_trainer"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")

@@ -18,10 +18,10 @@ from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapt
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
 from ..modeling.attention.unmodified import PackingImpossible
+from ..modeling.engines import RewardScale, saved_scale, scale_of
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.positions import learned_positions
-from ..modeling.readers import RewardScale, saved_scale, scale_of
 from ..modeling.rewards import read_batch
 from ..modeling.score_head import keep_score_head_in_float32
 from ..parallel.mesh import parse_mesh

@@ -87,8 +87,8 @@ def write_card(folder: Path, repo: str) -> None:
     from importlib.metadata import version
 
     from trl_tpu.checkpoint.model_folder import ADAPTER_CONFIG, read_config
+    from trl_tpu.modeling.engines import saved_scale
     from trl_tpu.modeling.load import load_tokenizer
-    from trl_tpu.modeling.readers import saved_scale
     from trl_tpu.report.model_card import Reading, make_model_card
 
     if (folder / "README.md").exists():

@@ -39,8 +39,8 @@ from ..evaluation.reward_sums import sums_of
 from ..evaluation.verdict import Verdict
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
+from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale
 from ..modeling.losses import pairwise_losses
-from ..modeling.readers import BASE_CONFIG, saved_scale, set_scale
 from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..modeling.work import work_of_a_pair

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
-from ..modeling.readers import RewardScale
+from ..modeling.engines import RewardScale
 from ..parallel.chips import peak_flops_of
 from ..runtime import Runtime
 from .throughput import Throughput

@@ -36,7 +36,7 @@ class RewardScale:
     of: str = ""
 
 
-def tell_readers(config: PretrainedConfig) -> None:
+def tell_engines(config: PretrainedConfig) -> None:
     """Write into the config of a model with one output that this output is the reward, as it is.
 
     ``problem_type`` is what transformers' pipeline and vLLM's `/classify` read, and does not change training, since
