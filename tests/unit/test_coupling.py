@@ -255,3 +255,26 @@ def test_a_library_that_is_leaned_on_has_an_upper_bound(name: str) -> None:
     assert not requirement.specifier.contains(Version(f"{installed.major + 1}.0"))
     if name == "transformers":
         assert not requirement.specifier.contains(Version(f"{installed.major}.{installed.minor + 1}"))
+
+
+# ---- other libraries' own variables: what is changed in the whole process, and why there is no other way
+
+PATCHES = {
+    "device_choice.py: transformers.USE_TORCH_XLA": "read once, on import; no argument keeps it from XLA",
+    "device_choice.py: accelerate._torch_xla_available": "the same",
+    "placeholder.py: xr.global_runtime_device_count": "in a process of its own, which has no device",
+    "placeholder.py: kernels.get_ir_version": "in that process: jax asks a TPU for it",
+}
+LIBRARIES = {"torch", "torch_xla", "transformers", "accelerate", "peft", "datasets", "xm", "xs", "xr", "kernels"}
+
+
+def test_nothing_else_of_another_library_is_replaced() -> None:
+    found = {
+        f"{path.name}: {ast.unparse(target)}"
+        for path in (ROOT / "trl_tpu").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target).partition(".")[0] in LIBRARIES
+    }
+    assert found == PATCHES.keys()

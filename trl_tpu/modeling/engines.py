@@ -27,7 +27,7 @@ class RewardScale:
         mean: Of the rewards.
         std: Their standard deviation, over all of them: divided by their number.
         rewards: How many there are.
-        of: What was rewarded, in words.
+        of: What was rewarded, for the model card.
     """
 
     mean: float

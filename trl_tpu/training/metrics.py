@@ -21,7 +21,7 @@ def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
 
     Args:
         sums: Over them.
-        of: What they are rewards of, in words.
+        of: What they are rewards of, for the model card.
     """
     if not sums.pairs:
         return None
