@@ -28,8 +28,3 @@ def test_what_no_slice_is_called_is_refused_with_what_works(text: str, message: 
 def test_one_chip_is_compiled_as_one_of_the_smallest_slice_that_libtpu_knows() -> None:
     assert parse_topology("v5e:1x1").compiled_as == "v5e:2x2"
     assert parse_topology("v5p:2x2x1").compiled_as == "v5p:2x2x1"
-
-
-def test_larger_slices_come_in_order() -> None:
-    assert [each.chips for each in parse_topology("v6e:1x1").larger()] == [4, 8, 16, 32, 64, 128, 256]
-    assert parse_topology("v6e:16x16").larger() == []
