@@ -71,12 +71,11 @@ def test_a_training_with_data_is_planned_in_the_rows_that_the_trainer_packs(plan
 
 
 def test_without_checkpointing_memory_is_what_the_backward_waits_for(plans: Mapping[str, Future[str]]) -> None:
-    """Of the odd model it takes at most 1.15 of it.
+    """The odd model takes 1.22 of it, with jax's splash attention as it is.
 
-    It was 1.23 while copies of the table's moments were held all step, and by each layer what its kept tensors are
-    made of.
+    It was 1.15 with a backward of our own around the kernel, which kept less, in 150 lines more.
     """
-    assert 0.9 <= times_the_least(plans["odd"].result()) <= 1.15
+    assert 0.9 <= times_the_least(plans["odd"].result()) <= 1.23
 
 
 def times_the_least(said: str) -> float:
