@@ -35,7 +35,10 @@ def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str
         ({"remat": "dot"}, "remat must be 'full', 'dots' or 'none', got 'dot'"),
         ({"remat": "dots", "gradient_checkpointing": False}, "contradicts gradient_checkpointing=False"),
         ({"remat": "none", "activation_checkpointing": True}, "contradicts gradient_checkpointing=True"),
-        ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "sets use_reentrant by itself"),
+        (
+            {"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+            "sets use_reentrant and context_fn by itself",
+        ),
         ({"scan_layers": True}, "plain torch compiles nothing"),
     ],
 )

@@ -112,6 +112,9 @@ def check_remat(args: Any) -> None:
             "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
             "products, remat='dots', and leave gradient_checkpointing out."
         )
+    options = args.activation_checkpointing_kwargs or {}
+    if policy == Remat.DOTS and (options.get("use_reentrant") or options.get("context_fn")):
+        raise UserError("remat='dots' sets use_reentrant and context_fn by itself: leave both out of checkpointing.")
 
 
 def check_best_metric(args: Any, eval_dataset: Any) -> None:

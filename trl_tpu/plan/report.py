@@ -12,16 +12,15 @@ UNSEEN = "Real steps take longer than these bounds: the first minutes of a run o
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def report(attempt: Attempt, pairs_to_train: float | None = None, price_per_chip_hour: float | None = None) -> str:
+def report(attempt: Attempt, pairs_to_train: float | None = None) -> str:
     """Describe one layout and what the compiler said of it.
 
     Args:
         attempt: The layout.
         pairs_to_train: All of the training, each as often as it is gone through; None leaves the hours out.
-        price_per_chip_hour: In any currency; None leaves the cost out.
     """
     layout = attempt.layout
-    parts = [_head(layout), _verdict(attempt), _memory(attempt), _time(layout, pairs_to_train, price_per_chip_hour)]
+    parts = [_head(layout), _verdict(attempt), _memory(attempt), _time(layout, pairs_to_train)]
     return "\n\n".join(parts)
 
 
@@ -54,7 +53,7 @@ def _memory(attempt: Attempt) -> str:
     return _table("Memory of a chip", [*rows, ("the least", sized(least.bound), f"by formula: {kinds}")])
 
 
-def _time(layout: Layout, pairs_to_train: float | None, price: float | None) -> str:
+def _time(layout: Layout, pairs_to_train: float | None) -> str:
     chip, chips, seconds = layout.topology.chip, layout.topology.chips, least_seconds(layout)
     needed, computed, traffic = needed_flops(layout), computed_flops(layout), least_traffic(layout)
     sent = ", ".join(f"{scaled(size)}B over {axis}" for axis, size in traffic.items()) or "nothing"
@@ -74,8 +73,7 @@ def _time(layout: Layout, pairs_to_train: float | None, price: float | None) -> 
     ]
     if pairs_to_train:
         hours = pairs_to_train / rate / 3600
-        cost = f", {hours * chips * price:,.2f} at {price:g} a chip-hour" if price else ""
-        notes.append(f"{pairs_to_train:,.0f} pairs: at least {hours:,.1f} h, {hours * chips:,.4g} chip-hours{cost}.")
+        notes.append(f"{pairs_to_train:,.0f} pairs: at least {hours:,.1f} h, {hours * chips:,.4g} chip-hours.")
     rows = [(part, f"{each:.4g} s", what[part]) for part, each in seconds.items()]
     return _table(f"Time of a micro-batch at the chip's published speeds ({chip.source}), by formula", rows, notes)
 

@@ -50,7 +50,6 @@ class PlanArguments:
     Args:
         topology: The slice: chip and shape, such as v5e:2x4, v5p:2x2x4 or v6e:4x4.
         pairs_in_dataset: Pairs to train on, for the hours. By default those of the dataset, if named.
-        price_per_chip_hour: What an hour of a chip costs you, in any currency, for the cost.
         search: Look for the best mesh, remat policy and batch size for the slice.
         compiles: How many layouts a search, or a training that does not fit, may compile.
         all_layers: Compile all layers of a deep model, which takes long, and not two depths of it.
@@ -58,7 +57,6 @@ class PlanArguments:
 
     topology: str
     pairs_in_dataset: int | None = None
-    price_per_chip_hour: float | None = None
     search: bool = False
     compiles: int = 6
     all_layers: bool = False
@@ -72,8 +70,6 @@ def make_parser() -> TrlParser:
 
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu plan``; returns the exit status."""
-    if (reason := missing()) is not None:
-        raise UserError(reason)
     try:
         return main(argv)
     except RuntimeError as error:  # of the processes that trace and compile, which say what failed
@@ -101,6 +97,8 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
         raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
+    if compile_layout is None and (reason := missing()) is not None:
+        raise UserError(reason)
     with tempfile.TemporaryDirectory() as folder:
         workload = read_workload(script, args, model_args, data, folder)
     depths = None if plan_args.all_layers or args.scan_layers else layers.two_depths(workload.config)
@@ -123,7 +121,7 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
     else:
         layout = Layout(workload, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
         attempts = [attempt(layout, say_and_compile)]
-        parts = [report.report(attempts[0], pairs_to_train(layout, plan_args), plan_args.price_per_chip_hour)]
+        parts = [report.report(attempts[0], pairs_to_train(layout, plan_args))]
         if not attempts[0].fits:
             slices = [topology, *topology.larger()]
             others = search(workload, slices, say_and_compile, plan_args.compiles, until_one_fits=True)

@@ -19,6 +19,10 @@ def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfi
     if not isinstance(args, RewardConfig):
         _warn("a plain `TrainingArguments` as `args`", "`trl_tpu.RewardConfig`")
         args = _as_reward_config(args)
+    if args.evaluation_strategy not in (None, args.eval_strategy):  # set after it was made, as scripts of then did
+        own = vars(args)
+        args = dataclasses.replace(args, eval_strategy=args.evaluation_strategy, evaluation_strategy=None)
+        vars(args).update({name: value for name, value in own.items() if name not in vars(args)})
     if max_length is not None:
         _warn("`max_length` here", "`RewardConfig(max_length=...)`")
         args = copy.copy(args)  # the caller's stays as it is

@@ -68,7 +68,6 @@ from ..runtime import Runtime, current
 from .agreement import HostAgreement
 from .callbacks import StepCallback, keeping_all, watches_saves
 from .contents import contents_of, keeps_state
-from .hub import report_pushes
 from .log_interval import LogInterval, StepMetrics
 from .nonfinite import Counted, NonfiniteGuard, computes_in_float16
 from .optimizer import bare
@@ -513,10 +512,18 @@ class DeviceTrainer(Trainer):
         if self.args.push_to_hub or any(map(watches_saves, self.callback_handler.callbacks)):
             self.checkpointer.wait()  # they look for the folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
-            report_pushes(self)
+            self._report_pushes()
             self._push_from_checkpoint(str(final))
         elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             logger.warning("%s is not pushed: it has no model's files here. The model is, at the end.", contents.place)
+
+    def _report_pushes(self) -> None:
+        """Say which uploads beside training failed, whose errors transformers drops."""
+        jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in [job for job in jobs if job.done()]:
+            jobs.remove(job)
+            if not job.cancelled() and (error := job.exception()) is not None:
+                logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.checkpoints.load_weights(self.model, resume_from_checkpoint):
@@ -578,7 +585,7 @@ class DeviceTrainer(Trainer):
             result = super()._finalize_training(*args, **kwargs)
         if self.stopped_by is None and self.state.best_model_checkpoint is not None and not self.best_model_lost:
             self.checkpointer.keep_best_alone(self.run_folder, Path(self.state.best_model_checkpoint).name)
-        report_pushes(self)
+        self._report_pushes()
         if self.checkpointer.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(self.checkpointer.failed))
         return result
