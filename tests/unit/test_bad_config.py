@@ -55,7 +55,7 @@ def in_old_columns(row: dict[str, list[int]]) -> dict[str, list[int]]:
 EMPTY = Dataset.from_dict({"chosen": [], "rejected": []})
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer to be found": ({"processing_class": None}, "pass its tokenizer as `processing_class`"),
-    "no training data": ({"train_dataset": None}, "`train_dataset` must be"),
+    "no training data": ({"train_dataset": None}, "`train_dataset` is required"),
     "all splits as training data": (
         {"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})},
         "`train_dataset` must be a `Dataset`.*got `DatasetDict`.*Pick a split: train, test.",

@@ -152,9 +152,9 @@ def test_subparsers_take_yaml_defaults(tmp_path: Path) -> None:
         ("", "YAML mapping"),
         ("a: [1", "not YAML"),
         ("steps: 1\nsteps: 2", "the key 'steps' is there twice"),
-        ("env: text\nsteps: 1", "`env` must be a mapping"),
+        ("env: text\nsteps: 1", "`env` field should be a dict"),
         ("steps: 1\nmode: quick", "`mode: quick` is not one of fast, slow"),
-        ("steps: 1\nenv: {A: [b]}", "`env` must be a mapping"),
+        ("steps: 1\nenv: {A: [b]}", "`env` field should be a dict"),
     ],
 )
 def test_yaml_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, monkeypa
         traced.append(request)
         return TracedProgram(b"", (), (), 1)
 
+    monkeypatch.setattr(plan, "missing", lambda: None)
     monkeypatch.setattr(layers, "trace_step", trace)
     monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1, 1))
     assert plan.main(["--config", str(config), "--topology", "v6e:1x1", "--remat", "none"]) == 0

@@ -63,6 +63,8 @@ def check_arguments(
             "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "
             f"made before: give its class, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
         )
+    if train_dataset is None:
+        raise UserError("`train_dataset` is required: pass a `Dataset` or `IterableDataset` of pairs.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
         kind = type(train_dataset).__name__

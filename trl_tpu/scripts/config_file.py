@@ -37,7 +37,7 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     try:
         os.environ.update(values.pop("env", {}))
     except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"Config file {found.config}: `env` must be a mapping of names to text: {error}.") from error
+        raise UserError(f"{found.config}: `env` field should be a dict in the YAML file. ({error})") from error
     return values, rest
 
 
