@@ -59,7 +59,7 @@ class PackedRows(Generic[Array]):
     expansion: Expansion[Array] | None = None
     """Where the tokens lie in rows of whole dialogues, for models that attend there."""
     trees: tuple[Tree, ...] | None = None
-    """Where the trees of a unpadded row lie, which attend one by one; None where whole rows are masked."""
+    """Where the trees of an unpadded row lie, which attend one by one; None where whole rows are masked."""
 
     @property
     def last(self) -> tuple[Array, Array]:
