@@ -24,8 +24,9 @@ from ..modeling.attention.packability import make_packable
 from ..modeling.attention.unmodified import PackingImpossible, check_unmodified
 from ..modeling.padding import reads_padding
 from ..packing.schedule import RowPlan
+from ..packing.shapes import attention_crossover_length
 from ..runtime import Runtime
-from .planned_shapes import attention_crossover_length, plan_rows_of, planned_lengths
+from .planned_shapes import plan_rows_of, planned_lengths
 
 logger = logging.getLogger(__name__)
 

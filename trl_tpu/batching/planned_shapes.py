@@ -8,6 +8,7 @@ from ..config.reward_config import RewardConfig
 from ..data.collators import bucket_lengths
 from ..data.measure import measure
 from ..packing.schedule import RowPlan, plan_rows
+from ..packing.shapes import attention_crossover_length
 
 
 def plan_rows_of(
@@ -39,14 +40,6 @@ def plan_rows_of(
         multiple=multiple,
         row_length=args.row_length,
     )
-
-
-def attention_crossover_length(hidden_size: int) -> float:
-    """Return the row length at which attention takes as many operations as the linear layers of a plain transformer.
-
-    Of a layer's multiplications a token takes 12 H^2 in its linear layers and 2 H L in attention over L others.
-    """
-    return 6 * hidden_size
 
 
 def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:

@@ -18,6 +18,3 @@ def help_from_docstring(cls: type[T]) -> type[T]:
             text = " ".join(found[1].split()).replace("%", "%%")  # argparse formats it
             field.metadata = MappingProxyType({**field.metadata, "help": text})
     return cls
-
-
-__all__ = ["help_from_docstring"]

@@ -12,7 +12,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
 from ..errors import UserError
-from ..parallel.mesh import MeshShape, parse_mesh
+from ..parallel.mesh import parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
 from .checks import check_remat, check_values, check_xla_limits
@@ -318,6 +318,3 @@ def _multiple(value: int | str | None) -> int | None:
     if not value.isdecimal():
         raise UserError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
     return int(value)
-
-
-__all__ = ["MeshShape", "RewardConfig"]

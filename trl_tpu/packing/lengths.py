@@ -20,12 +20,12 @@ class PairLengths:
 
     @classmethod
     def of_size(cls, size: int) -> "PairLengths":
-        """One pair of ``size`` unique tokens: half of them prompt, a quarter in each answer."""
+        """Return one pair of ``size`` unique tokens: half of them prompt, a quarter in each answer."""
         answer = max(1, size // 4)
         return cls.of([(size - 2 * answer, answer, answer)])
 
     def drawn(self, count: int) -> "PairLengths":
-        """``count`` pairs, drawn from these with replacement and always alike."""
+        """Return ``count`` pairs, drawn from these with replacement and always alike."""
         drawn_P = np.random.default_rng(0).integers(0, len(self), count)
         return PairLengths(self.prefix_P[drawn_P], self.chosen_P[drawn_P], self.rejected_P[drawn_P])
 
@@ -47,7 +47,7 @@ class PairLengths:
         return int(self.sizes_P.sum())
 
     def attended(self, window: int | None = None) -> int:
-        """Pairs of tokens of which one attends to the other: itself and those before it in its dialogue.
+        """Count pairs of tokens of which one attends to the other: itself and those before it in its dialogue.
 
         Args:
             window: How many tokens a token sees at most, itself among them.
@@ -58,6 +58,6 @@ class PairLengths:
 
 
 def _seen(length_P: np.ndarray, window: int | None) -> np.ndarray:
-    """What the tokens of a causal text of each length see, all together."""
+    """Count what the tokens of a causal text of each length see, all together."""
     short_P = length_P if window is None else np.minimum(length_P, window)
     return short_P * (short_P + 1) // 2 + (length_P - short_P) * (window or 0)

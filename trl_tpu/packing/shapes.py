@@ -35,6 +35,14 @@ class RowShape:
         return f"{self.rows} x {self.length}"
 
 
+def attention_crossover_length(hidden_size: int) -> float:
+    """Return the row length at which attention takes as many operations as the linear layers of a plain transformer.
+
+    Of a layer's multiplications a token takes 12 H^2 in its linear layers and 2 H L in attention over L others.
+    """
+    return 6 * hidden_size
+
+
 def plan_shapes(
     sizes: np.ndarray,
     pairs: int,

@@ -24,6 +24,7 @@ from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.positions import learned_positions
 from ..modeling.rewards import read_batch
 from ..modeling.score_head import keep_score_head_in_float32
+from ..packing.shapes import attention_crossover_length
 from ..parallel.mesh import parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..runtime import Runtime
@@ -88,10 +89,11 @@ class Scorer:
         if self.runtime.plans_shapes:
             use_static_attention(without_adapters(self.model))
             use_static_experts(without_adapters(self.model))
-        crossover, shards = 6 * self.model.config.get_text_config().hidden_size, self.mesh.batch_shards
-        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, self.runtime.plans_shapes)
+        crossover = attention_crossover_length(self.model.config.get_text_config().hidden_size)
+        shards, is_static = self.mesh.batch_shards, self.runtime.plans_shapes
+        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, is_static)
         self.padded = makers.padded
-        self.batches: MakeBatches = makers.planned if self.runtime.plans_shapes else makers.unpadded
+        self.batches: MakeBatches = makers.planned if is_static else makers.unpadded
         try:
             make_packable(self.model, self.pad_token_id)  # on the host still, where trying it compiles nothing
         except PackingImpossible as reason:

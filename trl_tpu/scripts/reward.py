@@ -150,8 +150,8 @@ def report_on(trainer: RewardTrainer) -> None:
         page = report_on_run(folder)
         if trainer.remote is not None:
             trainer.remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
-    except (OSError, UserError) as error:
-        logger.warning("There is no report on this run: %s", error)
+    except Exception as error:  # whatever drawing says: the model is saved, and that is the command's result
+        logger.warning("There is no report on this run (%s: %s).", type(error).__name__, error)
     else:
         print(f"Report written to {page}")
 

@@ -443,7 +443,7 @@ class RewardTrainer(DeviceTrainer):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
+        """Predict the rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
         self._evaluated = prepared = self._prepared(test_dataset, "test")
         return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
