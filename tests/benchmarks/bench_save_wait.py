@@ -40,8 +40,8 @@ def run() -> None:
             self.checkpointer._write = timed
 
         def _save_checkpoint(self, *args: Any) -> None:
-            self.runtime.step_boundary()
-            self.runtime.fetch([self._tr_loss])  # the step itself is no wait for the save
+            self.trl_tpu.runtime.step_boundary()
+            self.trl_tpu.runtime.fetch([self._tr_loss])  # the step itself is no wait for the save
             self.checkpointer.wait()  # nor is the save before, which here has a few steps' time only
             began = time.perf_counter()
             super()._save_checkpoint(*args)
@@ -61,7 +61,7 @@ def run() -> None:
         copies = []
         for _ in trainer.waits:
             began = time.perf_counter()
-            trainer.runtime.local_shards(state)
+            trainer.trl_tpu.runtime.local_shards(state)
             copies.append(time.perf_counter() - began)
         size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
     print(json.dumps({"bytes": size, "waits": trainer.waits, "writes": trainer.writes, "copies": copies}))

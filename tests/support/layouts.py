@@ -157,7 +157,7 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     walking.trainer = trainer
     started = time.perf_counter()
     trainer.train()
-    micro = torch.stack(trainer.runtime.fetch(trainer.losses)).view(STEPS, -1)
+    micro = torch.stack(trainer.trl_tpu.runtime.fetch(trainer.losses)).view(STEPS, -1)
     scale = args.gradient_accumulation_steps  # the loop divides each micro-batch's loss by it
     return {
         "seconds": time.perf_counter() - started,
@@ -182,7 +182,7 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     found = []
     for name, parameter in trainer.model.named_parameters():
-        buffers = trainer._step_state.gradient_buffers
+        buffers = trainer.trl_tpu.step_state.gradient_buffers
         kinds = {"weight": parameter.detach(), "gradient": buffers.get(parameter)}
         kinds |= {kind: value for kind, value in optimizer.state.get(parameter, {}).items() if kind != "step"}
         for kind, tensor in kinds.items():

@@ -85,7 +85,7 @@ def state_of(trainer: Any) -> dict[str, torch.Tensor]:
     for parameter, values in optimizer.state.items():
         for kind, value in values.items():
             tensors[f"{names[parameter]} {kind}"] = torch.as_tensor(value if value is not None else -1.0)
-    return to_host(tensors, trainer.runtime)
+    return to_host(tensors, trainer.trl_tpu.runtime)
 
 
 def differing(first: Any, second: Any) -> list[str]:

@@ -52,11 +52,11 @@ def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict
         peft_config=peft_config,
     )
     trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
-    before = to_host(trained, trainer.runtime)
+    before = to_host(trained, trainer.trl_tpu.runtime)
     for path in DUMPS.iterdir():
         path.unlink()
     trainer.train()
-    after = to_host({name: weight.detach() for name, weight in trained.items()}, trainer.runtime)
+    after = to_host({name: weight.detach() for name, weight in trained.items()}, trainer.trl_tpu.runtime)
     programs = sorted(DUMPS.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     program = programs[-1].read_text()
     return {

@@ -21,6 +21,6 @@ if __name__ == "__main__":
     args = RewardConfig(folder, report_to="none", disable_tqdm=True, **json.loads(settings))
     trainer = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(64))
     trainer.train(resume_from_checkpoint=checkpoint)
-    weights = to_host(dict(trainer.model.named_parameters()), trainer.runtime)
+    weights = to_host(dict(trainer.model.named_parameters()), trainer.trl_tpu.runtime)
     sums = {name: weight.double().abs().sum().item() for name, weight in weights.items()}
     print(json.dumps({"logs": trainer.state.log_history, "sums": sums, "folder": Path(checkpoint).name}))

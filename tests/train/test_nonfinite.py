@@ -141,7 +141,7 @@ def test_float16_is_left_alone(make: Callable[..., RewardTrainer]) -> None:
     """With default limits: infinite gradients come and go there under a loss scale."""
     trainer = make([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], fp16=True)
     trainer.train()
-    assert trainer.args.nonfinite_limit == 3 and not trainer.nonfinite.is_on
+    assert trainer.args.nonfinite_limit == 3 and not trainer.trl_tpu.nonfinite.is_on
     assert trainer.state.global_step == 6 and runs.logged(trainer, "nonfinite") == []
 
 
@@ -154,7 +154,7 @@ def test_adapters_over_float16_weights_are_left_alone(
     args.model_init_kwargs = {"dtype": "float16"}
     trainer = RewardTrainer(folder, args, train_dataset=runs.pairs_of(1), peft_config=peft_config)
     assert any(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
-    assert not trainer.nonfinite.is_on
+    assert not trainer.trl_tpu.nonfinite.is_on
 
 
 def test_0_turns_it_off(make: Callable[..., RewardTrainer]) -> None:

@@ -24,7 +24,7 @@ from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in,
 from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.errors import UserError
 from trl_tpu.scripts import reward, synthetic
-from trl_tpu.training import device_trainer
+from trl_tpu.training import components
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_the_best_model_is_found_by_another_path(
     (tmp_path / "out").mkdir()
     resumed = make_trainer(model_folder, tmp_path / "moved", **BEST)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.best_model_lost is None
+    assert resumed.trl_tpu.best_model_lost is None
     assert [path.name for path in (tmp_path / "moved").glob("checkpoint-*")] == ["checkpoint-2"]
     best = load_file(tmp_path / "moved" / "checkpoint-2" / "model.safetensors")
     assert torch.equal(best["score.weight"], resumed.model.score.weight)
@@ -288,7 +288,7 @@ def test_a_best_model_that_is_damaged_is_not_taken(
 ) -> None:
     trainer = make_trainer(model_folder, tmp_path, callbacks=[Spoils(tmp_path, how)], **BEST)
     trainer.train()
-    assert trainer.best_model_lost is not None and "checkpoint-2" in trainer.best_model_lost
+    assert trainer.trl_tpu.best_model_lost is not None and "checkpoint-2" in trainer.trl_tpu.best_model_lost
     assert "The best model is LOST" in caplog.text
     last = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
     assert torch.equal(last["score.weight"], trainer.model.score.weight)
@@ -298,7 +298,7 @@ def test_the_best_adapters_of_checkpoints_without_state_are_loaded(model_folder:
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
     trainer = make_trainer(model_folder, tmp_path, peft=lora, save_only_model=True, **BEST)
     trainer.train()
-    assert trainer.best_model_lost is None
+    assert trainer.trl_tpu.best_model_lost is None
     best = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
     own = {name: weight for name, weight in trainer.model.state_dict().items() if "lora_B" in name}
     assert own and all(torch.equal(best[name.replace(".default", "")], weight) for name, weight in own.items())
@@ -311,7 +311,7 @@ def test_the_best_beside_what_is_resumed_is_taken_first(run: RewardTrainer, mode
     shutil.copytree(f"{run.args.output_dir}/checkpoint-2", tmp_path / "two" / "checkpoint-2")
     resumed = make_trainer(model_folder, tmp_path / "two", **BEST)
     resumed.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-4"))
-    assert resumed.best_model_lost is None
+    assert resumed.trl_tpu.best_model_lost is None
     best = load_file(tmp_path / "one" / "checkpoint-2" / "model.safetensors")
     assert torch.equal(best["score.weight"], resumed.model.score.weight)
 
@@ -319,7 +319,9 @@ def test_the_best_beside_what_is_resumed_is_taken_first(run: RewardTrainer, mode
 def test_the_command_s_status_tells_that_the_best_model_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RewardTrainer, "_load_best_model", lambda self: setattr(self, "best_model_lost", "gone"))
+    monkeypatch.setattr(
+        RewardTrainer, "_load_best_model", lambda self: setattr(self.trl_tpu, "best_model_lost", "gone")
+    )
     monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
     words += ["--output_dir", str(tmp_path), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
@@ -541,7 +543,7 @@ def test_a_url_is_refused_where_every_process_writes_a_part(
     model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As accelerate's FSDP does, which needs GPUs."""
-    monkeypatch.setattr(device_trainer, "keeps_state", lambda accelerator: False)
+    monkeypatch.setattr(components, "keeps_state", lambda accelerator: False)
     with pytest.raises(UserError, match="FSDP and DeepSpeed .* memory://bucket/run, is written to from one. Give a"):
         make_trainer(model_folder, "memory://bucket/run")
 
@@ -568,7 +570,7 @@ def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
     )
     trainer.train()
     assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
-    assert trainer.remote.checkpoints() == ["checkpoint-2"]
+    assert trainer.trl_tpu.remote.checkpoints() == ["checkpoint-2"]
     (saved,) = fsspec.filesystem("memory").glob("/bucket/best/checkpoint-2/model.safetensors")
     weights = load(fsspec.filesystem("memory").cat_file(saved))
     assert torch.equal(weights["score.weight"], trainer.model.score.weight)

@@ -70,13 +70,11 @@ INTENDED: dict[str, dict[str, str]] = {
         ),
         "ours alone: verdicts": "what the last evaluation says of the model, by the prefix of its metrics",
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
-        **{
-            f"ours alone: {name}": _INTERNAL
-            for name in ("fixed_rows", "note_best", "parts_for", "rewards_of", "shard_report")
-        },
+        "ours alone: trl_tpu": "what this package adds, in one place",
+        **{f"ours alone: {name}": _INTERNAL for name in ("fixed_rows", "shard_report")},
+        **{f"ours alone: {name}": "to read; a subclass may have its own" for name in ("batch_plan", "checkpointer")},
         "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",
         "ours alone: stopped_by": "what ended training before its end",
-        "ours alone: unfinished": _INTERNAL,
         "ours alone: save_description": "an evaluation after saving measures rewards: mean and std in config and card",
         "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
     },

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, EarlyStoppingCallba
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import DataCollatorForPreference, PairRows, RewardDataCollatorWithPadding
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.rewards import rewards_of
 
 PAIRS = made_up_pairs(8)
 
@@ -182,7 +183,9 @@ def test_with_pad_equal_to_eos_training_reads_the_reward_that_the_saved_model_gi
     batch = trainer._prepare_inputs(collate(pairs))
     with torch.no_grad():
         _, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
-    trained = trainer.rewards_of(outputs, batch)[:3].flatten().cpu()
+    rewards_P2 = rewards_of(outputs, batch, eos, tokenizer.padding_side)
+    assert rewards_P2 is not None
+    trained = rewards_P2[:3].flatten().cpu()
 
     trainer.save_model(str(tmp_path / "saved"))
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", num_labels=1)

@@ -9,6 +9,7 @@ import configparser
 import importlib.util
 import inspect
 import mmap
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
 from places import ROOT
-from transformers import Trainer
+from transformers import AutoModelForSequenceClassification, Trainer
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.training.device_trainer import DeviceTrainer
@@ -90,8 +91,10 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         str(folder / "out"), max_steps=3, per_device_train_batch_size=4, save_steps=1, logging_steps=1, eval_steps=1,
         eval_strategy="steps", load_best_model_at_end=True, report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    for resume in (None, str(folder / "out" / "checkpoint-1")):
-        trainer = watching(model, args, train_dataset=pairs, eval_dataset=pairs)
+    load = partial(AutoModelForSequenceClassification.from_pretrained, model, num_labels=1)
+    made: tuple[dict[str, Any], ...] = ({"model": model}, {"model_init": lambda: load()})
+    for given, resume in zip(made, (None, str(folder / "out" / "checkpoint-1")), strict=True):
+        trainer = watching(args=args, train_dataset=pairs, eval_dataset=pairs, **given)
         trainer.train(resume_from_checkpoint=resume)
     trainer.predict(pairs)
     trainer.save_model()
@@ -127,7 +130,6 @@ ATTRIBUTES = [
     "_signature_columns",
     "_train_batch_size",
     "loss_is_scaled_for_ga",
-    "can_return_loss",
     "current_gradient_accumulation_steps",
     "is_in_train",
 ]

@@ -66,7 +66,7 @@ def test_lora_trains_saves_and_leaves_the_base_frozen(
     trainer = RewardTrainer(
         model_folder, args, train_dataset=tiny.made_up_pairs(40), peft_config=LoraConfig(task_type="SEQ_CLS", r=8)
     )
-    runtime = trainer.runtime
+    runtime = trainer.trl_tpu.runtime
     before = to_host(dict(trainer.model.named_parameters()), runtime)
     trainer.train()
     after = to_host(dict(trainer.model.named_parameters()), runtime)
@@ -102,7 +102,9 @@ def test_resumed_run_equals_the_uninterrupted_one(
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     for key in ("num_tokens", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "grad_norm"):
         assert resumed.state.log_history[0][key] == pytest.approx(whole.state.log_history[0][key], rel=1e-6), key
-    weights = [to_host(dict(trainer.model.named_parameters()), trainer.runtime) for trainer in (whole, resumed)]
+    weights = [
+        to_host(dict(trainer.model.named_parameters()), trainer.trl_tpu.runtime) for trainer in (whole, resumed)
+    ]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
 
@@ -114,6 +116,6 @@ def test_a_second_train_goes_on_with_the_same_optimizer(config: Callable[..., An
     trainer.train()
     optimizer = trainer.optimizer.optimizer
     parameter = optimizer.param_groups[0]["params"][0]
-    (steps,) = trainer.runtime.fetch([optimizer.state[parameter]["step"]])
+    (steps,) = trainer.trl_tpu.runtime.fetch([optimizer.state[parameter]["step"]])
     assert steps.item() == 4
     assert all(isinstance(group["lr"], float) for group in optimizer.param_groups)

@@ -36,9 +36,9 @@ class Counting(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        before = self.runtime.compile_count()
+        before = self.trl_tpu.runtime.compile_count()
         super()._save_checkpoint(model, trial)
-        self.compiles_of_saves.append(self.runtime.compile_count() - before)
+        self.compiles_of_saves.append(self.trl_tpu.runtime.compile_count() - before)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def _state(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
         for number, values in enumerate(trainer.optimizer.optimizer.state.values())
         for kind, value in values.items()
     }
-    return to_host(dict(trainer.model.named_parameters()) | moments, trainer.runtime)
+    return to_host(dict(trainer.model.named_parameters()) | moments, trainer.trl_tpu.runtime)
 
 
 def _layouts(trainer: RewardTrainer) -> list[str]:

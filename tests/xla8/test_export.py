@@ -30,7 +30,7 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
     mesh: str, model_folder: str, config: Callable[..., Any], tmp_path: Path
 ) -> None:
     trainer = RewardTrainer(model_folder, config(mesh=mesh), train_dataset=tiny.made_up_pairs(8))
-    runtime = trainer.runtime
+    runtime = trainer.trl_tpu.runtime
     before = runtime.compile_count()
     trainer.save_model(str(tmp_path / "live"))
     assert runtime.compile_count() == before

@@ -38,14 +38,16 @@ class Watched(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.runtime.step_boundary()
-        before = self.runtime.compile_count()
+        self.trl_tpu.runtime.step_boundary()
+        before = self.trl_tpu.runtime.compile_count()
         super()._save_checkpoint(model, trial)
-        self.compiles_of_saves.append(self.runtime.compile_count() - before)
+        self.compiles_of_saves.append(self.trl_tpu.runtime.compile_count() - before)
 
 
 def weights_of(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
-    return to_host({name: weight.detach() for name, weight in trainer.model.named_parameters()}, trainer.runtime)
+    return to_host(
+        {name: weight.detach() for name, weight in trainer.model.named_parameters()}, trainer.trl_tpu.runtime
+    )
 
 
 def state_of(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
@@ -53,7 +55,7 @@ def state_of(trainer: RewardTrainer) -> dict[str, torch.Tensor]:
     optimizer = trainer.optimizer.optimizer
     named = trainer.model.named_parameters()
     state = {f"{name}.{kind}": value for name, each in named for kind, value in optimizer.state[each].items()}
-    return weights_of(trainer) | to_host(state, trainer.runtime)
+    return weights_of(trainer) | to_host(state, trainer.trl_tpu.runtime)
 
 
 @pytest.fixture(scope="module")

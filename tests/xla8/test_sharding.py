@@ -47,7 +47,7 @@ def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model
     """Also after skipping batches, as a resumed run does."""
     trainer = RewardTrainer(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
-    skipped = trainer.runtime.loader(skip_batches(loader.batches, 2), trainer.args.mesh_shape.batch_axes)
+    skipped = trainer.trl_tpu.runtime.loader(skip_batches(loader.batches, 2), trainer.args.mesh_shape.batch_axes)
     for batches in (loader, skipped):
         for batch in batches:
             some = [rows.named_tensors() for rows in batch["packed"].micro_batches] if packing else [batch]

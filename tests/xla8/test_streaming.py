@@ -125,7 +125,7 @@ def test_streamed_weights_are_those_that_transformers_reads(
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
     are_merged = "num_experts" in Path(checkpoint, "config.json").read_text()
     assert ("into the host's memory as a whole" in caplog.text) == are_merged
-    streamed = whole_weights(trainer.model, trainer.runtime, keeps=True)
+    streamed = whole_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
     set_seed(args.seed)
     read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
     expected = read.state_dict()
@@ -148,7 +148,7 @@ def test_embeddings_that_a_chat_template_enlarges_are_those_of_the_whole_model(
     source.save_pretrained(tmp_path / "source")
     args = config(mesh="fsdp=4,tensor=2", chat_template_path=str(tmp_path / "source"))
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
-    streamed = whole_weights(trainer.model, trainer.runtime, keeps=True)
+    streamed = whole_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
     set_seed(args.seed)
     read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
     rows = read.get_input_embeddings().weight.shape[0]
@@ -164,5 +164,5 @@ def test_a_model_that_is_given_whole_is_placed_as_well(checkpoint: str, config: 
     trainer = RewardTrainer(model, config(mesh="fsdp=4,tensor=2"), train_dataset=tiny.made_up_pairs(8))
     assert trainer.model is model
     assert {parameter.device.type for parameter in model.parameters()} == {"xla"}
-    after = whole_weights(model, trainer.runtime, keeps=True)
+    after = whole_weights(model, trainer.trl_tpu.runtime, keeps=True)
     assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -22,6 +22,7 @@ from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.unmodified import PackingImpossible, check_unmodified
+from ..modeling.build import fit_to_device
 from ..modeling.padding import reads_padding
 from ..packing.schedule import RowPlan
 from ..packing.shapes import attention_crossover_length
@@ -90,11 +91,12 @@ class BatchPlan:
     # ---- the decision
 
     def use_model(self, model: PreTrainedModel) -> None:
-        """Make ``model``, the first or one that `model_init` made anew, read these batches.
+        """Make ``model``, the first or one that `model_init` made anew, compute on the device and read these batches.
 
         Raises:
             UserError: If the user insists on packing and the model cannot.
         """
+        fit_to_device(model, self._args)
         self._whole_model, self._model = model, without_adapters(model)
         if self.packed:
             self._read_packed_rows()

@@ -128,11 +128,15 @@ def build_reward_model(
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
     tell_engines(without_adapters(model).config)
-    _fit_to_device(model, args)
     return model, tokenizer
 
 
-def _fit_to_device(model: nn.Module, args: RewardConfig) -> None:
+def fit_to_device(model: nn.Module, args: RewardConfig) -> None:
+    """Let ``model`` compute in a way that the device can trace, with the precision of ``args``.
+
+    Raises:
+        UserError: Its layers are to be a loop and cannot.
+    """
     if args.bf16:
         keep_score_head_in_float32(model)
     base = without_adapters(model)

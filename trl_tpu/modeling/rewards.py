@@ -107,3 +107,20 @@ def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) 
     if "rows" in inputs:
         return PackedPairs(inputs["rows"])
     return PairBatch.read(inputs, pad_token_id, padding_side)
+
+
+def rewards_of(outputs: Any, inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) -> torch.Tensor | None:
+    """Read rewards [P, 2] from what a loss returns beside itself; None where there are none to be read.
+
+    They are the ``logits`` of a micro-batch's pairs; else two tensors of a reward a pair, chosen first, whatever their
+    names.
+    """
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        is_read = "input_ids" in inputs or "input_ids_chosen" in inputs  # not a batch of the user's own making
+        batch = read_batch(inputs, pad_token_id, padding_side) if is_read else None
+        return batch.by_pair(outputs["logits"]) if isinstance(batch, PairBatch) else None
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    halves = [each.flatten() for each in values if isinstance(each, torch.Tensor)]
+    if len(halves) != 2 or len(halves[0]) != len(halves[1]):
+        return None
+    return torch.stack(halves, dim=-1)

@@ -56,14 +56,15 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
 
 
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
-    """Move ``model`` to the device in place, each parameter straight to its shards; buffers go whole to all.
+    """Move ``model`` to the plan's mesh in place, each parameter straight to its shards; buffers go whole to all.
 
     Tied parameters stay tied and count once. Each is freed on the host before the next module's go, unless others hold
     it; what is still in a checkpoint's files (see `load_classifier`) is read then.
 
     Raises:
-        UserError: From `Plan.place`.
+        UserError: From `Plan.place`, or from `Runtime.set_mesh`.
     """
+    runtime.set_mesh(plan.mesh.sizes, plan.mesh.slices)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
     placements = {name: plan.place(name, shape) for name, shape in shapes.items()}

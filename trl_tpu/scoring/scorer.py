@@ -100,7 +100,6 @@ class Scorer:
             logger.warning(f"Dialogues are padded, not packed: {reason}.")
             self.batches = makers.padded
         plan = plan_model(self.model, self.mesh)
-        self.runtime.set_mesh(self.mesh.sizes, self.mesh.slices)
         report = place_model(self.model, plan, self.runtime, self.device)
         if self.runtime.shares_mesh:
             keep_activations_split(self.model, plan, report.placements, self.runtime)

@@ -99,7 +99,6 @@ def main(
     )
 
     def say(line: str) -> None:
-        # not `accelerator.print`, which prints nothing on XLA: there accelerate numbers the only local process -1
         if trainer.is_world_process_zero():
             print(line)
 
@@ -111,14 +110,14 @@ def main(
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
     say(trainer.describe())
-    trainer.at_late_sigterm = lambda: None  # what is left is short
+    trainer.trl_tpu.at_late_sigterm = lambda: None  # what is left is short
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training handles it itself, and a second one kills
     trainer.train(resume_from_checkpoint=checkpoint)
     # the command comes to its end now, so that its result is complete, unless a second SIGTERM kills it
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
-        raise trainer.unfinished(trainer.stopped_by)
+        raise trainer.trl_tpu.unfinished(trainer.stopped_by)
     try:
         trainer.save_model(output_dir, _internal_call=True)  # pushed below
     except (OSError, SafetensorError) as error:
@@ -134,7 +133,7 @@ def main(
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
     trainer.end()  # closes the trackers
-    if trainer.best_model_lost is not None:
+    if trainer.trl_tpu.best_model_lost is not None:
         raise SystemExit(BEST_LOST)
     if trainer.checkpointer.failed:
         raise SystemExit(NOT_SAVED)
@@ -148,8 +147,8 @@ def report_on(trainer: RewardTrainer) -> None:
     try:
         trainer.save_state()  # with the logs of the last step and of the last evaluation
         page = report_on_run(folder)
-        if trainer.remote is not None:
-            trainer.remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
+        if (remote := trainer.trl_tpu.remote) is not None:
+            remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
     except Exception as error:  # whatever drawing says: the model is saved, and that is the command's result
         logger.warning("There is no report on this run (%s: %s).", type(error).__name__, error)
     else:

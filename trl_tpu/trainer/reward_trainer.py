@@ -36,19 +36,19 @@ from ..data.old_columns import _tokenize
 from ..data.packed_batch import tensors_of
 from ..evaluation.judge import check_eval_by, judge
 from ..evaluation.reward_sums import sums_of
-from ..evaluation.verdict import Verdict
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
-from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale
+from ..modeling.engines import BASE_CONFIG, set_scale
 from ..modeling.losses import pairwise_losses
-from ..modeling.rewards import OWN_KEYS, PairBatch, read_batch
+from ..modeling.rewards import OWN_KEYS, read_batch, rewards_of
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..modeling.work import work_of_a_pair
 from ..packing.schedule import RowPlan
 from ..report.model_card import Reading, is_generated, make_model_card
 from ..report.verdict_section import write_verdicts
 from ..training.agreement import over_processes
-from ..training.device_trainer import DeviceTrainer
+from ..training.components import Shown
+from ..training.device_trainer import DeviceTrainer, write_card
 from ..training.evaluation import EvaluatedPairs, evaluate_batch, named, prediction_of
 from ..training.metrics import RewardMetrics, scale_of
 from ..training.preemption import EvaluationCutShort
@@ -94,10 +94,12 @@ class RewardTrainer(DeviceTrainer):
 
     args: RewardConfig
     processing_class: PreTrainedTokenizerBase
-    batch_plan: BatchPlan
-    _old_columns = False
+    verdicts = Shown(lambda self: self.__reward_metrics.verdicts)
+    """The verdict of the last evaluation, by the prefix of its metrics."""
+    __old_columns = False
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
-    _evaluated: Any = None  # what the last evaluation was on, or is on
+    __build: Any = None  # makes a reward model of what `model_init` returns, where this constructor ran
+    __evaluated: Any = None  # what the last evaluation was on, or is on
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     _tag_names = ["trl", "reward-trainer"]
 
@@ -124,13 +126,11 @@ class RewardTrainer(DeviceTrainer):
             model_init, compute_metrics, callbacks = compute_metrics, callbacks, optimizers  # type: ignore[assignment]
             optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
             max_length, quantization_config = quantization_config, None
-        device = runtime.current()
-        max_steps = getattr(args, "max_steps", -1)
-        check_arguments(model, model_init, train_dataset, optimizers, max_steps, shares_mesh=device.shares_mesh)
+        shares_mesh, max_steps = runtime.current().shares_mesh, getattr(args, "max_steps", -1)
+        check_arguments(model, model_init, train_dataset, optimizers, max_steps, shares_mesh=shares_mesh)
         args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
-        self._check_evaluation(args, eval_dataset, compute_metrics, callbacks)
-        self._old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
-        device.set_mesh(args.mesh_shape.sizes, args.mesh_shape.slices)
+        self.__check_evaluation(args, eval_dataset, compute_metrics, callbacks)
+        self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
 
@@ -139,30 +139,17 @@ class RewardTrainer(DeviceTrainer):
             built.add_model_tags(self._tag_names)
             return built, tokenizer
 
-        def init(trial: Any = None) -> PreTrainedModel:
-            """Make the model anew, for each `train()`."""
-            built, _ = build(_call(model_init, trial))
-            self.batch_plan.use_model(built)
-            return built
-
-        built, own_tokenizer = build(model if model_init is None else _call(model_init, None))
+        self.__build, self.model_init = build, model_init  # type: ignore[assignment]  # may be None in transformers
+        built, own_tokenizer = build(model if model_init is None else super().call_model_init())
         # what planning and preparing data read
-        self.runtime, self.args, self.model, self.processing_class = device, args, built, own_tokenizer
-        plan, metrics = self.parts_for(
-            args=args,
-            model=built,
-            processing_class=own_tokenizer,
-            train_dataset=train_dataset,
-            data_collator=data_collator,
-        )
-        train_pairs = self._prepared(train_dataset, "train")
-        warn_of_unscored_eos(own_tokenizer, first_dialogues(train_pairs, self._old_columns))
-        eval_pairs = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
+        self.args, self.model, self.processing_class = args, built, own_tokenizer
+        self.data_collator, self.train_dataset = data_collator, train_dataset  # type: ignore[assignment]
+        plan = self.__plan
+        train_pairs = self.__prepared(train_dataset, "train")
+        warn_of_unscored_eos(own_tokenizer, first_dialogues(train_pairs, self.__old_columns))
+        eval_pairs = None if eval_dataset is None else self.__prepared(eval_dataset, "eval")
         plan.prepare(train_pairs, eval_pairs)
         super().__init__(
-            runtime=device,
-            batch_plan=plan,
-            metrics=metrics,
             model=built,
             args=args,
             data_collator=data_collator or plan.default_collator(),
@@ -175,71 +162,70 @@ class RewardTrainer(DeviceTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if model_init is not None:
-            self.model_init = init
-        self.reward_metrics.work_of_a_pair = work_of_a_pair(built, train_pairs)
+        self.model_init = model_init  # type: ignore[assignment]
+        _ = self.trl_tpu  # refuses what it cannot do
+        self.__reward_metrics.work_of_a_pair = work_of_a_pair(built, train_pairs)
         # names of TRL up to 0.23
-        self.tokenizer, self.use_reward_data_collator = own_tokenizer, self._old_columns
+        self.tokenizer, self.use_reward_data_collator = own_tokenizer, self.__old_columns
 
-    def _check_evaluation(self, args: RewardConfig, eval_dataset: Any, compute_metrics: Any, callbacks: Any) -> None:
+    def __check_evaluation(self, args: RewardConfig, eval_dataset: Any, compute_metrics: Any, callbacks: Any) -> None:
         """Refuse what only the first evaluation would find out; a subclass's own ways are its own."""
         check_eval_by(args, eval_dataset)
         if compute_metrics is None and type(self) is RewardTrainer and all(map(_is_transformers, callbacks or ())):
             check_best_metric(args, eval_dataset)
-        if args.label_smoothing_factor and self._is_own("compute_loss"):
+        if args.label_smoothing_factor and self.__is_own("compute_loss"):
             logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
 
+    # ---- parts, made when they are first used: a subclass may have called another constructor than this one
+
     @cached_property
-    def verdicts(self) -> dict[str, Verdict]:
-        """The verdict of the last evaluation, by the prefix of its metrics."""
-        return {}
+    def __plan(self) -> BatchPlan:
+        return BatchPlan(
+            self.args,
+            self.model,
+            self.processing_class,
+            self.train_dataset,
+            runtime.current(),
+            data_collator=self.data_collator,
+            old_columns=self.__old_columns,
+            reads_padded_rows=self.reads_padded_rows,
+            fixed_rows=self.fixed_rows,
+        )
+
+    @cached_property
+    def __reward_metrics(self) -> RewardMetrics:
+        skips_nonfinite = self.args.nonfinite_limit > 0
+        return RewardMetrics(runtime.current(), self.args.device, skips_nonfinite=skips_nonfinite)
+
+    def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
+        return self.__plan, self.__reward_metrics
 
     @cached_property
     def _metrics(self) -> dict[str, dict[str, list[float]]]:
         return {"train": defaultdict(list), "eval": defaultdict(list)}
 
-    def parts_for(  # also for a subclass that has deleted our __init__, as there are some
-        self, *, args: RewardConfig, model: Any, processing_class: Any, train_dataset: Any, **kwargs: Any
-    ) -> tuple[BatchPlan, RewardMetrics]:
-        plan = BatchPlan(
-            args,
-            model,
-            processing_class,
-            train_dataset,
-            self.runtime,
-            data_collator=kwargs.get("data_collator"),
-            old_columns=self._old_columns,
-            reads_padded_rows=self.reads_padded_rows,
-            fixed_rows=self.fixed_rows,
-        )
-        self.reward_metrics = RewardMetrics(self.runtime, args.device, skips_nonfinite=args.nonfinite_limit > 0)
-        return plan, self.reward_metrics
+    def call_model_init(self, trial: Any = None) -> PreTrainedModel:
+        """Make a reward model of what the user's `model_init` returns, anew for each `train()`."""
+        model: Any = super().call_model_init(trial)
+        if self.__build is not None:
+            model, _ = self.__build(model)
+        if "trl_tpu" in vars(self):  # else this is in a constructor
+            self.__plan.use_model(model)
+        return model
 
     def reads_padded_rows(self) -> str | None:
         """Name a method that reads batches and is not ours: of a subclass, or replaced on the class or on self.
 
         It is taken to expect TRL's padded rows. A subclass whose methods take packed batches as they are returns None.
         """
-        return next((name for name in _READ_BATCHES if not self._is_own(name)), None)
+        return next((name for name in _READ_BATCHES if not self.__is_own(name)), None)
 
-    def _is_own(self, name: str) -> bool:
+    def __is_own(self, name: str) -> bool:
         return name not in vars(self) and getattr(type(self), name) is _OWN[name]
-
-    def describe(self) -> str:
-        """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
-        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
-        return "\n".join(
-            [
-                f"Training on {self.runtime.topology().description}: {runtime.choice().reason}",
-                f"Computing in {precision}",
-                str(self.shard_report),
-                f"Batches of {self._train_batch_size} pairs, {self.batch_plan.describe()}",
-            ]
-        )
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            columns = list(LEGACY_KEYS) if self._old_columns else ["chosen_ids", "rejected_ids"]
+            columns = list(LEGACY_KEYS) if self.__old_columns else ["chosen_ids", "rejected_ids"]
             self._signature_columns = [*columns, "margin"]  # type: ignore[assignment]
 
     # ---- the loss
@@ -257,7 +243,7 @@ class RewardTrainer(DeviceTrainer):
             The loss, or the loss and the model's outputs; in the old API, the loss and a dict of `rewards_chosen` and
             `rewards_rejected`, [P] each.
         """
-        batch = self._read_batch(inputs)
+        batch = self.__read_batch(inputs)
         extras = {key: value for key, value in inputs.items() if key not in OWN_KEYS}
         base = without_adapters(self.model)
         if _accepts_use_cache(type(base)):  # type: ignore[arg-type]  # a class is hashable
@@ -266,27 +252,15 @@ class RewardTrainer(DeviceTrainer):
         losses_P = pairwise_losses(rewards_P2, batch.margin_P, self.args.center_rewards_coefficient)
         loss = batch.mean(losses_P)
         if self.model.training:
-            self.reward_metrics.update(rewards_P2, batch.mask_P, batch.tokens)
+            self.__reward_metrics.update(rewards_P2, batch.mask_P, batch.tokens)
         if not return_outputs:
             return loss
-        if self._old_columns:
+        if self.__old_columns:
             return loss, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
         return loss, outputs
 
-    def _read_batch(self, inputs: dict[str, Any]) -> Any:
-        return read_batch(inputs, self.processing_class.pad_token_id, self.batch_plan.padding_side)
-
-    def rewards_of(self, outputs: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Read the ``logits`` of pairs; else two tensors of a reward a pair, chosen first, whatever their names."""
-        if isinstance(outputs, Mapping) and "logits" in outputs:
-            is_read = "input_ids" in inputs or "input_ids_chosen" in inputs  # not a batch of the user's own making
-            batch = self._read_batch(inputs) if is_read else None
-            return batch.by_pair(outputs["logits"]) if isinstance(batch, PairBatch) else None
-        values = outputs.values() if isinstance(outputs, Mapping) else outputs
-        halves = [each.flatten() for each in values if isinstance(each, torch.Tensor)]
-        if len(halves) != 2 or len(halves[0]) != len(halves[1]):
-            return None
-        return torch.stack(halves, dim=-1)
+    def __read_batch(self, inputs: dict[str, Any]) -> Any:
+        return read_batch(inputs, self.processing_class.pad_token_id, self.__plan.padding_side)
 
     # ---- evaluation
 
@@ -302,13 +276,15 @@ class RewardTrainer(DeviceTrainer):
         No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
         """
 
+        ours, pad_token_id = self.trl_tpu, self.processing_class.pad_token_id
+
         def evaluate(rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-            self.recompiles.see_evaluated(tensors_of(rows))
+            ours.recompiles.see_evaluated(tensors_of(rows))
             with torch.no_grad(), self.compute_loss_context_manager():
                 loss, outputs = self.compute_loss(model, rows, return_outputs=True)
-                return loss.detach(), self.rewards_of(outputs, rows)
+                return loss.detach(), rewards_of(outputs, rows, pad_token_id, ours.batch_plan.padding_side)
 
-        loss, rewards_P2 = evaluate_batch(self._prepare_inputs(inputs), evaluate, self.runtime, self.args.device)
+        loss, rewards_P2 = evaluate_batch(self._prepare_inputs(inputs), evaluate, ours.runtime, self.args.device)
         if prediction_loss_only or rewards_P2 is None:
             return loss, None, None
         return loss, rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
@@ -326,28 +302,28 @@ class RewardTrainer(DeviceTrainer):
         Raises:
             EvaluationCutShort: At the end of a step, when a process has been told to end.
         """
-        args, compute_metrics = self.args, self.compute_metrics
+        ours, args, compute_metrics = self.trl_tpu, self.args, self.compute_metrics
         self.callback_handler.eval_dataloader = dataloader
-        model = self._model_to_evaluate()
-        pairs = EvaluatedPairs(self.runtime, self.accelerator)
+        model = self.__model_to_evaluate()
+        pairs = EvaluatedPairs(ours.runtime, self.accelerator)
         with_losses = "loss" in args.include_for_metrics
         metrics: dict[str, Any] = {}
         count = len(dataloader) if has_length(dataloader) else None
         # a loader takes one of training's random numbers, which it must not where an evaluation is left out
         with torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
-                pairs.add(*self._evaluated_batch(model, inputs, ignore_keys))
+                pairs.add(*self.__evaluated_batch(model, inputs, ignore_keys))
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-                may_stop, told = self.preemption.cuts_evaluations_short, self.preemption.told_to_stop
-                if may_stop and self.agreement.any_in_evaluation(len(pairs), told):
+                may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
+                if may_stop and ours.agreement.any_in_evaluation(len(pairs), told):
                     raise EvaluationCutShort
                 if args.batch_eval_metrics and compute_metrics is not None:
-                    self.runtime.step_boundary()
+                    ours.runtime.step_boundary()
                     if (prediction := prediction_of(pairs.fetch(first=-1), with_losses)) is not None:
                         is_last = len(pairs) == count
                         metrics = compute_metrics(prediction, compute_result=is_last)  # type: ignore[call-arg]
-        self.runtime.step_boundary()
-        self.recompiles.settle()
+        ours.runtime.step_boundary()
+        ours.recompiles.settle()
         found = pairs.fetch()
         prediction = prediction_of(found, with_losses)
         if compute_metrics is not None and prediction is None and found:
@@ -355,8 +331,8 @@ class RewardTrainer(DeviceTrainer):
         elif compute_metrics is not None and prediction is not None and not args.batch_eval_metrics:
             metrics = compute_metrics(prediction)
         # what is stopped, saved or kept because of a metric has to be the same in every process
-        own = self._measure(found, metric_key_prefix)
-        metrics = self.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
+        own = self.__measure(found, metric_key_prefix)
+        metrics = ours.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
         prefix = f"{metric_key_prefix}_"
         empty = np.zeros((0, 2), dtype=np.float32)
         predictions, labels = (prediction.predictions, prediction.label_ids) if prediction else (empty, empty[:, 0])
@@ -367,7 +343,7 @@ class RewardTrainer(DeviceTrainer):
             num_samples=len(next(iter(found.values()), ())),
         )
 
-    def _model_to_evaluate(self) -> nn.Module:
+    def __model_to_evaluate(self) -> nn.Module:
         """Return the model, cast if that was asked for outside training; the optimizer may have a mode too."""
         args, optimizer = self.args, cast(Any, self.optimizer)
         model: nn.Module = self.model
@@ -378,14 +354,14 @@ class RewardTrainer(DeviceTrainer):
             optimizer.eval()
         return model
 
-    def _evaluated_batch(
+    def __evaluated_batch(
         self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Evaluate a batch: return what is known of each pair, and which pairs are no filling, [P]."""
         loss, logits, labels = self.prediction_step(model, inputs, False, ignore_keys)
         rewards_P2 = logits if isinstance(logits, torch.Tensor) and logits.shape[1:] == (2,) else None
         predictions: Any = logits
-        if rewards_P2 is not None and self._old_columns and self._is_own("prediction_step"):
+        if rewards_P2 is not None and self.__old_columns and self.__is_own("prediction_step"):
             predictions = rewards_P2.softmax(-1)  # as in the old API
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
             predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
@@ -400,21 +376,21 @@ class RewardTrainer(DeviceTrainer):
             mask_P = torch.ones(rows, dtype=torch.bool)
         return found, mask_P.to(self.args.device)
 
-    def _measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    def __measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Return the metrics of an evaluation's pairs, and keep the verdict on them."""
         own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
-        fetched = over_processes(self.accelerator, self.runtime.fetch(self.reward_metrics.device_sums))
-        own["num_tokens"] = self.reward_metrics.tokens_so_far(fetched)
+        fetched = over_processes(self.accelerator, self.trl_tpu.runtime.fetch(self.__reward_metrics.device_sums))
+        own["num_tokens"] = self.__reward_metrics.tokens_so_far(fetched)
         if "rewards" not in found and found:
             return own
         rewards_N2 = found["rewards"].double().numpy() if found else np.zeros((0, 2))
         sums = sums_of(rewards_N2)
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
-            self.reward_metrics.evaluated = scale_of(sums, "the evaluation set")
-        pairs = self._evaluated_pairs(len(rewards_N2))
+            self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
+        pairs = self.__evaluated_pairs(len(rewards_N2))
         if (verdict := judge(rewards_N2, pairs, self.args.eval_by)) is not None:
-            self.verdicts[prefix] = verdict
+            self.__reward_metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own
 
@@ -426,16 +402,16 @@ class RewardTrainer(DeviceTrainer):
     ) -> dict[str, float]:
         """Evaluate on raw or prepared pairs; by default on the trainer's own. Each of a dict keeps its name."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepared(eval_dataset, "eval")
+            eval_dataset = self.__prepared(eval_dataset, "eval")
         dataset: Any = eval_dataset  # datasets' class, which transformers types as torch's
         own: Any = self.eval_dataset
-        self._evaluated = own if dataset is None else own[dataset] if isinstance(dataset, str) else dataset
+        self.__evaluated = own if dataset is None else own[dataset] if isinstance(dataset, str) else dataset
         return super().evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
-    def _evaluated_pairs(self, count: int) -> Any:
+    def __evaluated_pairs(self, count: int) -> Any:
         """Return the dataset whose first ``count`` pairs an evaluation was on, in order; None if it is not known."""
-        in_order = all(map(self._is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
-        dataset = self._evaluated
+        in_order = all(map(self.__is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
+        dataset = self.__evaluated
         if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
             return None
         return dataset if count == len(dataset) or self.args.dataloader_drop_last else None
@@ -444,20 +420,20 @@ class RewardTrainer(DeviceTrainer):
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predict the rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
-        self._evaluated = prepared = self._prepared(test_dataset, "test")
+        self.__evaluated = prepared = self.__prepared(test_dataset, "test")
         return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     # ---- data
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: RewardConfig, dataset_name: str) -> Any:
         """Make token pairs of a dataset in any of the accepted forms; TRL's name, which subclasses override."""
-        return build_dataset(dataset, self.model, processing_class, args, dataset_name, self._old_columns)
+        return build_dataset(dataset, self.model, processing_class, args, dataset_name, self.__old_columns)
 
-    def _prepared(self, dataset: Any, name: str) -> Any:
+    def __prepared(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Mapping):
-            return {key: self._prepared(each, key) for key, each in dataset.items()}
+            return {key: self.__prepared(each, key) for key, each in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
-        if not self._is_own("_prepare_dataset") and set(TOKEN_COLUMNS) <= set(prepared.column_names or ()):
+        if not self.__is_own("_prepare_dataset") and set(TOKEN_COLUMNS) <= set(prepared.column_names or ()):
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name, old_columns=False)
         return prepared
 
@@ -469,12 +445,8 @@ class RewardTrainer(DeviceTrainer):
         prefix = "" if mode == "train" else "eval_"
         logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
         self._metrics[mode].clear()
-        set_scale(self.model.config, self.reward_metrics.scale)
+        set_scale(self.model.config, self.__reward_metrics.scale)
         super().log(logs, start_time)
-
-    def note_best(self, folder: str) -> None:
-        self.reward_metrics.evaluated = saved_scale(folder)
-        set_scale(self.model.config, self.reward_metrics.scale)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -483,7 +455,7 @@ class RewardTrainer(DeviceTrainer):
         path = Path(str(self.args.output_dir), "README.md")
         if not self.is_world_process_zero():
             return
-        evaluation = write_verdicts(self.verdicts, path.parent, draws=not self.is_in_train)
+        evaluation = write_verdicts(self.__reward_metrics.verdicts, path.parent, draws=not self.is_in_train)
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
         base = getattr(self.model.config, "_name_or_path", "")
@@ -496,7 +468,7 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            reading=Reading(self.processing_class, self.args.max_length, self.reward_metrics.scale),
+            reading=Reading(self.processing_class, self.args.max_length, self.__reward_metrics.scale),
             evaluation=evaluation,
         )
         card.save(path)
@@ -509,11 +481,11 @@ class RewardTrainer(DeviceTrainer):
         if not is_peft_model(self.model):
             self.model.config.save_pretrained(folder)
         complete_config(self.model, folder)
-        self._write_card(dataset_name=dataset_name)
-        if self.remote is not None:
+        write_card(self.create_model_card, dataset_name=dataset_name)
+        if (remote := self.trl_tpu.remote) is not None:
             verdict = [path.name for path in sorted(folder.glob("verdict*"))]  # which the card shows
             config = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
-            self.remote.put(folder, [config, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
+            remote.put(folder, [config, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
 
 
 _READ_BATCHES = (
@@ -535,10 +507,6 @@ def _is_transformers(callback: Any) -> bool:
     """Tell whether a callback, or its class, is one of transformers', which add nothing to what is measured."""
     kind = callback if isinstance(callback, type) else type(callback)
     return kind.__module__.startswith("transformers.")
-
-
-def _call(model_init: Any, trial: Any) -> Any:
-    return model_init(trial) if inspect.signature(model_init).parameters else model_init()
 
 
 @cache

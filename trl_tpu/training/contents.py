@@ -44,14 +44,14 @@ def contents_of(trainer: Any, run: RunFolder) -> Contents:
 
 def _describe(trainer: Any, folder: Path) -> None:
     """Write what is small, which `Checkpointer` puts the tensors beside. All processes take part."""
-    args, model, runtime, path = trainer.args, trainer.model, trainer.runtime, str(folder)
+    args, model, runtime, path = trainer.args, trainer.model, trainer.trl_tpu.runtime, str(folder)
     ours, writes, has_state = keeps_state(trainer.accelerator), args.should_save, not args.save_only_model
     if has_state:  # first what all processes gather: a writer whose disk is full would leave them alone
-        sums = trainer.log_interval.state(trainer._tr_loss) if ours else []
+        sums = trainer.trl_tpu.log_interval.state(trainer._tr_loss) if ours else []
         if writes or not runtime.shares_mesh:  # of a mesh the writer's random numbers
             trainer._save_rng_state(path)
-        if trainer.remote is not None and not runtime.shares_mesh:
-            _gather_random_states(folder, trainer.agreement.all_gather_object, writes)
+        if trainer.trl_tpu.remote is not None and not runtime.shares_mesh:
+            _gather_random_states(folder, trainer.trl_tpu.agreement.all_gather_object, writes)
     if not ours:
         Trainer.save_model(trainer, path, _internal_call=True)
     elif runtime.topology().process_count > 1 and args.save_only_model:
@@ -70,8 +70,8 @@ def _describe(trainer: Any, folder: Path) -> None:
             "processes": sums,
             "logged_step": trainer._globalstep_last_logged,
             "optimizer": optimizer_numbers(bare(trainer.optimizer), model),
-            "batches": trainer.batch_plan.layout,
-            "order": trainer.order,
+            "batches": trainer.trl_tpu.batch_plan.layout,
+            "order": trainer.trl_tpu.order,
         }
         write_progress(folder, progress)
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]
@@ -79,7 +79,7 @@ def _describe(trainer: Any, folder: Path) -> None:
         trainer._save_scaler(path)
     if writes:
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-        trainer.state.stateful_callbacks = _state_of_callbacks(callbacks, trainer.stopped_by)
+        trainer.state.stateful_callbacks = _state_of_callbacks(callbacks, trainer.trl_tpu.preemption.stopped_by)
         trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
 

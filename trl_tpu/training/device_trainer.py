@@ -29,24 +29,23 @@ _finalize_training                  wait for saves; leave nonfinite steps out of
 
 import contextlib
 import logging
-import signal
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import nn
 from transformers import PreTrainedModel, ProgressCallback, Trainer
 from transformers.trainer_utils import HubStrategy
 
 from ..batching.batch_plan import BatchPlan
 from ..checkpoint.aside import fill_aside
-from ..checkpoint.loader import CheckpointLoader
 from ..checkpoint.manifest import files_in, is_ours
 from ..checkpoint.remote import RemoteRun
 from ..checkpoint.run_folder import RunFolder
-from ..checkpoint.saver import Checkpointer, failure_anywhere
+from ..checkpoint.saver import failure_anywhere
 from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
@@ -64,18 +63,16 @@ from ..errors import UserError
 from ..modeling.adapters import complete_config
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
-from ..runtime import Runtime, current
-from .agreement import HostAgreement
+from ..runtime import choice, current
 from .callbacks import StepCallback, keeping_all, watches_saves
+from .components import Components, Shown
 from .contents import contents_of, keeps_state
-from .log_interval import LogInterval, StepMetrics
-from .nonfinite import Counted, NonfiniteGuard, computes_in_float16
+from .log_interval import StepMetrics
+from .nonfinite import Counted, NonfiniteGuard
 from .optimizer import bare
-from .preemption import SIGTERM, EvaluationCutShort, Preemption, Unfinished
+from .preemption import SIGTERM, EvaluationCutShort
 from .progress import Progress
-from .recompile_guard import RecompileGuard
 from .same_run import check_alike, describe_run, order_of_pairs
-from .step_state import StepState
 
 logger = logging.getLogger(__name__)
 
@@ -85,79 +82,53 @@ class DeviceTrainer(Trainer):
 
     It knows batches by their shapes and what its steps measure by its sums: not what they are of.
 
-    Args:
-        runtime: Of this process; the current one by default.
-        batch_plan: How batches are laid out.
-        metrics: What steps add up beside the loss; it and the plan are `parts_for` the other arguments by default.
-        kwargs: Those of `transformers.Trainer`; `args` is a `RewardConfig`.
+    What is ours is in `trl_tpu`, whichever constructor ran, and methods of ours are private to their class: a subclass
+    may use any name.
     """
 
     args: RewardConfig
     model: PreTrainedModel  # or one of peft, which hands its attributes on
-    shard_report: ShardReport | None = None
+    __shards: ShardReport | None = None
 
-    def __init__(
-        self,
-        *,
-        runtime: Runtime | None = None,
-        batch_plan: BatchPlan | None = None,
-        metrics: StepMetrics | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.runtime = runtime = runtime or current()
-        if batch_plan is None or metrics is None:
-            batch_plan, metrics = self.parts_for(**kwargs)
-        self.batch_plan, self.metrics = batch_plan, metrics
-        super().__init__(**kwargs)
-        # Trainer computes a loss in evaluation only for models that return one, or when told so
-        self.can_return_loss = True
-        self.label_names = []
-        args = self.args
-        self.remote = None if args.output_url is None else RemoteRun(args.output_url)
-        if self.remote is not None and not keeps_state(self.accelerator):
-            raise UserError(
-                f"FSDP and DeepSpeed of accelerate write a part of a checkpoint in every process, and a URL, "
-                f"{args.output_url}, is written to from one. Give a folder that all processes share as output_dir."
-            )
-        shares_disk = self.remote is None and not args.save_on_each_node
-        self.agreement = HostAgreement(runtime, self.accelerator)
-        self.preemption = Preemption(args.time_limit, args.save_interval)
-        counts_nonfinite = keeps_state(self.accelerator) and not computes_in_float16(args, self.model)
-        limit = args.nonfinite_limit if counts_nonfinite else 0
-        self.nonfinite = NonfiniteGuard(limit, runtime, args.device, self.accelerator)
-        self.log_interval = LogInterval(runtime, args.device, self.accelerator, metrics, self.nonfinite)
+    stopped_by = Shown(lambda self: self.trl_tpu.preemption.stopped_by)
+    """What ended the last `train()` before its end: "training_time_limit" or "SIGTERM"; else None."""
+    stop_checkpoint = Shown(lambda self: self.trl_tpu.checkpointer.latest)
+    """The folder, or URL, of the last save, which after a stop is that of its step."""
+    checkpointer = Shown(lambda self: self.trl_tpu.checkpointer)
+    batch_plan = Shown(lambda self: self.trl_tpu.batch_plan)
+    shard_report = Shown(lambda self: self.__shards)
+
+    @cached_property
+    def trl_tpu(self) -> Components:
+        """What this package adds, made when it is first used."""
         progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
-        self.recompiles = RecompileGuard(runtime, logger.info if progress is None else progress.say)
-        self.checkpointer = Checkpointer(
-            runtime,
-            self.agreement,
-            writes=args.should_save,
-            shares_disk=shares_disk,
-            limit=args.save_total_limit,
-        )
-        self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk)
-        self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
-        self.best_model_lost: str | None = None
-        """Why the last `train()` ended with its last model in the place of its best; None if it did not."""
-        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        """What is done where a SIGTERM came too late for training to stop."""
-        self.order: dict[str, Any] = {}
-        """What each step of this training depends on."""
-        self._accumulates = args.gradient_accumulation_steps > 1
-        self._step_state = StepState(
-            runtime,
-            accumulates=self._accumulates or batch_plan.accumulates,
-            scanned=args.remat_policy if args.scan_layers else None,
-        )
-        for callback in (progress, StepCallback(self._begin, self.agreement, self.preemption, self.recompiles)):
+        announce = logger.info if progress is None else progress.say
+        made = Components(self.args, self.model, self.accelerator, *self._trl_tpu_parts(), announce)
+        for callback in (progress, StepCallback(self.__begin, made.agreement, made.preemption, made.recompiles)):
             if callback is not None:
                 self.add_callback(callback)
+        return made
 
-    def parts_for(
-        self, *, args: RewardConfig, model: Any, processing_class: Any, train_dataset: Any, **kwargs: Any
-    ) -> tuple[BatchPlan, StepMetrics]:
-        """Return the plan and the metrics of a class that gave none, from what it gave `transformers.Trainer`."""
+    def _trl_tpu_parts(self) -> tuple[BatchPlan, StepMetrics]:
+        """Return how batches are laid out, and what steps add up beside the loss."""
         raise NotImplementedError
+
+    @property
+    def __accumulates(self) -> bool:
+        return self.args.gradient_accumulation_steps > 1
+
+    def describe(self) -> str:
+        """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
+        ours = self.trl_tpu
+        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
+        return "\n".join(
+            [
+                f"Training on {ours.runtime.topology().description}: {choice().reason}",
+                f"Computing in {precision}",
+                str(self.__shards),
+                f"Batches of {self._train_batch_size} pairs, {ours.batch_plan.describe()}",
+            ]
+        )
 
     # ---- a run
 
@@ -174,76 +145,66 @@ class DeviceTrainer(Trainer):
             UserError: No checkpoint is whole, or the one given by name is not; the hosts were started with different
                 arguments, data or checkpoints.
         """
-        preemption = self.preemption
+        ours, preemption = self.trl_tpu, self.trl_tpu.preemption
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
-            self.best_model_lost = None
-            self.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), self.remote, self.args.should_save)
+            ours.best_model_lost = None
+            ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
             try:
-                checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
+                checkpoint = self.__checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
-                self._step_state.unstack()
-                self.checkpoints.drop_download()
-                self.checkpointer.wait()  # while the folder is ours
+                ours.step_state.unstack()
+                ours.checkpoints.drop_download()
+                ours.checkpointer.wait()  # while the folder is ours
                 run.release()
-        if self.state.global_step == 0 and self.stopped_by is None and self.state.max_steps > 0:
+        if self.state.global_step == 0 and preemption.stopped_by is None and self.state.max_steps > 0:
             raise UserError("Training took no step: the train dataset gave no pair that can be trained on.")
-        if self.stopped_by == SIGTERM or (self.stopped_by is not None and preemption.told_to_stop):
-            raise self.unfinished(SIGTERM)
+        if preemption.stopped_by == SIGTERM or (preemption.stopped_by is not None and preemption.told_to_stop):
+            raise ours.unfinished(SIGTERM)
         if preemption.told_to_stop:  # after the last step, where we do not save: it does what it does without us
-            self.at_late_sigterm()
+            ours.at_late_sigterm()
         return output
 
-    def _together(self, action: Callable[[], None]) -> None:
+    def __together(self, action: Callable[[], None]) -> None:
         """Do something in every process, and raise in all what any one raised."""
-        if (failure := failure_anywhere(action, self.agreement.all_gather_object)) is not None:
+        if (failure := failure_anywhere(action, self.trl_tpu.agreement.all_gather_object)) is not None:
             raise failure
 
-    def _checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
+    def __checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
         """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
-        self.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
-        if self.runtime.shares_mesh and self.agreement.count > 1:
-            own = self.order | describe_run(self.args, self.eval_dataset, resume)
-            check_alike(self.agreement.all_gather_object(own))
-        self._together(run.claim)
-        checkpoint = self.checkpoints.find(resume, run, self.batch_plan.layout, self.order)
-        step = self.checkpoints.state().global_step
-        self._together(lambda: run.begin(self.checkpoints.place, step))
+        ours = self.trl_tpu
+        ours.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
+        if ours.runtime.shares_mesh and ours.agreement.count > 1:
+            own = ours.order | describe_run(self.args, self.eval_dataset, resume)
+            check_alike(ours.agreement.all_gather_object(own))
+        self.__together(run.claim)
+        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
+        step = ours.checkpoints.state().global_step
+        self.__together(lambda: run.begin(ours.checkpoints.place, step))
         return checkpoint
 
-    def _begin(self) -> None:
+    def __begin(self) -> None:
         """Begin to count, or go on counting: the model and all state are ready for the first step."""
-        self.runtime.step_boundary()  # what placed and loaded them is no part of it
-        progress, self.checkpoints.progress = self.checkpoints.progress, None
+        ours = self.trl_tpu
+        ours.runtime.step_boundary()  # what placed and loaded them is no part of it
+        progress, ours.checkpoints.progress = ours.checkpoints.progress, None
         parts = [] if progress is None else progress["processes"]
-        self._tr_loss, open_loss = self.log_interval.start(self.state.global_step, parts)
+        self._tr_loss, open_loss = ours.log_interval.start(self.state.global_step, parts)
         if progress is not None:
             self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
             self._globalstep_last_logged = progress["logged_step"]
-        self.agreement.start(self.state.global_step)
+        ours.agreement.start(self.state.global_step)
         # transformers looks for the best checkpoint only where it was saved
-        if (best := self.checkpoints.best_so_far(self.run_folder)) is not None:
+        if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
-        self.recompiles.start(self.batch_plan.shapes, shared_programs=int(self._accumulates))
-
-    @property
-    def stopped_by(self) -> str | None:
-        """What ended the last `train()` before its end: "training_time_limit" or "SIGTERM"."""
-        return self.preemption.stopped_by
-
-    @property
-    def stop_checkpoint(self) -> str:
-        """The folder, or URL, of the last save, which after a stop is that of its step."""
-        return self.checkpointer.latest
-
-    def unfinished(self, reason: str) -> Unfinished:
-        """Return what to raise after a stop."""
-        return Unfinished(reason, self.stop_checkpoint, self.stop_checkpoint not in self.checkpointer.failed)
+        ours.recompiles.start(ours.batch_plan.shapes, shared_programs=int(self.__accumulates))
 
     # ---- placement and precision
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
+        if current().shares_mesh:
+            PartialState().local_process_index = 0  # accelerate numbers the only process of a host -1
         if built["mixed_precision"] == "bf16":
             built["mixed_precision"] = "no"  # on a TPU it would store every float32 tensor as bfloat16
         if built["dataloader_config"].dispatch_batches is None:
@@ -260,13 +221,14 @@ class DeviceTrainer(Trainer):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         plan = plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         plan.check(name for name, _ in model.named_parameters())
-        if not self.runtime.shares_mesh:
+        runtime = current()  # transformers' constructor calls this, when nothing of ours is made
+        if not runtime.shares_mesh:
             super()._move_model_to_device(model, device)
-        self.shard_report = place_model(model, plan, self.runtime, device)
-        if self.runtime.shares_mesh:
-            keep_activations_split(model, plan, self.shard_report.placements, self.runtime)
-            if self.runtime.topology().process_count == 1:  # else all would have to ask for them together
-                give_weights_on_host(model, self.runtime)
+        self.__shards = place_model(model, plan, runtime, device)
+        if runtime.shares_mesh:
+            keep_activations_split(model, plan, self.__shards.placements, runtime)
+            if runtime.topology().process_count == 1:  # else all would have to ask for them together
+                give_weights_on_host(model, runtime)
 
     # ---- batches
 
@@ -279,8 +241,9 @@ class DeviceTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        collate = self.batch_plan.collator(dataset, batch_size, self.data_collator)
-        if not self.runtime.shares_mesh:
+        ours = self.trl_tpu
+        collate = ours.batch_plan.collator(dataset, batch_size, self.data_collator)
+        if not ours.runtime.shares_mesh:
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
             try:
                 loader = super()._get_dataloader(
@@ -301,17 +264,17 @@ class DeviceTrainer(Trainer):
             sampler = training_order(dataset, sampler, self.args.data_seed)
         # accelerate's loader would replicate batches, and forget its settings on resume
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
-        return self.runtime.loader(batches, self.args.mesh_shape.batch_axes)
+        return ours.runtime.loader(batches, self.args.mesh_shape.batch_axes)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
             batches = skip_batches(getattr(loader, "batches", loader), count)  # a script's own loader is torch's
-            return self.runtime.loader(batches, self.args.mesh_shape.batch_axes)
+            return self.trl_tpu.runtime.loader(batches, self.args.mesh_shape.batch_axes)
 
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            if self.runtime.shares_mesh:
+            if self.trl_tpu.runtime.shares_mesh:
                 epoch_that_skips_by(skip)(self, *args, **kwargs)
             else:
                 super()._run_epoch(*args, **kwargs)
@@ -320,33 +283,37 @@ class DeviceTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""
-        self.runtime.recompute_layers(self.model, self.args.remat_policy)
-        if self.runtime.records_steps:
-            assert self.shard_report is not None  # whatever compiles was placed
+        ours = self.trl_tpu
+        ours.runtime.recompute_layers(self.model, self.args.remat_policy)
+        if ours.runtime.records_steps:
+            assert self.__shards is not None  # whatever compiles was placed
             optimizer_of_torch = bare(self.optimizer)
-            if self._step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch):
-                self.nonfinite.skip_on_device(optimizer_of_torch)
+            accumulates = self.__accumulates or ours.batch_plan.accumulates
+            if ours.step_state.prepare(self.model, self.__shards.placements, optimizer_of_torch, accumulates):
+                ours.nonfinite.skip_on_device(optimizer_of_torch)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
+        ours = self.trl_tpu
         *accumulated, last = micro_batches_of(inputs)
-        self._end_micro_batch()
-        if self.nonfinite.is_on:
-            self.nonfinite.begin(self._tr_loss)
+        self.__end_micro_batch()
+        if ours.nonfinite.is_on:
+            ours.nonfinite.begin(self._tr_loss)
         for rows in accumulated:
-            self._tr_loss += self._micro_batch(model, rows, num_items_in_batch, updates=self._accumulates)
-            self.runtime.step_boundary()
-        return self._micro_batch(model, last, num_items_in_batch)
+            self._tr_loss += self.__micro_batch(model, rows, num_items_in_batch, updates=self.__accumulates)
+            ours.runtime.step_boundary()
+        return self.__micro_batch(model, last, num_items_in_batch)
 
-    def _micro_batch(
+    def __micro_batch(
         self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any, updates: bool = True
     ) -> torch.Tensor:
-        self.recompiles.see(tensors_of(rows), updates)
-        self._step_state.attach_gradients()
+        ours = self.trl_tpu
+        ours.recompiles.see(tensors_of(rows), updates)
+        ours.step_state.attach_gradients()
         loss = super().training_step(model, rows, num_items_in_batch)
-        if self.nonfinite.is_on:
-            self.nonfinite.see(loss)
+        if ours.nonfinite.is_on:
+            ours.nonfinite.see(loss)
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -356,25 +323,26 @@ class DeviceTrainer(Trainer):
         return sum(super(DeviceTrainer, self).floating_point_ops({"input_ids": ids_RL}) for ids_RL in ids)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        self._end_micro_batch()
+        self.__end_micro_batch()
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:
-            self._end_micro_batch()
+            self.__end_micro_batch()
         norm = super()._get_grad_norm(model, grad_norm)
-        if self.nonfinite.is_on:
-            self._tr_loss = self.nonfinite.end_step(norm, self._tr_loss, self.optimizer)
+        nonfinite = self.trl_tpu.nonfinite
+        if nonfinite.is_on:
+            self._tr_loss = nonfinite.end_step(norm, self._tr_loss, self.optimizer)
         return norm
 
-    def _end_micro_batch(self) -> None:
+    def __end_micro_batch(self) -> None:
         """Execute each micro-batch on its own, or all of a step would unroll into one long program.
 
         Called before the next micro-batch and before the update, not after the micro-batch: the loop adds up its loss
         after `training_step`, and that belongs to the same program.
         """
-        if self._accumulates:
-            self.runtime.step_boundary()
+        if self.__accumulates:
+            self.trl_tpu.runtime.step_boundary()
 
     # ---- at a step's end: decide, log, evaluate, save
 
@@ -389,15 +357,15 @@ class DeviceTrainer(Trainer):
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
-        control, preemption = self.control, self.preemption
-        must_save = preemption.decide(self.agreement, self.args, self.state, control)
+        ours, control, preemption = self.trl_tpu, self.control, self.trl_tpu.preemption
+        must_save = preemption.decide(ours.agreement, self.args, self.state, control)
         acts = control.should_log or control.should_evaluate or control.should_save
         if acts:
-            self.runtime.step_boundary()  # what the step has recorded is its own program
-        self.recompiles.pause()
+            ours.runtime.step_boundary()  # what the step has recorded is its own program
+        ours.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
-            self._log_step(tr_loss, grad_norm, start_time, learning_rate)
-        self.metrics.pause()
+            self.__log_step(tr_loss, grad_norm, start_time, learning_rate)
+        ours.metrics.pause()
         try:
             with preemption.cutting_evaluations_short():
                 super()._maybe_log_save_evaluate(
@@ -410,12 +378,12 @@ class DeviceTrainer(Trainer):
             # the evaluation before it was cut short; or save_strategy="best" has taken the wish away
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        self.recompiles.resume()
-        self.metrics.resume()
+        ours.recompiles.resume()
+        ours.metrics.resume()
         if acts:  # whereupon callbacks may have asked to stop
-            self.agreement.decide(self.args, self.state, self.control, {}, now=True)
+            ours.agreement.decide(self.args, self.state, self.control, {}, now=True)
 
-    def _log_step(
+    def __log_step(
         self,
         loss_sum_1: torch.Tensor,
         grad_norm: torch.Tensor | float | None,
@@ -427,32 +395,33 @@ class DeviceTrainer(Trainer):
         Raises:
             FloatingPointError: Too many steps in a row were not finite.
         """
-        step = self.state.global_step
+        ours, step = self.trl_tpu, self.state.global_step
         rate = self._get_learning_rate() if learning_rate is None else learning_rate
-        closed = self.log_interval.close(loss_sum_1, grad_norm, rate, step, step - self._globalstep_last_logged)
-        self.recompiles.settle()
-        self._tr_loss = self.nonfinite.start_loss_sum()
+        closed = ours.log_interval.close(loss_sum_1, grad_norm, rate, step, step - self._globalstep_last_logged)
+        ours.recompiles.settle()
+        self._tr_loss = ours.nonfinite.start_loss_sum()
         self._total_loss_scalar += closed.loss_sum
         self._globalstep_last_logged = step
         self.store_flos()
         self.log(closed.logs, start_time)
-        self._stop_if_nonfinite(closed.counted)
+        self.__stop_if_nonfinite(closed.counted)
 
-    def _stop_if_nonfinite(self, counted: Counted) -> None:
+    def __stop_if_nonfinite(self, counted: Counted) -> None:
         """End the run if too many steps in a row were not finite, with the first of them and its rows named."""
         if not counted.reached_at:
             return
+        ours = self.trl_tpu
         last = self.state.global_step - counted.taken + counted.reached_at
-        first = last - self.nonfinite.limit + 1
+        first = last - ours.nonfinite.limit + 1
         loader = self.callback_handler.train_dataloader
         rows = rows_of_step(loader, first, self.args.gradient_accumulation_steps)
         weights = "not saved, as save_strategy='no'"
         if self.args.save_strategy != "no":
             self._save_checkpoint(self.model, None)
-            self.checkpointer.wait()
-            saved = self.checkpointer.latest not in self.checkpointer.failed
+            ours.checkpointer.wait()
+            saved = ours.checkpointer.latest not in ours.checkpointer.failed
             weights = f"in checkpoint-{self.state.global_step}" if saved else "not saved, as the log says"
-        raise FloatingPointError(self.nonfinite.explain(first, last, rows, weights))
+        raise FloatingPointError(ours.nonfinite.explain(first, last, rows, weights))
 
     # ---- checkpoints
 
@@ -461,15 +430,15 @@ class DeviceTrainer(Trainer):
 
         A folder has all of its files afterwards or, where there is no room for them, what it had before.
         """
-        folder = str(output_dir or self.args.output_dir)
-        remote = self.remote if folder == str(self.args.output_dir) else None
+        runtime, folder = self.trl_tpu.runtime, str(output_dir or self.args.output_dir)
+        remote = self.trl_tpu.remote if folder == str(self.args.output_dir) else None
         if is_url(folder):
             folder, remote = private_folder(folder), RemoteRun(folder)
 
         def write() -> None:
             weights = None
-            if self.runtime.shares_mesh:
-                weights = whole_weights(self.model, self.runtime, keeps=self.args.should_save)
+            if runtime.shares_mesh:
+                weights = whole_weights(self.model, runtime, keeps=self.args.should_save)
             if not self.args.should_save:
                 if weights is None:  # accelerate's FSDP and DeepSpeed gather them
                     super(DeviceTrainer, self).save_model(folder, _internal_call=True)
@@ -488,36 +457,31 @@ class DeviceTrainer(Trainer):
                     Path(folder, name).unlink()
 
         # the other hosts wait here, since they may read it next
-        if (failure := failure_anywhere(write, self.runtime.all_gather_object)) is not None:
+        if (failure := failure_anywhere(write, runtime.all_gather_object)) is not None:
             raise failure
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _write_card(self, **names: Any) -> None:
-        try:
-            self.create_model_card(**names)
-        except OSError as error:  # the model is saved, or its save says more
-            logger.error("The model card could not be written: %s", error)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver`."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        self._write_card()
-        self.checkpointer.wait()  # the best one so far may be on its way
-        contents = contents_of(self, self.run_folder)
-        self.checkpointer.save(contents)
-        self.preemption.note_save(self.state.global_step)
+        write_card(self.create_model_card)
+        ours = self.trl_tpu
+        ours.checkpointer.wait()  # the best one so far may be on its way
+        contents = contents_of(self, ours.run_folder)
+        ours.checkpointer.save(contents)
+        ours.preemption.note_save(self.state.global_step)
         final = contents.run.path / contents.name
         if self.args.push_to_hub or any(map(watches_saves, self.callback_handler.callbacks)):
-            self.checkpointer.wait()  # they look for the folder
+            ours.checkpointer.wait()  # they look for the folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
-            self._report_pushes()
+            self.__report_pushes()
             self._push_from_checkpoint(str(final))
         elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             logger.warning("%s is not pushed: it has no model's files here. The model is, at the end.", contents.place)
 
-    def _report_pushes(self) -> None:
+    def __report_pushes(self) -> None:
         """Say which uploads beside training failed, whose errors transformers drops."""
         jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
         for job in [job for job in jobs if job.done()]:
@@ -526,36 +490,33 @@ class DeviceTrainer(Trainer):
                 logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self.checkpoints.load_weights(self.model, resume_from_checkpoint):
+        if not self.trl_tpu.checkpoints.load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if self.stopped_by == SIGTERM:
+        ours, best = self.trl_tpu, str(self.state.best_model_checkpoint)
+        if ours.preemption.stopped_by == SIGTERM:
             return
-        best = str(self.state.best_model_checkpoint)
-        if not keeps_state(self.accelerator) or (self.remote is None and Path(best).is_dir() and not is_ours(best)):
+        if not keeps_state(self.accelerator) or (ours.remote is None and Path(best).is_dir() and not is_ours(best)):
             super()._load_best_model()
             return
-        folder, faults = self.checkpoints.find_best(best, self.run_folder)
+        folder, faults = ours.checkpoints.find_best(best, ours.run_folder)
         if faults:
-            self.best_model_lost = f"{best}: {'; '.join(faults)}"
-            logger.error("The best model is LOST, and the last one is in its place: %s.", self.best_model_lost)
-        elif self.checkpoints.load_weights(self.model, folder):
-            self.note_best(folder)
+            ours.best_model_lost = f"{best}: {'; '.join(faults)}"
+            logger.error("The best model is LOST, and the last one is in its place: %s.", ours.best_model_lost)
+        elif ours.checkpoints.load_weights(self.model, folder):
+            ours.metrics.note_best(self.model, folder)
             logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
         else:  # it has no state of ours, but a model's files
             self.state.best_model_checkpoint = folder
             super()._load_best_model()
             self.state.best_model_checkpoint = best
 
-    def note_best(self, folder: str) -> None:
-        """Note that the best model has been loaded, from ``folder``: for what a subclass keeps beside weights."""
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with self._step_state.one_by_one():
-            ours = keeps_state(self.accelerator) and self.checkpoints.load_optimizer(
+        with self.trl_tpu.step_state.one_by_one():
+            ours = keeps_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(
                 self.model, bare(self.optimizer), self.lr_scheduler, checkpoint
             )
             if not ours:
@@ -572,31 +533,40 @@ class DeviceTrainer(Trainer):
     # ---- after the last step
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._step_state.unstack()  # before the best model is loaded and callbacks look at the model
-        if self.nonfinite.is_on:
-            self._leave_nonfinite_out()
-        self.checkpointer.wait()  # one that is written may delete older ones by the limit
+        ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
+        ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
+        if ours.nonfinite.is_on:
+            self.__leave_nonfinite_out(ours.nonfinite)
+        ours.checkpointer.wait()  # one that is written may delete older ones by the limit
         if self.accelerator.num_processes > 1:
             self.accelerator.wait_for_everyone()  # launchers end all processes when one has ended
-        if self.stopped_by is not None:
+        if stopped_by is not None:
             done, of = self.state.global_step, self.state.max_steps
-            logger.warning("At step %s of %s: %s.", done, of, self.unfinished(self.stopped_by))
+            logger.warning("At step %s of %s: %s.", done, of, ours.unfinished(stopped_by))
         with keeping_all(self.args):
             result = super()._finalize_training(*args, **kwargs)
-        if self.stopped_by is None and self.state.best_model_checkpoint is not None and not self.best_model_lost:
-            self.checkpointer.keep_best_alone(self.run_folder, Path(self.state.best_model_checkpoint).name)
-        self._report_pushes()
-        if self.checkpointer.failed:
-            logger.error("These checkpoints were NOT saved: %s", ", ".join(self.checkpointer.failed))
+        if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
+            ours.checkpointer.keep_best_alone(ours.run_folder, Path(self.state.best_model_checkpoint).name)
+        self.__report_pushes()
+        if ours.checkpointer.failed:
+            logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
         return result
 
-    def _leave_nonfinite_out(self) -> None:
+    def __leave_nonfinite_out(self, nonfinite: NonfiniteGuard) -> None:
         """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""
-        counts, open_loss = self.runtime.fetch([self.nonfinite.device_counts, self._tr_loss])
-        self._stop_if_nonfinite(self.nonfinite.close(counts))
-        if self.nonfinite.total:
+        counts, open_loss = self.trl_tpu.runtime.fetch([nonfinite.device_counts, self._tr_loss])
+        self.__stop_if_nonfinite(nonfinite.close(counts))
+        if nonfinite.total:
             steps = self.state.global_step - self._initial_global_step
-            finite = steps - self.nonfinite.total
+            finite = steps - nonfinite.total
             total = self._total_loss_scalar + open_loss.item()
-            self._tr_loss = self.nonfinite.start_loss_sum()
+            self._tr_loss = nonfinite.start_loss_sum()
             self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
+
+
+def write_card(create_model_card: Callable[..., None], **names: Any) -> None:
+    """Write a trainer's model card; where that fails, the model is saved, or its save says more."""
+    try:
+        create_model_card(**names)
+    except OSError as error:
+        logger.error("The model card could not be written: %s", error)

@@ -33,6 +33,9 @@ class StepMetrics(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to log the same numbers."""
 
+    def note_best(self, model: Any, folder: str) -> None:
+        """Note that ``model`` has been loaded from ``folder``, where the best one was saved."""
+
     def pause(self) -> None:
         """Leave the time until `resume` out of rates."""
 

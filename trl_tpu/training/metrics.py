@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
-from ..modeling.engines import RewardScale
+from ..evaluation.verdict import Verdict
+from ..modeling.engines import RewardScale, saved_scale, set_scale
 from ..parallel.chips import peak_flops_of
 from ..runtime import Runtime
 from .throughput import Throughput
@@ -48,6 +49,8 @@ class RewardMetrics:
         self.num_tokens = 0  # in all batches up to the last read, over resumes
         self.evaluated: RewardScale | None = None
         """How large rewards were in the last evaluation."""
+        self.verdicts: dict[str, Verdict] = {}
+        """The verdict of the last evaluation, by the prefix of its metrics."""
         self._windows: deque[RewardSums] = deque()  # between two logs each
         self._load(RewardSums())
 
@@ -138,6 +141,11 @@ class RewardMetrics:
     def scale(self) -> RewardScale | None:
         """How large rewards were: of the last evaluation, else of the last logs that have `_SAMPLE` pairs together."""
         return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last pairs of training")
+
+    def note_best(self, model: Any, folder: str) -> None:
+        """Take the rewards' mean and deviation of the best ``model``, as saved in ``folder``, into its config."""
+        self.evaluated = saved_scale(folder)
+        set_scale(model.config, self.scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to log the same numbers: the open sums and the tokens so far."""

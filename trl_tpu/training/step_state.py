@@ -18,21 +18,23 @@ class StepState:
     """The optimizer's state, gradients to add to, and the layers as a loop where that is asked for.
 
     Args:
-        accumulates: Whether gradients of several micro-batches add up.
         scanned: What the loop over layers computes again; None for layers one by one.
     """
 
-    def __init__(self, runtime: Runtime, *, accumulates: bool, scanned: Remat | None) -> None:
-        self._runtime, self._accumulates, self._scanned = runtime, accumulates, scanned
+    def __init__(self, runtime: Runtime, *, scanned: Remat | None) -> None:
+        self._runtime, self._scanned = runtime, scanned
         self._optimizer: Optimizer | None = None
         self._stack: LayerStack | None = None
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
 
-    def prepare(self, model: nn.Module, placements: Mapping[str, Placement], optimizer: Optimizer) -> bool:
+    def prepare(
+        self, model: nn.Module, placements: Mapping[str, Placement], optimizer: Optimizer, accumulates: bool
+    ) -> bool:
         """Hold the layers as one if they are scanned, and create the state of ``optimizer``; return whether it is new.
 
         Args:
             placements: Of the model's parameters by name.
+            accumulates: Whether gradients of several micro-batches add up.
         """
         if self._scanned is not None:
             if self._stack is None or self._stack.model is not model:
@@ -44,9 +46,9 @@ class StepState:
                 self._zero()
                 self._runtime.step_boundary()
             return False
-        self._optimizer = optimizer
+        self._optimizer, self.gradient_buffers = optimizer, {}
         prepare_optimizer(optimizer, self._runtime, self.specs(model, placements))
-        if self._accumulates:
+        if accumulates:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
             self._runtime.step_boundary()
