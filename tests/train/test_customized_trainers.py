@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import constructors
 import pytest
 import tiny
 import torch
@@ -92,3 +93,41 @@ def test_a_class_whose_init_is_deleted_trains(tmp_path: Path, monkeypatch: pytes
         return losses(own)
 
     assert run(trl_tpu) == pytest.approx(run(trl), abs=1e-5)
+
+
+@pytest.mark.parametrize("way", constructors.WAYS)
+def test_a_class_that_passes_our_constructor_by_trains(way: str, tmp_path: Path) -> None:
+    found, expected = constructors.losses(way, tmp_path)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_subclass_may_have_attributes_of_any_name(tmp_path: Path) -> None:
+    """But for those that TRL's trainer has, and the two that are there to be overridden."""
+
+    def make(kind: Any, folder: str) -> Any:
+        args = arguments(trl_tpu, tmp_path / folder)
+        args.save_strategy, args.save_steps, args.eval_strategy, args.eval_steps = "steps", 2, "steps", 2
+        return kind(model(), args, train_dataset=PAIRS, eval_dataset=PAIRS, processing_class=TOKENIZER)
+
+    def run(trainer: Any, **more: Any) -> list[float]:
+        trainer.train(**more)
+        trainer.save_model()
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return [*logged, *trainer.predict(PAIRS).predictions.ravel().tolist()]
+
+    theirs = trl.RewardTrainer(model(), arguments(trl, tmp_path), train_dataset=PAIRS, processing_class=TOKENIZER)
+    ours = make(trl_tpu.RewardTrainer, "plain")
+    names = {*dir(ours), *vars(ours.trl_tpu), "throughput"} - {*dir(theirs), "reads_padded_rows", "fixed_rows"}
+    names = {name for name in names if "Trainer__" not in name and "trl_tpu" not in name}
+    assert {"runtime", "checkpoints", "verdicts", "stopped_by", "describe"} <= names
+
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        trl_tpu.RewardTrainer.__init__(self, *args, **settings)
+        for name in names:
+            setattr(self, name, "its own")
+
+    own = type("Own", (trl_tpu.RewardTrainer,), dict.fromkeys(names, "its own") | {"__init__": init})
+    expected = run(make(trl_tpu.RewardTrainer, "plain"))
+    trainer = make(own, "own")
+    assert run(trainer) == expected and {getattr(trainer, name) for name in names} == {"its own"}
+    assert run(make(own, "own"), resume_from_checkpoint=True)[-len(PAIRS) :] == expected[-len(PAIRS) :]

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import apart
+import constructors
 import customized_models as customized
 import pytest
 from places import SUPPORT
@@ -27,3 +28,9 @@ def test_losses_are_trls(name: str, tmp_path: Path) -> None:
     trainer, losses = customized.losses(trl_tpu, make(), tmp_path)
     assert losses == pytest.approx(json.loads(process.stdout.splitlines()[-1]), abs=1e-5)
     assert (trainer.batch_plan.shapes is None) == (make in customized.READ_PADDING)
+
+
+@pytest.mark.parametrize("way", constructors.WAYS)
+def test_a_class_that_passes_our_constructor_by_trains(way: str, tmp_path: Path) -> None:
+    found, expected = constructors.losses(way, tmp_path)
+    assert found == pytest.approx(expected, abs=1e-5)
