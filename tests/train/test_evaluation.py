@@ -93,6 +93,21 @@ def test_batch_eval_metrics_sees_each_batch_once(folder: str, tmp_path: Path) ->
         return {"pairs": sum(sizes)} if compute_result else {}
 
     trainer = make_trainer(folder, tmp_path, compute_metrics=count_pairs, batch_eval_metrics=True)
-    metrics = trainer.evaluate(tiny.made_up_pairs(10), metric_key_prefix="held_out")
-    assert sizes == [4, 4, 2] and metrics["held_out_pairs"] == 10
-    assert all(key.startswith("held_out_") for key in metrics if key != "epoch")
+    pairs = tiny.made_up_pairs(10)
+    for data in (pairs, pairs.to_iterable_dataset()):  # a stream does not know how many it has
+        sizes.clear()
+        metrics = trainer.evaluate(data, metric_key_prefix="held_out")
+        assert sizes == [4, 4, 2] and metrics["held_out_pairs"] == 10
+        assert all(key.startswith("held_out_") for key in metrics if key != "epoch")
+
+
+def test_only_the_loss_where_that_is_asked_for(folder: str, tmp_path: Path) -> None:
+    def fail(prediction: EvalPrediction) -> dict[str, float]:
+        raise AssertionError("compute_metrics got predictions")
+
+    pairs = tiny.made_up_pairs(6)
+    whole = make_trainer(folder, tmp_path).evaluate(pairs)
+    trainer = make_trainer(folder, tmp_path, compute_metrics=fail, prediction_loss_only=True)
+    assert trainer.evaluate(pairs)["eval_loss"] == whole["eval_loss"]
+    output = trainer.predict(pairs)
+    assert len(output.predictions) == 0 and output.metrics["test_loss"] == whole["eval_loss"]

@@ -223,7 +223,9 @@ def test_new_settings_hold_in_a_resumed_run_and_are_named(
     assert group["betas"] == (0.9, 0.9) and group["weight_decay"] == 0.1
 
 
-@pytest.mark.parametrize("settings", [{"dataloader_drop_last": True, "per_device_train_batch_size": 100}, {}])
+@pytest.mark.parametrize(
+    "settings", [{"dataloader_drop_last": True, "per_device_train_batch_size": 100}, {"max_steps": 0}, {}]
+)
 def test_training_that_takes_no_step_is_no_success(settings: Any, model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(model_folder, tmp_path, **settings)
     if not settings:

@@ -31,7 +31,7 @@ def start(made: tuple[Any, Any], tmp_path: Path) -> Any:
     """Make a trainer of good arguments, some of them replaced."""
 
     def make(settings: dict[str, Any] | None = None, **arguments: Any) -> RewardTrainer:
-        args = RewardConfig(str(tmp_path), **{"bf16": False, "report_to": "none", **(settings or {})})
+        args = RewardConfig(**{"output_dir": str(tmp_path), "bf16": False, "report_to": "none", **(settings or {})})
         model, tokenizer = copy.deepcopy(made)
         given = {"model": model, "train_dataset": PAIRS, "processing_class": tokenizer, **arguments}
         return RewardTrainer(args=args, **given)
@@ -98,7 +98,11 @@ def test_bad_arguments_of_the_trainer(case: str, start: Any) -> None:
             {"mesh": "data=2,fsdp=4"},
             "data=2 x fsdp=4 x tensor=1 is 8 and there are 1",
         ),
-        ({"activation_offloading": True}, "activation_offloading is not supported"),
+        (
+            {"output_dir": "file:///one", "output_url": "file:///two"},
+            "output_dir='file:///one' and output_url='file:///two' are two URLs",
+        ),
+        ({"activation_offloading": True}, "activation_offloading=True is not supported: keep"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str, start: Any) -> None:

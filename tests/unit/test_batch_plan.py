@@ -97,6 +97,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "old columns": ({"old_columns": True}, "this is the old API"),
     "collator": ({"data_collator": OURS}, "a data collator of your own"),
     "loss": ({"reads_padded_rows": lambda: "compute_loss"}, "compute_loss is overridden"),
+    "FSDP": ({"settings": {"fsdp": True}}, "accelerate shards the model"),
     "tokens": ({"settings": {"include_num_input_tokens_seen": True}}, "include_num_input_tokens_seen counts padded"),
 }
 
@@ -118,6 +119,13 @@ def test_what_stands_in_the_way_is_told_once_or_refused(
     caplog.clear()
     assert not make(tmp_path, COMPILING, **arguments | {"settings": settings | {"packing": False}}).packed
     assert not [record for record in caplog.records if "padded" in record.getMessage()]
+
+
+def test_models_that_accelerates_launcher_shards_train_on_padded_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "accelerate shards the model" in (make(tmp_path).padded_because or "")
 
 
 def test_a_stream_has_no_shapes_to_plan(tmp_path: Path) -> None:

@@ -1,21 +1,14 @@
-"""Settings that PyTorch/XLA cannot honor are refused, each with the way out; a default config has none of them."""
+"""Settings that are not honored, anywhere or on XLA, are refused with the way out; a default config has none."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+from every_setting import ASKED
 
 from trl_tpu import RewardConfig
-from trl_tpu.config.checks import OPTIMIZER_LIMITS, XLA_LIMITS, check_xla_limits
+from trl_tpu.config.checks import LIMITS, XLA_LIMITS, check_limits
 
-LIMITED: dict[str, Any] = dict.fromkeys(XLA_LIMITS, True) | {
-    "fsdp": "full_shard",
-    "deepspeed": {"zero_optimization": {"stage": 3}},
-    "parallelism_config": {"dp_replicate_size": 2},
-    "include_num_input_tokens_seen": "all",
-    "neftune_noise_alpha": 5.0,
-    "torch_empty_cache_steps": 10,
-}
+ALL = LIMITS | XLA_LIMITS
 
 
 @pytest.fixture
@@ -25,23 +18,13 @@ def args(tmp_path: Path) -> RewardConfig:
 
 
 def test_the_default_config_is_within_the_limits(args: RewardConfig) -> None:
-    check_xla_limits(args)
+    check_limits(args, ALL, "refused")
 
 
-@pytest.mark.parametrize("setting", LIMITED)
-def test_a_setting_that_xla_cannot_honor_is_refused_with_the_way_out(setting: str, args: RewardConfig) -> None:
-    setattr(args, setting, LIMITED[setting])
+@pytest.mark.parametrize("key", ALL)
+def test_a_setting_that_cannot_be_honored_is_refused_with_the_way_out(key: str, args: RewardConfig) -> None:
+    setting = key.partition("=")[0]
+    setattr(args, setting, ASKED[key])
     with pytest.raises(ValueError) as caught:
-        check_xla_limits(args)
-    said = f"{setting}={LIMITED[setting]!r} is impossible on PyTorch/XLA: {XLA_LIMITS[setting]}."
-    assert str(caught.value) == said
-
-
-def test_so_are_optimizers_by_what_is_in_their_names(args: RewardConfig) -> None:
-    for optimizer, instead in zip(
-        ("adamw_torch_fused", "paged_adamw_8bit", "adalomo"), OPTIMIZER_LIMITS.values(), strict=True
-    ):
-        args.optim = optimizer
-        with pytest.raises(ValueError) as caught:
-            check_xla_limits(args)
-        assert str(caught.value) == f"optim={optimizer!r} is impossible on PyTorch/XLA: {instead}."
+        check_limits(args, ALL, "refused")
+    assert str(caught.value) == f"{setting}={ASKED[key]!r} is refused: {ALL[key]}."

@@ -37,15 +37,17 @@ class Draws(list[int]):
         return random.random()
 
 
-def test_workers_draw_by_the_seed_and_by_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_all_hosts_of_a_mesh_draw_alike_by_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = RewardConfig(str(tmp_path), report_to="none", bf16=False, dataloader_num_workers=2)
 
-    def drawn(rank: int) -> list[Any]:
+    def drawn(rank: int, seed: int = 0) -> list[Any]:
         monkeypatch.setattr(RewardConfig, "process_index", property(lambda _: rank))
-        transformers.set_seed(0)
+        transformers.set_seed(seed)
         return list(host_batches(Draws(range(8)), list, 2, range(8), args))  # type: ignore[arg-type]
 
-    assert drawn(0) == drawn(0) != drawn(1)
+    assert drawn(0) == drawn(1) != drawn(0, seed=1)
 
 
 def test_the_main_process_tokenizes_first(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """The loader that feeds XLA devices from background threads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import transformers.trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from trl_tpu import RewardTrainer
 from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
@@ -51,8 +51,30 @@ class OwnLoader(RewardTrainer):
         return DataLoader(self.train_dataset, size, collate_fn=self.data_collator)  # type: ignore[arg-type]
 
 
+class OwnBatches:
+    """Draws batches without a sampler, as torch allows."""
+
+    def __init__(self, pairs: int, size: int) -> None:
+        self.batches = [list(range(first, first + size)) for first in range(0, pairs, size)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class PreparedLoader(RewardTrainer):
+    """Makes its loader as transformers does, through accelerate, of batches of its own."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        batches: Any = OwnBatches(len(self.train_dataset), self.args.train_batch_size)  # type: ignore[arg-type]
+        loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)  # type: ignore[arg-type]
+        return self.accelerator.prepare(loader)
+
+
 @pytest.mark.eight
-@pytest.mark.parametrize("trainer_class", [RewardTrainer, OwnLoader])
+@pytest.mark.parametrize("trainer_class", [RewardTrainer, OwnLoader, PreparedLoader])
 def test_an_epoch_resumed_in_its_middle_has_the_losses_of_the_whole_one(
     trainer_class: type[RewardTrainer], config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
@@ -68,3 +90,32 @@ def test_an_epoch_resumed_in_its_middle_has_the_losses_of_the_whole_one(
     assert len(whole) == 4
     assert losses(str(tmp_path / "checkpoint-2")) == pytest.approx(whole, rel=1e-6)
     assert transformers.trainer.skip_first_batches is theirs
+
+
+def test_columns_and_collator_of_the_users_train_as_token_pairs_do(
+    config: Callable[..., Any], model_folder: str
+) -> None:
+    class OwnColumns(RewardTrainer):
+        def _prepare_dataset(self, *args: Any) -> Any:
+            return super()._prepare_dataset(*args).select_columns(list(IDS)).rename_columns(IDS)
+
+    class OwnCollator(DataCollatorForPreference):
+        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+            return super().torch_call([{key: row[own] for key, own in IDS.items()} for row in examples])
+
+    def losses(trainer_class: type[RewardTrainer], collator: Any, **settings: Any) -> list[float]:
+        args = config(max_steps=2, logging_steps=1, **settings)
+        trainer = trainer_class(model_folder, args, collator, tiny.made_up_pairs(16))
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    IDS = {"chosen_ids": "better", "rejected_ids": "worse"}
+    given = lambda examples: OwnCollator(0)(examples)  # noqa: E731  # not one that is known
+    own = losses(OwnColumns, given, remove_unused_columns=False)
+    assert own == pytest.approx(losses(RewardTrainer, None, packing=False), abs=1e-6)
+
+
+def test_torchs_own_order_where_that_is_asked_for(config: Callable[..., Any], model_folder: str) -> None:
+    args = config(accelerator_config={"use_seedable_sampler": False})
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
+    assert type(trainer.get_train_dataloader().batch_sampler.sampler) is RandomSampler

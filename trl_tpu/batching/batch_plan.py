@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -78,6 +79,7 @@ class BatchPlan:
         self._train_dataset = train_dataset
         self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
         self._default_collator: Any = None
+        self._collator = data_collator
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._is_unpadded = self._expands = False
         self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
@@ -224,12 +226,12 @@ class BatchPlan:
             user_collator: The trainer's collator, which makes padded batches.
         """
         self._look_again(user_collator)
+        self._collator = user_collator
         if self._packs(dataset):
             if self._is_unpadded:
                 return UnpaddedRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
             return PlannedRows(self.rows(dataset, batch_size), batch_size, self._pad_token_id, self._expands)
-        is_known = isinstance(user_collator, DataCollatorForPreference | RewardDataCollatorWithPadding)
-        if not self._runtime.plans_shapes or not is_known:
+        if not self._plans_lengths:
             return user_collator
         collate, lengths = user_collator, self._lengths_of(dataset)
         if lengths is not None:
@@ -264,8 +266,14 @@ class BatchPlan:
 
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the lengths of padded batches of ``dataset``; None where they are not planned."""
-        plans = self._runtime.plans_shapes and not self._reads_padding
+        plans = self._plans_lengths and not self._reads_padding
         return planned_lengths(dataset, self._args) if plans else None
+
+    @property
+    def _plans_lengths(self) -> bool:
+        """Whether padded batches are collated as TRL's, for a device that compiles each length."""
+        known = DataCollatorForPreference | RewardDataCollatorWithPadding | None
+        return self._runtime.plans_shapes and isinstance(self._collator, known)
 
     @property
     def shapes(self) -> int | None:
@@ -313,6 +321,9 @@ def _obstacle_in_settings(args: RewardConfig, old_columns: bool) -> str | None:
         "this is the old API, with its own columns and collator": old_columns,
         "neftune_noise_alpha scales its noise by the length of rows": bool(args.neftune_noise_alpha),
         "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
+        "accelerate shards the model, with which packed rows were not tried": bool(
+            args.fsdp or args.deepspeed_plugin or args.parallelism_config or parse_flag_from_env("ACCELERATE_USE_FSDP")
+        ),
         "accelerator_config has dispatch_batches, which would cut packed rows apart": bool(
             getattr(args.accelerator_config, "dispatch_batches", None)
         ),

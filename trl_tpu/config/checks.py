@@ -4,6 +4,7 @@ What transformers, torch or accelerate refuse by themselves, by name and before 
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +15,22 @@ from .metric_names import LENGTH_METRICS, METRICS
 
 _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
 
-#: Settings that XLA cannot honor, and what to do instead.
+#: Settings that are honored nowhere, and what to do instead: by name, or as `name=` and what values have in them.
+LIMITS = {
+    "activation_offloading": "keep gradient_checkpointing=True, which recomputes activations, or use a larger mesh",
+    "include_for_metrics=inputs": "leave it out, and read the evaluation data, whose order predictions have",
+    "eval_do_concat_batches=False": "leave it out: compute_metrics is given one array of all pairs",
+}
+#: The same of settings that XLA cannot honor.
 XLA_LIMITS = {
     "fsdp": "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)",
     "deepspeed": "shard with mesh='fsdp=-1', which is ZeRO-3 without DeepSpeed",
     "parallelism_config": "arrange the devices with mesh",
     "use_liger_kernel": "leave it out: its Triton kernels are for GPUs, and XLA fuses by itself",
     "auto_find_batch_size": "set per_device_train_batch_size: every size tried would be compiled anew",
-    "torch_compile": "leave it out: XLA compiles every step already",
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"), "leave it out: XLA compiles anyway"
+    ),
     "fp16": "use bf16=True: XLA devices have no float16 loss scaling",
     "fp16_full_eval": "leave it out: evaluation runs in the training precision",
     "bf16_full_eval": "leave it out: with bf16=True evaluation computes in bfloat16 already",
@@ -30,12 +39,12 @@ XLA_LIMITS = {
     "neftune_noise_alpha": f"leave it out, or {_PLAIN_TORCH}",
     "torch_empty_cache_steps": "leave it out: XLA plans memory when it compiles",
     "enable_jit_checkpoint": "leave it out: a SIGTERM to any host lets all of them save and stop without it",
-}
-#: The same of optimizers, by what is in their names.
-OPTIMIZER_LIMITS = {
-    ("fused",): "use optim='adamw_torch', which XLA fuses by itself",
-    ("bit", "bnb", "ademamix"): f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
-    ("layerwise", "lomo"): (
+    "train_sampling_strategy=batch_rebalance": "leave it out: every batch has the same number of pairs",
+    "dataloader_in_order=False": "leave it out: all hosts have to take the same batches",
+    "debug=underflow": "leave it out: it would stop the device in every layer; see nonfinite_limit, which is on",
+    "optim=fused": "use optim='adamw_torch', which XLA fuses by itself",
+    "optim=bit|bnb|ademamix": f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
+    "optim=layerwise|lomo": (
         "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches"
     ),
 }
@@ -68,29 +77,26 @@ def check_values(args: Any) -> None:
                 raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, got {value}.')
     if args.packed_attention not in ("auto", "masks", "expanded"):
         raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
-    if args.activation_offloading:
-        raise UserError(
-            "activation_offloading is not supported: keep gradient_checkpointing=True, which recomputes activations "
-            "instead of storing them anywhere, or use a larger mesh."
-        )
+    check_limits(args, LIMITS, "not supported")
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
 
 
-def check_xla_limits(args: Any) -> None:
-    """Refuse settings that XLA cannot honor.
+def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
+    """Refuse settings that are not honored.
+
+    Args:
+        limits: `LIMITS`, or `XLA_LIMITS`.
+        what: What such a setting is.
 
     Raises:
         UserError: Names the setting, its value and what to do instead.
     """
-    optimizer = getattr(args.optim, "value", args.optim)
-    for setting, instead in XLA_LIMITS.items():
+    for key, instead in limits.items():
+        setting, _, part = key.partition("=")
         value = getattr(args, setting)
         value = getattr(value, "value", value)  # an enum's text
-        if value and value != "no":
-            raise UserError(f"{setting}={value!r} is impossible on PyTorch/XLA: {instead}.")
-    for marks, instead in OPTIMIZER_LIMITS.items():
-        if any(mark in optimizer for mark in marks):
-            raise UserError(f"optim={optimizer!r} is impossible on PyTorch/XLA: {instead}.")
+        if re.search(part, str(value)) if part else value and value != "no":
+            raise UserError(f"{setting}={value!r} is {what}: {instead}.")
 
 
 def check_remat(args: Any) -> None:
@@ -115,6 +121,11 @@ def check_remat(args: Any) -> None:
     options = args.activation_checkpointing_kwargs or {}
     if policy == Remat.DOTS and (options.get("use_reentrant") or options.get("context_fn")):
         raise UserError("remat='dots' sets use_reentrant and context_fn by itself: leave both out of checkpointing.")
+    if runtime.current().records_steps and (options.get("offload") or options.get("context_fn")):
+        raise UserError(
+            "offload and context_fn of checkpointing are options of torch's own, which PyTorch/XLA cannot use: leave "
+            "them out, or choose what is kept with remat='dots'."
+        )
 
 
 def check_best_metric(args: Any, eval_dataset: Any) -> None:

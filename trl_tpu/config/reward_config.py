@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..parallel.mesh import parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from .checks import check_remat, check_values, check_xla_limits
+from .checks import XLA_LIMITS, check_limits, check_remat, check_values
 from .duration import parse_duration
 from .field_help import help_from_docstring
 from .metric_names import ERRORS
@@ -186,6 +186,11 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.output_dir is not None and is_url(self.output_dir):
+            if self.output_url not in (None, self.output_dir):
+                raise UserError(
+                    f"output_dir={self.output_dir!r} and output_url={self.output_url!r} are two URLs, and a run is "
+                    "kept at one: leave one of them out."
+                )
             self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
         if self.fsdp in ("no", "off"):  # as YAML writes False
             self.fsdp = None
@@ -220,7 +225,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         """Start the runtime, before transformers looks for the device, and settle what depends on it."""
         chosen = runtime.current()  # on XLA, SPMD is on by now
         if chosen.shares_mesh:
-            check_xla_limits(self)
+            check_limits(self, XLA_LIMITS, "impossible on PyTorch/XLA")
         if self.bf16 is None:
             can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16

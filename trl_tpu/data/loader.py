@@ -39,12 +39,11 @@ def host_batches(
 ) -> DataLoader[Any]:
     """Return a torch DataLoader with the loader settings of ``args``, without accelerate around it.
 
-    Where hosts share a mesh, ``args.process_index`` is 0 in all: workers that augment rows draw alike, as they must
-    where each host makes the whole batch.
+    Workers that augment rows draw alike on all hosts that share a mesh, where each makes the whole batch.
     """
     settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS}
     settings["collate_fn"] = collate
-    seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+    seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
     settings["worker_init_fn"] = partial(outlive_sigterm, seed)
     if isinstance(dataset, IterableDataset) or sampler is None:
         return DataLoader(dataset, batch_size=batch_size, drop_last=args.dataloader_drop_last, **settings)
@@ -61,7 +60,7 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
         )
     batches: Any = loader.batch_sampler
     sampler = SkipBatchSampler(batches, skip_batches=count)
-    sampler.sampler = batches.sampler  # which orders by the epoch that it is told
+    sampler.sampler = getattr(batches, "sampler", None)  # which orders by the epoch that it is told
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 

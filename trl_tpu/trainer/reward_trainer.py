@@ -23,7 +23,7 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, has_length
+from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
 
 from .. import runtime
@@ -302,34 +302,38 @@ class RewardTrainer(DeviceTrainer):
         Raises:
             EvaluationCutShort: At the end of a step, when a process has been told to end.
         """
-        ours, args, compute_metrics = self.trl_tpu, self.args, self.compute_metrics
+        ours, args = self.trl_tpu, self.args
+        compute_metrics: Any = self.compute_metrics
         self.callback_handler.eval_dataloader = dataloader
         model = self.__model_to_evaluate()
         pairs = EvaluatedPairs(ours.runtime, self.accelerator)
         with_losses = "loss" in args.include_for_metrics
         metrics: dict[str, Any] = {}
-        count = len(dataloader) if has_length(dataloader) else None
+
+        def of_last_batch(is_last: bool) -> Any:
+            ours.runtime.step_boundary()
+            prediction = prediction_of(pairs.fetch(first=-1), with_losses)
+            return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
+
+        measures_batches = args.batch_eval_metrics and compute_metrics is not None
         # a loader takes one of training's random numbers, which it must not where an evaluation is left out
         with torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
+                if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
+                    of_last_batch(is_last=False)
                 pairs.add(*self.__evaluated_batch(model, inputs, ignore_keys))
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
                 if may_stop and ours.agreement.any_in_evaluation(len(pairs), told):
                     raise EvaluationCutShort
-                if args.batch_eval_metrics and compute_metrics is not None:
-                    ours.runtime.step_boundary()
-                    if (prediction := prediction_of(pairs.fetch(first=-1), with_losses)) is not None:
-                        is_last = len(pairs) == count
-                        metrics = compute_metrics(prediction, compute_result=is_last)  # type: ignore[call-arg]
         ours.runtime.step_boundary()
         ours.recompiles.settle()
         found = pairs.fetch()
         prediction = prediction_of(found, with_losses)
         if compute_metrics is not None and prediction is None and found:
             logger.warning("compute_metrics is not called: evaluation gave no predictions, or no labels.")
-        elif compute_metrics is not None and prediction is not None and not args.batch_eval_metrics:
-            metrics = compute_metrics(prediction)
+        elif compute_metrics is not None and prediction is not None:
+            metrics = of_last_batch(is_last=True) if measures_batches else compute_metrics(prediction)
         # what is stopped, saved or kept because of a metric has to be the same in every process
         own = self.__measure(found, metric_key_prefix)
         metrics = ours.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
@@ -358,7 +362,7 @@ class RewardTrainer(DeviceTrainer):
         self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Evaluate a batch: return what is known of each pair, and which pairs are no filling, [P]."""
-        loss, logits, labels = self.prediction_step(model, inputs, False, ignore_keys)
+        loss, logits, labels = self.prediction_step(model, inputs, self.args.prediction_loss_only, ignore_keys)
         rewards_P2 = logits if isinstance(logits, torch.Tensor) and logits.shape[1:] == (2,) else None
         predictions: Any = logits
         if rewards_P2 is not None and self.__old_columns and self.__is_own("prediction_step"):
@@ -368,10 +372,10 @@ class RewardTrainer(DeviceTrainer):
         found = named("predictions", predictions) | named("labels", labels)
         if rewards_P2 is not None:
             found["rewards"] = rewards_P2
-        rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
+        mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
+        rows = len(next(iter(found.values()))) if found else find_batch_size(inputs if mask_P is None else mask_P) or 1
         if loss is not None:
             found["losses"] = loss.mean().expand(rows)
-        mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
         if mask_P is None or len(mask_P) != rows:
             mask_P = torch.ones(rows, dtype=torch.bool)
         return found, mask_P.to(self.args.device)

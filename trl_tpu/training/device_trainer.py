@@ -157,8 +157,11 @@ class DeviceTrainer(Trainer):
                 ours.checkpoints.drop_download()
                 ours.checkpointer.wait()  # while the folder is ours
                 run.release()
-        if self.state.global_step == 0 and preemption.stopped_by is None and self.state.max_steps > 0:
-            raise UserError("Training took no step: the train dataset gave no pair that can be trained on.")
+        if self.state.global_step == 0 and preemption.stopped_by is None:
+            raise UserError(
+                f"Training took no step of {self.state.max_steps}: it needs max_steps or num_train_epochs above 0, "
+                "and pairs that can be trained on."
+            )
         if preemption.stopped_by == SIGTERM or (preemption.stopped_by is not None and preemption.told_to_stop):
             raise ours.unfinished(SIGTERM)
         if preemption.told_to_stop:  # after the last step, where we do not save: it does what it does without us
@@ -260,7 +263,8 @@ class DeviceTrainer(Trainer):
         else:
             dataset = self._remove_unused_columns(dataset, description=description)
             sampler = None if sampler_fn is None else sampler_fn(dataset)
-        if sampler is not None:
+        config: Any = self.args.accelerator_config  # the config has read its other forms
+        if sampler is not None and config.use_seedable_sampler:
             sampler = training_order(dataset, sampler, self.args.data_seed)
         # accelerate's loader would replicate batches, and forget its settings on resume
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
@@ -268,7 +272,8 @@ class DeviceTrainer(Trainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
-            batches = skip_batches(getattr(loader, "batches", loader), count)  # a script's own loader is torch's
+            # a script's own loader is torch's, or accelerate's around it
+            batches = skip_batches(getattr(loader, "dataloader", loader), count)
             return self.trl_tpu.runtime.loader(batches, self.args.mesh_shape.batch_axes)
 
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each

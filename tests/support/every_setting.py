@@ -1,0 +1,246 @@
+"""Every field of `RewardConfig` and every argument of `RewardTrainer`: obeyed, refused, or listed in a guide.
+
+A field that is in no table here, as one that transformers adds, has to be tried and put into one.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import tiny
+import torch
+import transformers
+from peft import LoraConfig
+from places import EXAMPLES
+from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
+
+import trl_tpu
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.config.checks import LIMITS, XLA_LIMITS
+from trl_tpu.config.removed_arguments import RemovedArguments
+from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.errors import UserError
+from trl_tpu.modeling.adapters import is_peft_model
+from trl_tpu.runtime import current
+
+
+def _names(text: str) -> set[str]:
+    return set(text.split())
+
+
+#: Read by a run that trains, evaluates, saves, loads its best model, resumes in an epoch and predicts.
+IN_A_RUN = _names("""
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
+    auto_find_batch_size batch_eval_metrics bf16 bf16_full_eval center_rewards_coefficient chat_template_path data_seed
+    dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc
+    ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph debug disable_dropout
+    disable_tqdm enable_jit_checkpoint eos_token eval_by eval_delay eval_on_start eval_steps eval_strategy
+    fp16_full_eval full_determinism gradient_accumulation_steps greater_is_better hub_model_id ignore_data_skip
+    include_for_metrics include_num_input_tokens_seen learning_rate load_best_model_at_end log_level log_level_replica
+    log_on_each_node logging_first_step logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs
+    lr_scheduler_type max_grad_norm max_length max_steps metric_for_best_model model_init_kwargs neftune_noise_alpha
+    nonfinite_limit num_train_epochs optim optim_args output_dir output_url own_pad_token packing pad_token
+    parallelism_config per_device_eval_batch_size per_device_train_batch_size prediction_loss_only
+    push_to_hub remat remove_unused_columns report_to restore_callback_states_from_checkpoint save_interval_minutes
+    save_on_each_node save_only_model save_steps save_strategy save_total_limit scan_layers seed skip_memory_metrics
+    torch_compile_backend torch_compile_mode torch_empty_cache_steps train_sampling_strategy training_time_limit
+    trust_remote_code use_cache use_liger_kernel warmup_steps weight_decay
+""")
+#: Read as the config is made, from which everything else follows.
+AT_THE_START = _names("""
+    ddp_backend ddp_timeout deepspeed fp16 fsdp fsdp_config gradient_checkpointing gradient_checkpointing_kwargs mesh
+    sharding_plan tf32 torch_compile use_cpu
+""")
+#: Read where there is a Hub, a tracker, a kernel or rows of the kind, in a file of transformers or of ours.
+ELSEWHERE = {
+    "transformers/trainer.py": (
+        "hub_always_push hub_private_repo hub_revision hub_strategy hub_token length_column_name liger_kernel_config"
+    ),
+    "transformers/integrations/integration_utils.py": (
+        "project run_name trackio_bucket_id trackio_space_id trackio_static_space_id"
+    ),
+    "transformers/trainer_optimizer.py": "optim_target_modules",
+    "trl_tpu/scripts/reward.py": "do_eval",
+    "trl_tpu/batching/batch_plan.py": "packed_attention",
+    "trl_tpu/batching/planned_shapes.py": "max_shapes pad_to_multiple_of row_length",
+}
+LISTED = _names("""
+    average_tokens_across_devices do_predict do_train eval_accumulation_steps eval_use_gather_object label_names
+    label_smoothing_factor local_rank resume_from_checkpoint
+""")
+LISTED_ON_XLA = _names("""
+    dataloader_pin_memory ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
+    ddp_static_graph ddp_timeout log_on_each_node logging_nan_inf_filter
+""")
+#: What is asked for by settings that are refused, in the words of their tables.
+ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
+    "include_for_metrics=inputs": ["loss", "inputs"],
+    "eval_do_concat_batches=False": False,
+    "fsdp": "full_shard",
+    "deepspeed": {"zero_optimization": {"stage": 3}},
+    "parallelism_config": {"dp_replicate_size": 2},
+    "torch_compile_backend": "inductor",  # each turns torch_compile on
+    "torch_compile_mode": "default",
+    "include_num_input_tokens_seen": "all",
+    "neftune_noise_alpha": 5.0,
+    "torch_empty_cache_steps": 10,
+    "train_sampling_strategy=batch_rebalance": "batch_rebalance",
+    "dataloader_in_order=False": False,
+    "debug=underflow": "underflow_overflow",
+    "optim=fused": "adamw_torch_fused",
+    "optim=bit|bnb|ademamix": "paged_adamw_8bit",
+    "optim=layerwise|lomo": "adalomo",
+}
+#: Refused whatever value is given, beside the default.
+REFUSED = ["activation_offloading", "eval_do_concat_batches"]
+REFUSED_ON_XLA = [key.partition("=")[0] for key in XLA_LIMITS]
+
+
+def check_every_field_is_in_a_class(_: Path) -> None:
+    removed = {field.name for field in dataclasses.fields(RemovedArguments)}
+    tables = {*IN_A_RUN, *AT_THE_START, *_names(" ".join(ELSEWHERE.values())), *LISTED, *REFUSED, *removed}
+    names = {field.name for field in dataclasses.fields(RewardConfig)}
+    assert names <= tables, f"See what obeys {names - tables}; else refuse them, or list them in the guide."
+    assert tables <= names, f"There is no {tables - names} any more."
+
+
+def check_what_is_read_elsewhere_and_what_is_listed(_: Path) -> None:
+    guide = (EXAMPLES / "guides" / "differences_from_trl.md").read_text()
+    section = guide.partition("## Settings that change nothing here")[2].partition("\n## ")[0]
+    everywhere, on_xla = section.split("On PyTorch/XLA also:")
+    assert [name for name in LISTED if f"`{name}`" not in everywhere] == []
+    found = {name for name in LISTED_ON_XLA if f"`{name}`" in on_xla or ("`ddp_`" in on_xla and name[:4] == "ddp_")}
+    assert found == LISTED_ON_XLA
+    for file, names in ELSEWHERE.items():
+        package = transformers if file.startswith("transformers") else trl_tpu
+        source = Path(str(package.__file__)).parent.parent.joinpath(file).read_text()
+        assert [name for name in _names(names) if not re.search(rf"args\.{name}\b", source)] == [], file
+
+
+def check_settings_are_refused(folder: Path) -> None:
+    assert ASKED.keys() == (LIMITS | XLA_LIMITS).keys()
+    for key in LIMITS | (XLA_LIMITS if current().shares_mesh else {}):
+        setting = key.partition("=")[0]
+        with pytest.raises(UserError, match=rf"^{setting}=.* is (impossible on PyTorch/XLA|not supported): "):
+            RewardConfig(str(folder), **{setting: ASKED[key]})
+    for option in ("offload", "context_fn") if current().shares_mesh else ():
+        with pytest.raises(UserError, match="options of torch's own"):
+            RewardConfig(str(folder), activation_checkpointing_kwargs={option: True})
+
+
+# ---- a run, and the arguments of the trainer that takes it
+
+
+class Recording(RewardConfig):
+    """Notes which settings are read."""
+
+    read: ClassVar[set[str]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        Recording.read.add(name)
+        return super().__getattribute__(name)
+
+
+def check_a_run_reads_and_calls(folder: Path) -> None:
+    on_xla = current().shares_mesh
+    skipped = {*REFUSED_ON_XLA, *LISTED_ON_XLA} if on_xla else set()
+    pairs = tiny.made_up_pairs(16)
+    tokenizer = tiny.tiny_tokenizer([text for row in pairs for text in row.values()])
+    called: set[str] = set()
+
+    class Noting(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            called.add("callbacks")
+
+    class Collator(DataCollatorForPreference):
+        def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+            called.add("data_collator")
+            return super().torch_call(examples)
+
+    def preprocess(rewards_P2: torch.Tensor, labels_P: torch.Tensor) -> torch.Tensor:
+        called.add("preprocess_logits_for_metrics")
+        return rewards_P2
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        called.add("compute_metrics")
+        return {"own": 1.0}
+
+    Recording.read.clear()
+    settings: dict[str, Any] = {"max_steps": 2, "save_steps": 1, "logging_steps": 1, "load_best_model_at_end": True}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    args = Recording(str(folder), per_device_train_batch_size=8, per_device_eval_batch_size=8, **settings)
+    unread = AT_THE_START - Recording.read
+    assert not unread, unread
+    Recording.read.clear()
+
+    def make() -> RewardTrainer:
+        return RewardTrainer(
+            tiny.tiny_model(tokenizer),
+            args,
+            data_collator=Collator(pad_token_id=0),
+            train_dataset=pairs,
+            eval_dataset=pairs.select(range(8)),
+            processing_class=tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=[Noting()],
+            preprocess_logits_for_metrics=preprocess,
+        )
+
+    make().train()
+    trainer = make()
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    trainer.predict(pairs)
+    unread = IN_A_RUN - skipped - Recording.read
+    assert not unread, unread
+    assert called == {"callbacks", "data_collator", "preprocess_logits_for_metrics", "compute_metrics"}
+    assert trainer.args is args
+
+
+ARGUMENTS = _names("""
+    model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks optimizers
+    optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config model_init tokenizer
+    max_length
+""")
+
+
+def check_the_other_arguments(folder: Path) -> None:
+    """Those that a run does not need, or that exclude those it has."""
+    assert set(inspect.signature(RewardTrainer).parameters) == ARGUMENTS
+    pairs = tiny.made_up_pairs(16)
+    tokenizer = tiny.tiny_tokenizer([text for row in pairs for text in row.values()])
+    model = tiny.tiny_model(tokenizer)
+    args = RewardConfig(str(folder), bf16=False, report_to="none")
+    data: dict[str, Any] = {
+        "args": args,
+        "train_dataset": pairs,
+        "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-3}),
+    }
+    lora = LoraConfig(task_type="SEQ_CLS", r=2)
+    made = RewardTrainer(model_init=lambda: model, tokenizer=tokenizer, peft_config=lora, max_length=14, **data)
+    assert isinstance(made.create_optimizer(), torch.optim.SGD)
+    assert is_peft_model(made.model) and made.model.get_base_model() is model and 0 < len(made.train_dataset) < 16  # type: ignore[arg-type]
+    assert made.processing_class.get_vocab() == tokenizer.get_vocab()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = {"args": args, "train_dataset": pairs, "processing_class": tokenizer}
+    if current().shares_mesh:
+        with pytest.raises(UserError, match="optimizer_cls_and_kwargs=.SGD"):
+            RewardTrainer(model, optimizers=(optimizer, None), **data)
+    else:
+        assert RewardTrainer(model, optimizers=(optimizer, None), **data).optimizer is optimizer
+    model.save_pretrained(folder / "model")
+    with pytest.raises((UserError, ImportError), match="bitsandbytes"):
+        RewardTrainer(str(folder / "model"), quantization_config=BitsAndBytesConfig(load_in_8bit=True), **data)
+
+
+CHECKS: list[Callable[[Path], None]] = [
+    check_every_field_is_in_a_class,
+    check_what_is_read_elsewhere_and_what_is_listed,
+    check_settings_are_refused,
+    check_a_run_reads_and_calls,
+    check_the_other_arguments,
+]

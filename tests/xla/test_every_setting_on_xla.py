@@ -1,0 +1,13 @@
+"""Every setting is obeyed, refused, or listed in a guide, on XLA; so is every argument of the trainer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import every_setting
+import pytest
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("check", every_setting.CHECKS)
+def test_every_setting_is_obeyed_refused_or_listed(check: Callable[[Path], None], tmp_path: Path) -> None:
+    check(tmp_path)
