@@ -89,6 +89,31 @@ def test_a_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
         datafiles.pick_split(splits, "dev", "the data")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_names_of_what_is_there_are_no_patterns(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / "br[1]"
+    for name, row in {"a[1].jsonl": 0, "a1.jsonl": 1, "b*.json": 2, "b1.json": 3, "sub/c[1].json": 4}.items():
+        jsonl(base / name, [ROWS[row]])
+    jsonl(tmp_path / "br1" / "a1.jsonl", [ROWS[9]])
+    monkeypatch.chdir(base)
+    asked: list[tuple[dict[str, Any], list[int]]] = [
+        ({"path": "a[1].jsonl"}, [0]),
+        ({"path": str(base / "b*.json")}, [2]),
+        ({"path": "../br[1]"}, [1, 0, 2, 3, 4]),
+        ({"path": "json", "data_files": ["a[1].jsonl", str(base / "a1.jsonl")]}, [0, 1]),
+        ({"path": "json", "data_files": {"train": "a*.jsonl"}}, [1, 0]),
+        ({"path": str(base), "data_dir": "sub"}, [4]),
+        ({"path": str(base), "data_files": "sub/c[1].json"}, [4]),
+    ]
+    for settings, rows in asked:
+        mixture = DatasetMixtureConfig([DatasetConfig(**settings)], streaming=streaming)
+        assert list(get_dataset(mixture)["train"]) == [ROWS[row] for row in rows], settings
+    coming, _ = datafiles.open_rows("b*.json")  # as `score` reads
+    assert list(coming) == [ROWS[2]]
+
+
 def test_a_slice_of_a_file(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "d.jsonl", ROWS)
     mixture = DatasetMixtureConfig([DatasetConfig(str(path), split="train[:30%]")])

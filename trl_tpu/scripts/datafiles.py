@@ -1,13 +1,16 @@
 """Datasets by what a user calls them, a Hub id, a folder, a file or ``synthetic:NAME``; whole, or row by row."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from glob import escape, has_magic
 from pathlib import Path
 from typing import Any
 
 import datasets
 import fsspec
+from datasets.data_files import get_data_patterns
 
 from trl_tpu.errors import UserError
 from trl_tpu.scripts import synthetic
@@ -51,6 +54,8 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         if ".tsv" in local.suffixes[-2:]:
             kwargs["sep"] = "\t"
     try:
+        if local.is_dir() or builder is not None or path in BUILDERS.values():
+            _read_literally(kwargs, local if local.is_dir() else Path())
         return datasets.load_dataset(builder or source, split=split, streaming=streaming, **kwargs)
     except Exception as error:  # each format's library has errors of its own, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
@@ -107,6 +112,27 @@ def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
     if split not in splits:
         raise UserError(f"{what} has no split {split!r}; its splits are: {', '.join(map(repr, splits))}.")
     return splits[split]
+
+
+def _read_literally(kwargs: dict[str, Any], folder: Path) -> None:
+    """Let names of files and folders that are there mean these: `datasets` takes ``pairs[1].csv`` for a pattern."""
+    base = str((folder / (kwargs.get("data_dir") or "")).resolve())
+
+    def pattern(named: Any) -> Any:
+        if isinstance(named, dict):
+            return {split: pattern(each) for split, each in named.items()}
+        if isinstance(named, list):
+            return [pattern(each) for each in named]
+        path = os.path.join(base, named)
+        if os.path.isfile(path):
+            return escape(path)
+        return named if "://" in named else os.path.join(escape(base), named)
+
+    files = kwargs.get("data_files")
+    if files is None and has_magic(base):
+        files = get_data_patterns(escape(base))
+    if files is not None:
+        kwargs["data_files"] = pattern(files)
 
 
 def _suffix(path: Path) -> str:
