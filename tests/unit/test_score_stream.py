@@ -116,6 +116,29 @@ def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_pat
     assert [row["rewards"][1] for row in scored(asked)] == pytest.approx(expected, abs=1e-5)
 
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 9.0], "rope_theta": 1e4}
+ROPES: dict[str, dict[str, Any]] = {  # that change beyond 32 tokens
+    "phi3": {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": LONG},
+    "llama": {
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    },
+}
+
+
+@pytest.mark.parametrize("family", ROPES)
+def test_positions_that_change_beyond_a_length_are_those_of_each_dialogue_alone(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, family, FAMILIES["llama"] | ROPES[family])
+    scorer = Scorer(str(save(tmp_path, family)))
+    texts = [" ".join(map(str, range(count))) for count in (3, 60, 20, 12, 45, 60, 9, 14, 16, 46, 8)]
+    expected = [alone(tmp_path, [text])[0] for text in texts]
+    for order in (texts, texts[::-1]):  # one after the other: what a long one leaves behind reaches no other
+        found = {row["text"]: row["reward"] for row in trl_tpu.score(scorer, order)}
+        assert [found[text] for text in texts] == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": row["prompt"], "completions": [row["rejected"], row["chosen"], row["rejected"], 5], "id": number}
