@@ -17,4 +17,10 @@ class UserTypeError(UserError, TypeError):
 
 
 class UserFileError(UserError, FileNotFoundError):
-    """As `UserError`, for a file that is not where the user says."""
+    """As `UserError`, for a file, model or dataset that is not where the user says, where TRL raises an OSError."""
+
+
+class UserKeyError(UserError, KeyError):
+    """As `UserError`, for a column or split that is not there, where TRL raises a KeyError."""
+
+    __str__ = Exception.__str__  # a KeyError's text is a repr

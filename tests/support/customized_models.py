@@ -18,6 +18,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+ROPE = {"rope_theta": 1e4}
 PAIRS = tiny.made_up_pairs(40)
 TOKENIZER = tiny.tiny_tokenizer([*PAIRS["prompt"], *PAIRS["chosen"], *PAIRS["rejected"]], vocab_size=300)
 
@@ -92,8 +93,20 @@ def adapted(config: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
+def longrope() -> PreTrainedModel:
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 9.0]}
+    return tiny.tiny_model(TOKENIZER, rope_parameters=long | ROPE | {"original_max_position_embeddings": 16})
+
+
+def dynamic_rope() -> PreTrainedModel:
+    rope = {"rope_type": "dynamic", "factor": 8.0} | ROPE
+    return tiny.tiny_model(TOKENIZER, rope_parameters=rope, max_position_embeddings=16)
+
+
 #: Those whose rewards change with the padding of a row.
 READ_PADDING = (normalized_head, prompt_tuning)
+#: Those that are not padded to planned lengths: of the others long dialogues change the positions of all.
+KEEP_LENGTHS = (*READ_PADDING, longrope, dynamic_rope)
 SETTINGS: dict[str, Any] = {
     "report_to": "none",
     "save_strategy": "no",

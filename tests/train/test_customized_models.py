@@ -24,6 +24,8 @@ CASES: dict[Callable[[], Any], str] = {
     customized.normalized_head: r"the forward of Head \(score\) is not a library's own",
     customized.prompt_tuning: "adapters of the kind PROMPT_TUNING",
     customized.prefix_tuning: "adapters of the kind PREFIX_TUNING",
+    customized.longrope: "long dialogues change positions beside them",
+    customized.dynamic_rope: "long dialogues change positions beside them",
 }
 
 

@@ -130,12 +130,16 @@ def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path:
         check_eval_by(args, many)
 
 
-def test_another_dataset_without_the_column_is_refused_and_a_loader_of_ones_own_goes_without(
+def test_another_dataset_without_the_column_and_a_loader_of_ones_own_go_without_groups(
     folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(folder, tmp_path, labeled(6), eval_by="source")
-    with pytest.raises(UserError, match="eval_by='source' names no column"):
-        trainer.evaluate(tiny.made_up_pairs(4))
+    others = tiny.made_up_pairs(202)
+    expected = make_trainer(folder, tmp_path).predict(others.select(range(4))).metrics
+    assert trainer.predict(others.select(range(4))).metrics.keys() == expected.keys()
+    assert caplog.text.count("The metrics are without groups. eval_by='source' names no column") == 1
+    many = others.add_column("source", [str(row) for row in range(202)])
+    assert "eval_accuracy/7" not in trainer.evaluate(many) and "202 groups are too many" in caplog.text
 
     class Reversed(RewardTrainer):
         def _get_eval_sampler(self, eval_dataset: Any) -> Any:

@@ -29,7 +29,7 @@ def test_the_interval_is_scipys(case: tuple[int, int]) -> None:
 def test_a_verdict_worked_out_by_hand() -> None:
     log3 = math.log(3)  # sigmoid of it is 3/4
     pairs = [(log3, 0), (0, log3), (1, 1), (2 + log3, 2), (math.nan, 0), (0, math.inf)]
-    found = judge_pairs(np.array(pairs), groups=["a", "b", "b", "a", "c", "a"])
+    found = judge_pairs(np.array(pairs), groups=["a", "b\0", "b\0", "a", "c", "a"])
     assert (found.pairs, found.left_out, found.ties) == (4, 2, 1)
     assert (found.accuracy.value, found.accuracy.count) == (0.5, 4)
     assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)
@@ -38,7 +38,7 @@ def test_a_verdict_worked_out_by_hand() -> None:
     assert found.calibration.ece == pytest.approx(3 / 4 * (3 / 4 - 2 / 3))
     assert [(each.count, each.accuracy) for each in found.calibration.bins] == [(1, 0.5), (3, pytest.approx(2 / 3))]
     assert found.calibration.brier == pytest.approx((2 * (1 / 4) ** 2 + (3 / 4) ** 2 + (1 / 2) ** 2) / 4)
-    assert {name: (each.value, each.count) for name, each in found.groups.items()} == {"a": (1, 2), "b": (0, 2)}
+    assert {name: (each.value, each.count) for name, each in found.groups.items()} == {"a": (1, 2), "b\0": (0, 2)}
     assert found.mean_over_groups == 0.5
     assert found.worst == (1, 2)
     assert found.margins.mean == pytest.approx(log3 / 4) and found.margins.quantiles["0.5"] == pytest.approx(log3 / 2)

@@ -17,7 +17,11 @@ import trl_tpu
     "name",
     [
         "prompt_tuning",  # reads the last column, whatever is in it
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("averaging", "normalized_head", "prefix_tuning")),
+        "dynamic_rope",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("averaging", "normalized_head", "prefix_tuning", "longrope")
+        ),
     ],
 )
 def test_losses_are_trls(name: str, tmp_path: Path) -> None:
@@ -27,7 +31,7 @@ def test_losses_are_trls(name: str, tmp_path: Path) -> None:
     make = getattr(customized, name)
     trainer, losses = customized.losses(trl_tpu, make(), tmp_path)
     assert losses == pytest.approx(json.loads(process.stdout.splitlines()[-1]), abs=1e-5)
-    assert (trainer.batch_plan.shapes is None) == (make in customized.READ_PADDING)
+    assert (trainer.batch_plan.shapes is None) == (make in customized.KEEP_LENGTHS)
 
 
 @pytest.mark.parametrize("way", constructors.WAYS)

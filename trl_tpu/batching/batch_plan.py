@@ -1,6 +1,7 @@
 """How a run's batches reach the device: packed wherever that is exact, else padded; with which collator and shapes."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..modeling.attention.packability import make_packable
 from ..modeling.attention.unmodified import PackingImpossible, check_unmodified
 from ..modeling.build import fit_to_device
 from ..modeling.padding import reads_padding
+from ..modeling.positions import position_groups
 from ..packing.schedule import RowPlan
 from ..packing.shapes import attention_crossover_length
 from ..runtime import Runtime
@@ -85,7 +87,7 @@ class BatchPlan:
         self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
         self._reads_padding = False
         self.padded_because = None
-        obstacle = _obstacle_in_settings(args, old_columns) or self._obstacle_in_code(data_collator)
+        obstacle = _obstacle_in_settings(args, old_columns, model) or self._obstacle_in_code(data_collator)
         if obstacle is not None:
             self._pad_because(obstacle)
         self.use_model(model)
@@ -266,8 +268,8 @@ class BatchPlan:
 
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the lengths of padded batches of ``dataset``; None where they are not planned."""
-        plans = self._plans_lengths and not self._reads_padding
-        return planned_lengths(dataset, self._args) if plans else None
+        keeps = self._reads_padding or _outgrows_rope(self._model, self._args)
+        return planned_lengths(dataset, self._args) if self._plans_lengths and not keeps else None
 
     @property
     def _plans_lengths(self) -> bool:
@@ -313,14 +315,18 @@ def _own_code(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _obstacle_in_settings(args: RewardConfig, old_columns: bool) -> str | None:
+def _outgrows_rope(model: PreTrainedModel, args: RewardConfig) -> bool:
+    return position_groups(model)(args.max_length or math.inf) > 0
+
+
+def _obstacle_in_settings(args: RewardConfig, old_columns: bool, model: PreTrainedModel) -> str | None:
     """Return which setting keeps batches from being packed; None if none does."""
     counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
     obstacles = {
         "packing is turned off": args.packing == Packing.FALSE,
         "this is the old API, with its own columns and collator": old_columns,
         "neftune_noise_alpha scales its noise by the length of rows": bool(args.neftune_noise_alpha),
-        "nn.DataParallel would cut packed rows apart (launch one process a GPU instead)": args.n_gpu > 1,
+        "long dialogues change positions beside them (see max_length)": _outgrows_rope(model, args),
         "accelerate shards the model, with which packed rows were not tried": bool(
             args.fsdp or args.deepspeed_plugin or args.parallelism_config or parse_flag_from_env("ACCELERATE_USE_FSDP")
         ),

@@ -22,6 +22,8 @@ from .state_dict import PROGRESS_FILE, STATE_FOLDER
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 2
+# what a run is resumed without: random numbers, settings and the tokenizer, which the new run's arguments give
+_SPARE = re.compile(r"rng_state.*\.pth|training_args\.bin|.*(token|vocab|config).*\.json|.*\.(jinja|md|model|txt)")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 Files = dict[str, dict[str, Any]]
@@ -95,7 +97,8 @@ def is_ours(folder: str | Path) -> bool:
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return what is wrong with a checkpoint by its manifest; empty for a good one.
 
-    Files beside those of the manifest are no fault. Only regular files in the folder are looked at, whatever the
+    Files beside those of the manifest are no fault, nor is the lack of one that a resumed run does not need: a warning
+    names it. Only regular files in the folder are looked at, whatever the
     manifest names.
 
     Args:
@@ -189,7 +192,10 @@ def _file_fault(folder: Path, name: str, size: int, sha256: str) -> str | None:
             return f"{name} has {actual} bytes instead of {size}"
         return None if _sha256(path) == sha256 else f"{name} was altered (its SHA-256 is another)"
     except FileNotFoundError:
-        return f"{name} is missing"
+        if not _SPARE.fullmatch(name):
+            return f"{name} is missing"
+        logger.warning("The checkpoint %s lacks %s, without which it can be resumed.", folder, name)
+        return None
     except OSError as error:
         return f"{name!r} cannot be read ({error})"
 

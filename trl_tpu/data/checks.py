@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from ..errors import UserError, UserTypeError
+from ..errors import UserError, UserKeyError, UserTypeError
 from .measure import tables_of
 
 logger = logging.getLogger(__name__)
@@ -59,11 +59,11 @@ def column_names(dataset: Dataset | IterableDataset, name: str) -> list[str]:
 
 
 def check_columns(columns: list[str], name: str) -> None:
-    """Raise UserError where a needed column is missing; warn where an optional one looks misspelled."""
+    """Raise UserKeyError where a needed column is missing; warn where an optional one looks misspelled."""
     needed = TOKEN_COLUMNS if set(TOKEN_COLUMNS) & set(columns) else RAW_COLUMNS
     missing = [column for column in needed if column not in columns]
     if missing:
-        raise UserError(
+        raise UserKeyError(
             f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
             f"{sorted(columns)}. {_ACCEPTED} Rename columns of other names: `dataset.rename_column(old, new)`."
         )

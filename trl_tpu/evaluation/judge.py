@@ -20,10 +20,7 @@ def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> Verdict 
 
     Args:
         dataset: Whose first N pairs they are of, in order; None where that is not known.
-        eval_by: Its column of labels.
-
-    Raises:
-        UserError: It has no such column.
+        eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
     """
     if not np.isfinite(rewards_N2).all(axis=-1).any():
         return None
@@ -36,8 +33,12 @@ def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> Verdict 
     if columns is not None:
         parts = [lengths_of(table, columns) for table in tables_of(dataset, columns)]
         lengths_N2 = np.concatenate(parts, axis=1).T[: len(rewards_N2)]
-    groups = None if eval_by is None else _labels(dataset, eval_by)[: len(rewards_N2)]
-    return judge_pairs(rewards_N2, lengths_N2, groups=groups)
+    try:
+        groups = None if eval_by is None else _labels(dataset, eval_by)[: len(rewards_N2)]
+        return judge_pairs(rewards_N2, lengths_N2, groups=groups)
+    except UserError as reason:  # the data of a later call; what the trainer was given has been checked
+        logger.warning("The metrics are without groups. %s", reason)
+        return judge_pairs(rewards_N2, lengths_N2)
 
 
 def _labels(dataset: Dataset, column: str) -> list[str]:

@@ -192,8 +192,8 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
 
 def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
     """Write what adapters in a checkpoint are, and the tokenizer; but for the adapters themselves."""
-    for config in model.peft_config.values():
-        config.save_pretrained(folder)
+    for name, config in model.peft_config.items():
+        config.save_pretrained(Path(folder, "" if name == "default" else name))
     if processing_class is not None:
         processing_class.save_pretrained(folder)
 
@@ -211,8 +211,9 @@ def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[st
     from peft import get_peft_model_state_dict
 
     names = {id(tensor): name for name, tensor in state.items()}
-    kept: Mapping[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=dict(state))
-    return {names[id(tensor)] for tensor in kept.values() if id(tensor) in names}
+    adapters: Any = getattr(model, "peft_config", {})
+    every = [get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=each) for each in adapters]
+    return {names[id(tensor)] for kept in every for tensor in kept.values() if id(tensor) in names}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from .. import runtime
-from ..errors import UserError
+from ..errors import UserError, UserFileError
 from .model_shape import model_without_weights
 
 logger = logging.getLogger(__name__)
@@ -30,14 +30,15 @@ logger = logging.getLogger(__name__)
 def explaining(
     fault: str, fix: str = "Correct the name, its files or what `model_init_kwargs` says."
 ) -> Iterator[None]:
-    """Raise the errors of libraries, or of a model's own code, as a UserError that begins with ``fault``."""
+    """Raise the errors of libraries, or of a model's own code, as a UserError, of the same kind, after ``fault``."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         reason = textwrap.shorten(str(error), 800).rstrip(".")  # some libraries list every model they know
-        raise UserError(f"{fault}: {type(error).__name__}: {reason}. {fix}") from error
+        kind = UserFileError if isinstance(error, OSError) else UserError
+        raise kind(f"{fault}: {type(error).__name__}: {reason}. {fix}") from error
 
 
 def load_model(

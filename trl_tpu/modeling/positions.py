@@ -1,6 +1,6 @@
-"""How many positions a model has, and where it reads them otherwise beside longer sequences."""
+"""How many positions a model has, and which dialogues read others than beside longer ones."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -29,32 +29,19 @@ def learned_positions(model: PreTrainedModel) -> int | None:
     return count - next(unused, 0) if count and count > 0 else None
 
 
-@dataclass(frozen=True)
-class ChangingRope:
-    """Rotary frequencies that transformers chooses by the longest sequence of a forward, for all that are in it.
+def position_groups(model: PreTrainedModel) -> Callable[[float], float]:
+    """Return what tells, by a dialogue's length, which have the same rotary frequencies; 0 for usual ones.
 
-    Args:
-        limit: For sequences up to this length they are the same.
-        by_length: Whether each length beyond has its own (``dynamic``), rather than all of them the same
-            (``longrope``). Shorter ones keep those of the longest so far, until one is below the limit.
+    Of the types ``longrope`` and ``dynamic`` transformers chooses them for a whole forward, by its longest dialogue:
+    beyond a limit one set for all, or one for each length, which also the next forwards have until one is below it.
     """
-
-    limit: int
-    by_length: bool
-
-    def group(self, length: int) -> int:
-        """Return the same number for lengths that have the same frequencies: 0 for those up to the limit."""
-        return 0 if length <= self.limit else length if self.by_length else 1
-
-
-def changing_rope(model: PreTrainedModel) -> ChangingRope | None:
-    """Tell where a model's rotary frequencies change with the longest sequence; None where they never do."""
     config: Any = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     for each in (parameters, *parameters.values()):  # of all layers, or of each kind of layers
-        kind = each.get("rope_type", "") if isinstance(each, dict) else ""
+        kind = each.get("rope_type") if isinstance(each, dict) else None
         if kind == "longrope":
-            return ChangingRope(each["original_max_position_embeddings"], by_length=False)
-        if "dynamic" in kind:
-            return ChangingRope(config.max_position_embeddings, by_length=True)
-    return None
+            limit = each["original_max_position_embeddings"]
+            return lambda length: int(length > limit)
+        if kind == "dynamic":
+            return lambda length: length if length > config.max_position_embeddings else 0
+    return lambda length: 0

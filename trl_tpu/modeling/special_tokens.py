@@ -60,8 +60,8 @@ def set_pad_token(
         model: Has input embeddings.
         processing_class: The tokenizer.
         pad_token: A token of its vocabulary.
-        own: Whether to pad with another token where that would be the eos token: one that the vocabulary reserves,
-            else a new one, for which the embedding table has to have an unused row.
+        own: Whether to pad with another token where that would be the eos token: one that texts do not contain, else a
+            new one, for which the embedding table has to have an unused row.
 
     Returns:
         The tokenizer, a copy where it had to change.
@@ -85,18 +85,25 @@ def set_pad_token(
     if processing_class.pad_token_id >= embeddings.weight.shape[0]:
         raise UserError(
             f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the embedding table has "
-            f"{embeddings.weight.shape[0]} rows. Call `model.resize_token_embeddings(len(tokenizer))`."
+            f"{embeddings.weight.shape[0]} rows. Call `model.resize_token_embeddings(len(tokenizer))`, or set "
+            "`pad_token` to a token that texts do not contain."
         )
     model.config.get_text_config().pad_token_id = processing_class.pad_token_id
     return processing_class
 
 
 def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a token that texts do not contain, by its name: one to pad with, else one that is reserved."""
+    """Return a token that texts do not contain: by its name one to pad with or a reserved one, else a special one.
+
+    That is the last of those that were added and that the chat template does not name.
+    """
     in_use = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     free = [token for token, _ in by_id if token not in in_use]
-    return next((token for named in _RESERVED for token in free if named.fullmatch(token)), None)
+    named = (token for name in _RESERVED for token in free if name.fullmatch(token))
+    special = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    unnamed = (token for token in special[::-1] if token in free and token not in str(tokenizer.chat_template))
+    return next(named, next(unnamed, None))
 
 
 def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, dialogues: Iterable[Sequence[int]] | None) -> None:

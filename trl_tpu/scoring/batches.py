@@ -37,7 +37,6 @@ class Batches:
         attention_crossover_length: The length at which attention costs as much as everything else.
         shards: Over how many devices rows are split.
         is_static: Whether there may only be few shapes.
-        keeps_lengths: Whether padded rows are as long as their longest dialogue all the same.
     """
 
     pad_token_id: int
@@ -45,7 +44,6 @@ class Batches:
     attention_crossover_length: float
     shards: int = 1
     is_static: bool = False
-    keeps_lengths: bool = False
     row_length: int | None = None
     """Of usual planned rows; chosen for the first dialogues that come."""
 
@@ -85,8 +83,7 @@ class Batches:
         waiting = sorted(range(len(dialogues)), key=lambda index: -len(dialogues[index]))
         while waiting:
             longest = len(dialogues[waiting[0]])
-            keeps = self.keeps_lengths or not self.is_static
-            length = longest if keeps else _doubled(_SHORTEST_PADDED_ROW, longest)
+            length = _doubled(_SHORTEST_PADDED_ROW, longest) if self.is_static else longest
             pairs = self.shards * max(1, self.tokens // length // 2)
             some, waiting = waiting[: 2 * pairs], waiting[2 * pairs :]
             some += some[-1:] * (len(some) % 2)

@@ -21,7 +21,7 @@ from ..modeling.attention.unmodified import PackingImpossible
 from ..modeling.engines import RewardScale, saved_scale, scale_of
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
-from ..modeling.positions import changing_rope, learned_positions
+from ..modeling.positions import learned_positions, position_groups
 from ..modeling.rewards import read_batch
 from ..modeling.score_head import keep_score_head_in_float32
 from ..packing.shapes import attention_crossover_length
@@ -83,7 +83,7 @@ class Scorer:
         self.scale = self._scale_of(model_folder) if standardize else None
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
-        self.rope = changing_rope(without_adapters(self.model))
+        self._group_of = position_groups(self.model)
         self.fingerprint = _fingerprint(self.model, self.tokenizer)
         if bf16:
             keep_score_head_in_float32(self.model)
@@ -92,7 +92,9 @@ class Scorer:
             use_static_experts(without_adapters(self.model))
         crossover = attention_crossover_length(self.model.config.get_text_config().hidden_size)
         shards, is_static = self.mesh.batch_shards, self.runtime.plans_shapes
-        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, is_static, self.rope is not None)
+        makers = Batches(
+            self.pad_token_id, tokens_per_pass, crossover, shards, is_static and not self._group_of(math.inf)
+        )
         self.padded = makers.padded
         self.batches: MakeBatches = makers.planned if is_static else makers.unpadded
         try:
@@ -142,28 +144,27 @@ class Scorer:
         return rewards
 
     def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> list[Computed]:
-        """Compute rewards; dialogues that would change the positions of others are by themselves."""
-        groups_D = np.array([0 if self.rope is None else self.rope.group(len(ids)) for ids in dialogues])
         computed = []
-        for group in np.unique(groups_D):
-            here_D = np.flatnonzero(groups_D == group)
-            make = batches if group == 0 else self.padded  # packed rows leave out pad tokens at the end
-            for places_N2, batch in make([dialogues[index] for index in here_D]):
-                for inputs in micro_batches_of(batch):
-                    computed.append(self._compute_rewards(here_D[places_N2], inputs))
-        if groups_D.max(initial=0) > 1:
-            self._compute([dialogues[0][:1]], self.padded)  # transformers keeps the longest's until a short one comes
+        for members_N2, batch in self._apart(dialogues, batches):
+            for inputs in micro_batches_of(batch):
+                mask_P = read_batch(inputs, self.pad_token_id, "right").mask_P
+                here_N = np.ones(len(members_N2), bool) if mask_P is None else mask_P.numpy()[: len(members_N2)]
+                sent = {name: self._sent(value) for name, value in inputs.items()}
+                with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                    rewards_P2, _ = read_batch(sent, self.pad_token_id, "right").rewards(self.model)
+                computed.append((members_N2, here_N, self.runtime.constrain(rewards_P2.float(), (None, None))))
+                self.runtime.step_boundary()
         return computed
 
-    def _compute_rewards(self, members_N2: np.ndarray, inputs: dict[str, Any]) -> Computed:
-        mask_P = read_batch(inputs, self.pad_token_id, "right").mask_P
-        here_N = np.ones(len(members_N2), bool) if mask_P is None else mask_P.numpy()[: len(members_N2)]
-        sent = {name: self._sent(value) for name, value in inputs.items()}
-        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            rewards_P2, _ = read_batch(sent, self.pad_token_id, "right").rewards(self.model)
-        rewards_P2 = self.runtime.constrain(rewards_P2.float(), (None, None))
-        self.runtime.step_boundary()
-        return members_N2, here_N, rewards_P2
+    def _apart(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Iterator[Batch]:
+        """Yield batches of dialogues that do not change each other's positions."""
+        if len(dialogues) and self._group_of(math.inf) > 1:  # ends what a longer one has left; is overwritten below
+            yield from self.padded([dialogues[0][:1]])
+        groups_D = np.array([self._group_of(len(ids)) for ids in dialogues])
+        for group in np.unique(groups_D):
+            here_D = np.flatnonzero(groups_D == group)
+            make = self.padded if group else batches  # packed rows leave out pad tokens at the end
+            yield from ((here_D[each], batch) for each, batch in make([dialogues[i] for i in here_D.tolist()]))
 
     def _sent(self, value: Any) -> Any:
         """Copy what a collator made to the devices: rows and pairs over the batch axes, lists of numbers whole."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import datasets
 import fsspec
-from datasets.data_files import get_data_patterns
+from datasets.data_files import get_data_patterns, sanitize_patterns
 
-from trl_tpu.errors import UserError
+from trl_tpu.errors import UserError, UserFileError, UserKeyError
 from trl_tpu.scripts import synthetic
 
 # suffix -> the loader of `datasets` that reads it; each may be compressed
@@ -54,12 +54,13 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         if ".tsv" in local.suffixes[-2:]:
             kwargs["sep"] = "\t"
     try:
-        if local.is_dir() or builder is not None or path in BUILDERS.values():
-            _read_literally(kwargs, local if local.is_dir() else Path())
+        if builder is not None or local.is_dir() or path in BUILDERS.values():
+            kwargs["data_files"] = _files(local if local.is_dir() else Path(), **kwargs)
         return datasets.load_dataset(builder or source, split=split, streaming=streaming, **kwargs)
     except Exception as error:  # each format's library has errors of its own, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        raise broken_line([path]) or UserError(
+        kind = UserFileError if isinstance(cause, OSError) else UserError
+        raise broken_line([path]) or kind(
             f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__} Correct "
             f"the name, or the file: it must be what its suffix says ({', '.join(BUILDERS)}, compressed or not), and "
             "its rows must all have the same columns."
@@ -107,32 +108,24 @@ def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
         what: How the error calls the dataset.
 
     Raises:
-        UserError: There is no such split.
+        UserKeyError: There is no such split.
     """
     if split not in splits:
-        raise UserError(f"{what} has no split {split!r}; its splits are: {', '.join(map(repr, splits))}.")
+        raise UserKeyError(f"{what} has no split {split!r}; its splits are: {', '.join(map(repr, splits))}.")
     return splits[split]
 
 
-def _read_literally(kwargs: dict[str, Any], folder: Path) -> None:
-    """Let names of files and folders that are there mean these: `datasets` takes ``pairs[1].csv`` for a pattern."""
-    base = str((folder / (kwargs.get("data_dir") or "")).resolve())
+def _files(folder: Path, data_dir: str | None = None, data_files: Any = None, **_: Any) -> Any:
+    """Return patterns in which names of what is there mean that: `datasets` takes ``pairs[1].csv`` for a pattern."""
+    base = str((folder / (data_dir or "")).resolve())
+    if data_files is None and has_magic(base):
+        data_files = get_data_patterns(escape(base))
 
-    def pattern(named: Any) -> Any:
-        if isinstance(named, dict):
-            return {split: pattern(each) for split, each in named.items()}
-        if isinstance(named, list):
-            return [pattern(each) for each in named]
-        path = os.path.join(base, named)
-        if os.path.isfile(path):
-            return escape(path)
-        return named if "://" in named else os.path.join(escape(base), named)
+    def pattern(name: str) -> str:
+        path = os.path.join(base, name)
+        return escape(path) if os.path.isfile(path) else name if "://" in name else os.path.join(escape(base), name)
 
-    files = kwargs.get("data_files")
-    if files is None and has_magic(base):
-        files = get_data_patterns(escape(base))
-    if files is not None:
-        kwargs["data_files"] = pattern(files)
+    return data_files and {split: list(map(pattern, each)) for split, each in sanitize_patterns(data_files).items()}
 
 
 def _suffix(path: Path) -> str:

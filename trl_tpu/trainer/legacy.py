@@ -6,7 +6,7 @@ import inspect
 import warnings
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
@@ -68,7 +68,8 @@ def upgrade_processing_class(
 def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any) -> bool:
     """Tell whether these stand where TRL up to 0.23 had `model_init`, `compute_metrics` and `callbacks`."""
     takes_nothing = callable(compute_metrics) and not inspect.signature(compute_metrics).parameters
-    return takes_nothing or callable(callbacks) or isinstance(optimizers, list)
+    is_old = isinstance(optimizers, list) and all(isinstance(each, TrainerCallback | type) for each in optimizers)
+    return takes_nothing or callable(callbacks) or is_old
 
 
 def uses_old_columns(train_dataset: Any, data_collator: Any, compute_loss: Any) -> bool:
