@@ -262,6 +262,9 @@ def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) ->
     trainer = RewardTrainer(*arguments, lambda: copy.deepcopy(old.model), None, [PrinterCallback()])
     assert trainer.model_init is not None and trainer.compute_metrics is None
     assert any(isinstance(each, PrinterCallback) for each in trainer.callback_handler.callbacks)
+    own = torch.optim.SGD(old.model.parameters(), lr=0.1)
+    todays = RewardTrainer(old.model, *arguments[1:], optimizers=[own, None])  # type: ignore[arg-type]
+    assert todays.optimizer is own
 
 
 def test_bad_arguments_and_data_stop_before_training(old: Old, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 import tiny
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
@@ -112,6 +112,29 @@ def test_adapters_and_sums_of_rows_and_columns_resume_to_the_bit(
         assert all("lora" in name or "score" in name for name in load_file(file))
     for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
+
+
+def test_adapters_of_any_name_are_saved_as_peft_does_and_resume(model_folder: str, tmp_path: Path) -> None:
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        base = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+        model = get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=4), adapter_name="first")
+        model.add_adapter("second", LoraConfig(task_type="SEQ_CLS", r=2))
+        return model
+
+    whole, resumed = (make_trainer(adapted(), tmp_path / name) for name in ("whole", "resumed"))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    resumed.save_model()
+    whole.model.save_pretrained(tmp_path / "peft")
+    for saved in (tmp_path / "whole" / "checkpoint-6", tmp_path / "resumed"):
+        for name in ("first", "second"):
+            assert (saved / name / "adapter_config.json").is_file()
+            written = [load_file(each / name / "adapter_model.safetensors") for each in (saved, tmp_path / "peft")]
+            assert written[0].keys() == written[1].keys()
+            assert all(torch.equal(tensor, written[1][key]) for key, tensor in written[0].items())
 
 
 def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(
@@ -475,6 +498,23 @@ def change_optimizer(checkpoint: Path) -> None:
 def change_packing(checkpoint: Path) -> None:
     progress = json.loads((checkpoint / "progress.json").read_text())
     (checkpoint / "progress.json").write_text(json.dumps(progress | {"batches": "padded"}))
+
+
+def test_a_checkpoint_is_resumed_without_what_no_resume_needs(
+    run: RewardTrainer, checkpoint: Path, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in checkpoint.iterdir():
+        if path.name.startswith(("rng_state", "tokenizer", "training_args", "chat_template")):
+            path.unlink()
+    trainer = make_trainer(model_folder, tmp_path / "out")
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert "lacks rng_state.pth" in caplog.text and "lacks tokenizer.json" in caplog.text
+    for (name, weight), other in zip(run.model.named_parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    for name in ("scheduler.pt", "trainer_state.json", "progress.json", "model.safetensors"):
+        (checkpoint / name).rename(tmp_path / name)
+        assert find_faults(checkpoint) == [f"{name} is missing"]
+        (tmp_path / name).rename(checkpoint / name)
 
 
 REFUSED: dict[Callable[[Path], None], str] = {

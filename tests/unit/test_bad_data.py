@@ -46,7 +46,7 @@ def prepare(dataset: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_missing_and_misspelled_columns(columns: dict[str, Any], text: str, streaming: bool) -> None:
     dataset = IterableDataset.from_generator(lambda: iter([columns])) if streaming else Dataset.from_list([columns])
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(UserError, match=f"^The train dataset {text}"):
         prepare(dataset)
 
 

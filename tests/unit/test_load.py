@@ -20,10 +20,14 @@ from transformers import (
 )
 from trl.trainer.utils import create_model_from_path
 
+import trl_tpu
 from trl_tpu import chat_template_utils, runtime
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import chat_template, load, special_tokens
 from trl_tpu.modeling.model_shape import model_without_weights
+
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>")
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +145,30 @@ def test_one_label_is_required_as_in_trl(tmp_path: Path) -> None:
         load.check_num_labels(torch.nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("kind", "told", "changed"),
+    [
+        (OSError, "couldn.t connect", {"model": "no-such-model"}),
+        (OSError, "no-such-model", {"processing_class": None}),
+        (KeyError, "chosen", {"train_dataset": Dataset.from_list([{"text": "a"}])}),
+        (ValueError, "nn.DataParallel", {"n_gpu": 2}),
+    ],
+)
+@pytest.mark.parametrize("package", [trl, trl_tpu])
+def test_what_cannot_be_is_an_error_of_trls_kind(
+    package: Any, kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    pairs = Dataset.from_list([{"chosen": "a", "rejected": "b"}])
+    model = tiny_model()
+    model.config._name_or_path = "no-such-model"
+    arguments = {"model": model, "train_dataset": pairs, "processing_class": tiny_tokenizer(), **changed}
+    args = package.RewardConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    args._n_gpu = arguments.pop("n_gpu", 1)
+    with pytest.raises(kind, match=told) as raised:
+        package.RewardTrainer(args=args, **arguments)
+    assert package is trl or (isinstance(raised.value, trl_tpu.errors.UserError) and str(raised.value)[0] != "'")
+
+
 def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
     tokenizer = tiny_tokenizer()
     assert load.load_processing_class(tiny_model(), tokenizer) is tokenizer
@@ -200,13 +228,15 @@ def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog
         (["<unused0>"], "<unused0>"),
         (["(pad)", "pad"], "<|pad|>"),  # words of a text
         ([], "<|pad|>"),
+        (["<|im_start|>", "<repo_name>", "<empty_output>", "<|im_end|>"], "<empty_output>"),  # SmolLM2
     ],
 )
-def test_a_pad_token_of_its_own_is_a_reserved_one_or_new(reserved: list[str], taken: str) -> None:
+def test_a_pad_token_of_its_own_is_one_that_texts_do_not_contain(reserved: list[str], taken: str) -> None:
     tokenizer = tiny_tokenizer(pad_token=None)
-    tokenizer.add_tokens(reserved, special_tokens=True)
+    tokenizer.add_tokens(reserved, special_tokens="pad" not in reserved)
+    tokenizer.chat_template = "".join(SPECIAL)
     model = tiny_model()
-    model.resize_token_embeddings(len(tokenizer) + 1)
+    model.resize_token_embeddings(len(tokenizer) + (taken == "<|pad|>"))
     settled = special_tokens.set_pad_token(model, tokenizer, own=True)
     assert settled.pad_token == taken and tokenizer.pad_token is None
     assert model.config.pad_token_id == settled.pad_token_id != settled.eos_token_id
@@ -216,6 +246,7 @@ def test_a_pad_token_of_its_own_is_a_reserved_one_or_new(reserved: list[str], ta
 
 def test_a_new_pad_token_needs_a_row_of_embeddings() -> None:
     tokenizer, model = tiny_tokenizer(pad_token=None), tiny_model()
+    tokenizer.chat_template = "".join(SPECIAL)
     model.resize_token_embeddings(len(tokenizer))
     with pytest.raises(UserError, match=r"'<\|pad\|>' has the id .* rows.*resize_token_embeddings"):
         special_tokens.set_pad_token(model, tokenizer, own=True)
