@@ -26,7 +26,6 @@ from trl_tpu.errors import UserError
 from trl_tpu.modeling import chat_template, load, special_tokens
 from trl_tpu.modeling.model_shape import model_without_weights
 
-
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>")
 
 
@@ -149,7 +148,7 @@ def test_one_label_is_required_as_in_trl(tmp_path: Path) -> None:
     ("kind", "told", "changed"),
     [
         (OSError, "couldn.t connect", {"model": "no-such-model"}),
-        (OSError, "no-such-model", {"processing_class": None}),
+        (OSError, "couldn.t connect", {"processing_class": None}),
         (KeyError, "chosen", {"train_dataset": Dataset.from_list([{"text": "a"}])}),
         (ValueError, "nn.DataParallel", {"n_gpu": 2}),
     ],
