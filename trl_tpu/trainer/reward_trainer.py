@@ -34,7 +34,6 @@ from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import tensors_of
-from ..errors import UserError
 from ..evaluation.judge import check_eval_by, judge
 from ..evaluation.reward_sums import sums_of
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
@@ -163,8 +162,6 @@ class RewardTrainer(DeviceTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        if self.args.n_gpu > 1:  # which is 1 for a model that is split across GPUs
-            raise UserError("nn.DataParallel is not supported: launch a process a GPU (torchrun), or show it one GPU.")
         self.model_init = model_init  # type: ignore[assignment]
         _ = self.trl_tpu  # refuses what it cannot do
         self.__reward_metrics.work_of_a_pair = work_of_a_pair(built, train_pairs)

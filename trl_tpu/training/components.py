@@ -48,7 +48,7 @@ class Components:
         announce: Told what is being compiled.
 
     Raises:
-        UserError: Checkpoints would go to a URL in parts of every process.
+        UserError: Checkpoints would go to a URL in parts of every process, or this one would take several GPUs.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class Components:
                 f"FSDP and DeepSpeed of accelerate write a part of a checkpoint in every process, and a URL, "
                 f"{args.output_url}, is written to from one. Give a folder that all processes share as output_dir."
             )
+        if args.n_gpu > 1:  # which is 1 for a model that is split across GPUs
+            raise UserError("nn.DataParallel is not supported: launch a process a GPU (torchrun), or show it one GPU.")
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
