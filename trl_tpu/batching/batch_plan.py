@@ -316,6 +316,7 @@ def _own_code(model: PreTrainedModel) -> str | None:
 
 
 def _outgrows_rope(model: PreTrainedModel, args: RewardConfig) -> bool:
+    """Tell whether dialogues may be so long that they change the positions of others in their batch."""
     return position_groups(model)(args.max_length or math.inf) > 0
 
 

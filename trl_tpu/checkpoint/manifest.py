@@ -98,8 +98,7 @@ def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str
     """Return what is wrong with a checkpoint by its manifest; empty for a good one.
 
     Files beside those of the manifest are no fault, nor is the lack of one that a resumed run does not need: a warning
-    names it. Only regular files in the folder are looked at, whatever the
-    manifest names.
+    names it. Only regular files in the folder are looked at, whatever the manifest names.
 
     Args:
         share: Which part of the files to look at, and into how many parts they are divided.

@@ -30,10 +30,11 @@ def learned_positions(model: PreTrainedModel) -> int | None:
 
 
 def position_groups(model: PreTrainedModel) -> Callable[[float], float]:
-    """Return what tells, by a dialogue's length, which have the same rotary frequencies; 0 for usual ones.
+    """Return a function of a dialogue's length: the same number for those that have the same rotary frequencies.
 
-    Of the types ``longrope`` and ``dynamic`` transformers chooses them for a whole forward, by its longest dialogue:
-    beyond a limit one set for all, or one for each length, which also the next forwards have until one is below it.
+    It is 0 for those of usual length. transformers chooses the frequencies of the types ``longrope`` and ``dynamic``
+    for a whole forward, by its longest dialogue: beyond a limit one set for all, or one for each length, which the
+    forwards after it have too, until one is below the limit.
     """
     config: Any = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -1,7 +1,6 @@
 """Datasets by what a user calls them, a Hub id, a folder, a file or ``synthetic:NAME``; whole, or row by row."""
 
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from glob import escape, has_magic
@@ -122,8 +121,8 @@ def _files(folder: Path, data_dir: str | None = None, data_files: Any = None, **
         data_files = get_data_patterns(escape(base))
 
     def pattern(name: str) -> str:
-        path = os.path.join(base, name)
-        return escape(path) if os.path.isfile(path) else name if "://" in name else os.path.join(escape(base), name)
+        path = Path(base, name)
+        return escape(str(path)) if path.is_file() else name if "://" in name else str(Path(escape(base), name))
 
     return data_files and {split: list(map(pattern, each)) for split, each in sanitize_patterns(data_files).items()}
 
