@@ -75,6 +75,20 @@ OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def with_probabilities(base: type) -> type:
+    """TRL's prediction step up to 0.23, for the outputs of today's loss."""
+
+    class Customized(base):  # type: ignore[misc]
+        def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+            inputs = self._prepare_inputs(inputs)
+            with torch.no_grad():
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            probabilities_P2 = outputs.logits.view(2, -1).softmax(dim=0).T
+            return loss.detach(), probabilities_P2, torch.zeros(len(probabilities_P2))
+
+    return Customized
+
+
 def evaluated(package: Any, subclass: Callable[[type], type], folder: Path) -> tuple[dict[str, float], list[Any]]:
     """The metrics over 11 pairs in batches of 4, and what compute_metrics was called with."""
     seen: list[Any] = []
@@ -118,3 +132,21 @@ def test_a_loss_of_the_users_may_return_anything_beside_it(name: str, tmp_path: 
         ((rewards_N2, labels_N),) = seen
         assert rewards_N2.shape == (11, 2) and not labels_N.any()
         assert ours["eval_accuracy"] == pytest.approx((rewards_N2[:, 0] > rewards_N2[:, 1]).mean())
+
+
+def test_rewards_are_what_the_loss_computed_whatever_is_predicted(tmp_path: Path) -> None:
+    (plain, rewards), (ours, seen), (theirs, expected) = (
+        evaluated(package, subclass, tmp_path)
+        for package, subclass in (
+            (trl_tpu, lambda base: base),
+            (trl_tpu, with_probabilities),
+            (trl, with_probabilities),
+        )
+    )
+    np.testing.assert_allclose(seen[0][0], expected[0][0], atol=1e-6)
+    np.testing.assert_allclose(seen[0][0], torch.tensor(rewards[0][0]).softmax(-1), atol=1e-6)
+    for name in ("loss", "mean_reward", "margin", "accuracy", "min_reward", "brier"):
+        assert ours[f"eval_{name}"] == pytest.approx(plain[f"eval_{name}"], abs=1e-6), name
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-6)
+    unknown, _ = evaluated(trl_tpu, with_predictions(PREDICTIONS["labels"]), tmp_path)
+    assert "eval_mean_reward" not in unknown and "eval_mean_reward" in plain

@@ -131,3 +131,65 @@ def test_a_subclass_may_have_attributes_of_any_name(tmp_path: Path) -> None:
     trainer = make(own, "own")
     assert run(trainer) == expected and {getattr(trainer, name) for name in names} == {"its own"}
     assert run(make(own, "own"), resume_from_checkpoint=True)[-len(PAIRS) :] == expected[-len(PAIRS) :]
+
+
+METRICS = ("num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin")
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    """What each of three steps and the evaluation after them logged."""
+    trainer.train()
+    trainer.evaluate()
+    return [entry for entry in trainer.state.log_history if "train_loss" not in entry]
+
+
+def test_methods_pasted_from_trl_log_what_they_do_there(tmp_path: Path) -> None:
+    def run(package: Any) -> list[dict[str, float]]:
+        class Pasted(package.RewardTrainer):  # type: ignore[misc]
+            compute_loss = trl.RewardTrainer.compute_loss
+
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                with self.maybe_activation_offload_context:
+                    return super().training_step(*args, **kwargs)
+
+        return logs(Pasted(model(), arguments(package, tmp_path), None, PAIRS, PAIRS, TOKENIZER))
+
+    for ours, theirs in zip(run(trl_tpu), run(trl), strict=True):
+        prefix = "" if "loss" in theirs else "eval_"
+        for name in ("loss", *METRICS):
+            assert ours[prefix + name] == pytest.approx(theirs[prefix + name], abs=1e-5), name
+
+
+def test_the_last_steps_metrics_are_there_after_super(tmp_path: Path) -> None:
+    """What the subclass makes of them is logged, and theirs and ours are not."""
+
+    def run(package: Any) -> list[dict[str, float]]:
+        class Reading(package.RewardTrainer):  # type: ignore[misc]
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                loss = super().compute_loss(model, inputs, *args, **kwargs)
+                metrics = self._metrics["train" if self.model.training else "eval"]
+                for name in METRICS:
+                    metrics[f"last_{name}"].append(metrics[name][-1])
+                return loss
+
+        return logs(Reading(model(), arguments(package, tmp_path), None, PAIRS, PAIRS, TOKENIZER))
+
+    for ours, theirs in zip(run(trl_tpu), run(trl), strict=True):
+        prefix = "" if "loss" in theirs else "eval_"
+        for name in METRICS:
+            assert ours[f"{prefix}last_{name}"] == pytest.approx(theirs[f"{prefix}last_{name}"], abs=1e-5), name
+            if not name.startswith(("min", "max")):  # ours are true ones, TRL's averages of batches
+                assert ours[prefix + name] == pytest.approx(theirs[prefix + name], abs=1e-5), name
+
+
+def test_tokens_that_nobody_counted_are_not_logged_as_none(tmp_path: Path) -> None:
+    class OwnLoss(trl_tpu.RewardTrainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            outputs = model(inputs["input_ids"], inputs["attention_mask"])
+            loss = -logsigmoid(torch.sub(*outputs.logits.chunk(2))).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    for entry in logs(OwnLoss(model(), arguments(trl_tpu, tmp_path), None, PAIRS, PAIRS, TOKENIZER)):
+        assert not {"num_tokens", "eval_num_tokens"} & set(entry)

@@ -166,3 +166,46 @@ def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerF
     fixed = make_trainer(tokenizer, tmp_path, "micro-batches")
     rows, length = next(iter(fixed.get_train_dataloader()))["packed"].micro_batches[-1].input_ids_RL.shape
     assert f"{rows} x {length}" in fixed.describe()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
+    layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    found, gradients = [], []
+    for packing in (True, False):
+        settings = {"packing": packing, "center_rewards_coefficient": 0.1, "per_device_train_batch_size": 5}
+        trainer = make_trainer(tokenizer, tmp_path, layout, margin=True, **settings)
+        batch = next(iter(trainer.get_train_dataloader()))
+        assert ("packed" in batch) is packing and "input_ids" not in batch or not packing
+        loss, predicted_P2, _ = trainer.prediction_step(trainer.model, batch, False)
+        with_grad = trainer.compute_loss(trainer.model, batch)
+        with_grad.backward()
+        assert with_grad.item() == pytest.approx(loss.item(), abs=1e-6)
+        assert predicted_P2 is not None
+        found.append((loss.item(), predicted_P2.tolist()))
+        gradients.append([each.grad for each in trainer.model.parameters()])
+    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-6)
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
+    for packed, padded in zip(*gradients, strict=True):
+        torch.testing.assert_close(packed, padded, atol=1e-6, rtol=1e-4)
+
+
+def test_a_packed_batch_says_how_to_get_padded_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    trainer = make_trainer(tokenizer, tmp_path, dataloader_num_workers=1)
+    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader(trainer.train_dataset)):
+        batch = trainer._prepare_inputs(next(iter(loader)))
+        assert batch.get("input_ids") is None and "input_ids" not in batch
+        with pytest.raises(KeyError, match="packing=False"):
+            batch["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["get_batch_samples", "evaluation_loop", "floating_point_ops", "_prepare_input"])
+def test_what_is_handed_batches_gets_padded_rows_where_it_is_overridden(
+    name: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    original = getattr(RewardTrainer, name)
+    own = type("Own", (RewardTrainer,), {name: lambda self, *args, **kwargs: original(self, *args, **kwargs)})
+    args = RewardConfig(str(tmp_path), report_to="none")
+    trainer = own(tiny.tiny_model(tokenizer), args, train_dataset=tiny.made_up_pairs(8), processing_class=tokenizer)
+    assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask"}

@@ -55,3 +55,9 @@ def test_a_single_process_goes_on_with_what_both_had_added_up(runs: Path, model_
     whole = json.loads((runs / "0.json").read_text())["whole"]
     for ours, theirs in zip(two_processes.logged(trainer), whole, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-4), ours["step"]
+
+
+def test_an_evaluation_counts_every_pair_once(runs: Path, model_folder: str, tmp_path: Path) -> None:
+    alone = two_processes.evaluated(model_folder, tmp_path)
+    for process in range(2):
+        assert json.loads((runs / f"{process}.json").read_text())["evaluated"] == pytest.approx(alone, abs=1e-6)

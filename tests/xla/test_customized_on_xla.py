@@ -3,11 +3,13 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import apart
 import constructors
 import customized_models as customized
 import pytest
+import trl
 from places import SUPPORT
 
 import trl_tpu
@@ -38,3 +40,20 @@ def test_losses_are_trls(name: str, tmp_path: Path) -> None:
 def test_a_class_that_passes_our_constructor_by_trains(way: str, tmp_path: Path) -> None:
     found, expected = constructors.losses(way, tmp_path)
     assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_loss_pasted_from_trl_trains(tmp_path: Path) -> None:
+    class Pasted(trl_tpu.RewardTrainer):
+        compute_loss: Any = trl.RewardTrainer.compute_loss
+
+    logs = []
+    for trainer_class in (Pasted, trl_tpu.RewardTrainer):
+        args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 2})
+        trainer = trainer_class(
+            customized.plain(), args, train_dataset=customized.PAIRS, processing_class=customized.TOKENIZER
+        )
+        trainer.train()
+        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+    for theirs, ours in zip(*logs, strict=True):
+        for name in ("loss", "num_tokens", "accuracy", "margin", "max_reward"):
+            assert theirs[name] == pytest.approx(ours[name], abs=1e-5), name

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import real_pairs
 import tiny
+import torch
 from counters import CountAtSteps, count
 from datasets import Dataset
 
@@ -116,3 +117,23 @@ def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[...,
     assert steps.compiles == len(used) <= planned
     assert steps.device_to_host == 0
     assert steps.executions >= last
+
+
+def test_a_script_may_call_what_the_loop_calls_with_a_loaders_batch(
+    config: Callable[..., Any], model_folder: str
+) -> None:
+    """With one of several micro-batches as with padded rows; and evaluate where tensors are for inference."""
+    found = []
+    for packing in (True, False):
+        rows = RowPlan((RowShape(1, 48),), (RowShape(1, 64),))
+        trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": rows})
+        trainer = trainer_class(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(8))
+        batch = next(iter(trainer.get_eval_dataloader(trainer.train_dataset)))
+        assert not packing or len(batch["packed"].micro_batches) > 1
+        predicted, rewards_P2, _ = trainer.prediction_step(trainer.model, batch, False)
+        loss = trainer.compute_loss(trainer.model, batch)
+        with torch.inference_mode():
+            evaluated = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+        found.append([loss.item(), predicted.item(), evaluated, *rewards_P2.flatten().tolist()])
+    np.testing.assert_allclose(*found, atol=1e-6)
+    np.testing.assert_allclose(found[0][:2], found[0][2], atol=1e-6)

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..packing.pack import pack, pack_unpadded
 from ..packing.schedule import RowPlan
 from ..packing.shapes import round_up
-from .packed_batch import PackedBatch
+from .packed_batch import PackedBatch, PackedInputs
 
 LEGACY_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
 
@@ -213,10 +213,11 @@ class PlannedRows:
     pad_token_id: int
     expands: bool = False
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         rows = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
         pair_mask_P = torch.arange(self.pairs) < len(examples)
-        return {"packed": PackedBatch(tuple(each.map_tensors(torch.from_numpy) for each in rows), pair_mask_P)}
+        tensors = tuple(each.map_tensors(torch.from_numpy) for each in rows)
+        return PackedInputs(packed=PackedBatch(tensors, pair_mask_P))
 
 
 @dataclass(frozen=True)
@@ -231,10 +232,10 @@ class UnpaddedRow:
     pad_token_id: int
     attention_crossover_length: float
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, PackedBatch]:
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         row = pack_unpadded(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_crossover_length)
         tensors = row.map_tensors(torch.from_numpy)
-        return {"packed": PackedBatch((tensors,), tensors.pair_mask_P)}
+        return PackedInputs(packed=PackedBatch((tensors,), tensors.pair_mask_P))
 
 
 def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:

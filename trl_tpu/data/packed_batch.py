@@ -33,6 +33,16 @@ class PackedBatch:
         return self.map_tensors(torch.Tensor.pin_memory)
 
 
+class PackedInputs(dict[str, Any]):
+    """A batch in packed rows, or one of its micro-batches, which says so to code that looks for padded rows."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"{key!r} is not in a batch of packed rows, which has {', '.join(self)}. "
+            "Set packing=False in RewardConfig for TRL's padded rows."
+        )
+
+
 def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Split what a collator gave into what is computed at a time, in order; a padded batch is one micro-batch.
 
@@ -41,7 +51,7 @@ def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     if "packed" not in inputs:
         return [inputs]
     others = {key: value for key, value in inputs.items() if key != "packed"}
-    return [{**others, "rows": rows} for rows in inputs["packed"].micro_batches]
+    return [PackedInputs(others, rows=rows) for rows in inputs["packed"].micro_batches]
 
 
 def tensors_of(micro_batch: dict[str, Any]) -> dict[str, Any]:

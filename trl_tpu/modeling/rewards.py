@@ -22,7 +22,7 @@ class PairBatch:
     input_ids_RL: torch.Tensor
     attention_mask_RL: torch.Tensor
     margin_P: torch.Tensor | None
-    mask_P: torch.Tensor | None
+    mask_P: torch.Tensor
     interleaved: bool
 
     @classmethod
@@ -34,7 +34,8 @@ class PairBatch:
         interleaved = input_ids.dim() == 3
         if interleaved:
             input_ids, attention_mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
-        return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask"), interleaved)
+        all_P = torch.ones(len(input_ids) // 2, dtype=torch.bool, device=input_ids.device)
+        return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask", all_P), interleaved)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
         """Compute the rewards [P, 2] by the model's pooling; also return its outputs."""
@@ -48,17 +49,13 @@ class PairBatch:
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return the batch's loss: the mean over the pairs that are no padding; 0 where all are."""
-        if self.mask_P is None:
-            return losses_P.mean()
         return torch.where(self.mask_P, losses_P, 0.0).sum() / self.mask_P.sum().clamp(min=1)
 
     @property
     def tokens(self) -> torch.Tensor:
         """How many tokens the real pairs have, not counting padding: an int32 scalar."""
         tokens_R = self.attention_mask_RL.sum(-1, dtype=torch.int32)
-        if self.mask_P is None:
-            return tokens_R.sum(dtype=torch.int32)
-        return (tokens_R.view(-1, 2) * self.mask_P[:, None]).sum(dtype=torch.int32)
+        return (tokens_R.view(-1, 2) * self.mask_P[:, None]).sum(dtype=torch.int32)  # only pair rows have a mask
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,8 @@ class PackedPairs:
     rows: PackedRows[torch.Tensor]
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """Compute the rewards [P, 2]; their two halves stand for the model's outputs."""
-        rewards_P2 = packed_rewards(model, self.rows, **extras)
-        return rewards_P2, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
+        """Compute the rewards [P, 2]; the model's own outputs, one a row, mean nothing."""
+        return packed_rewards(model, self.rows, **extras), None
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return this micro-batch's part of the batch's mean loss: the parts add up to it."""

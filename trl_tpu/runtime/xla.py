@@ -70,7 +70,7 @@ class DeviceLoader:
     def upload(self, value: Any, device: torch.device) -> Any:
         """Return a batch, or a part of it, with its tensors on the device."""
         if isinstance(value, dict):
-            return {key: self.upload(part, device) for key, part in value.items()}
+            return type(value)({key: self.upload(part, device) for key, part in value.items()})
         if hasattr(value, "map_tensors"):  # packed rows
             return value.map_tensors(lambda tensor: self._upload(tensor, device))
         return self._upload(value, device) if isinstance(value, torch.Tensor) else value

@@ -1,9 +1,9 @@
 """RewardTrainer: `trl.RewardTrainer`'s constructor and methods, on PyTorch/XLA or plain torch."""
 
+import contextlib
 import inspect
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -33,14 +33,13 @@ from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
-from ..data.packed_batch import tensors_of
+from ..data.packed_batch import micro_batches_of, tensors_of
 from ..evaluation.judge import check_eval_by, judge
 from ..evaluation.reward_sums import sums_of
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
 from ..modeling.engines import BASE_CONFIG, set_scale
-from ..modeling.losses import pairwise_losses
-from ..modeling.rewards import OWN_KEYS, read_batch, rewards_of
+from ..modeling.rewards import rewards_of
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..modeling.work import work_of_a_pair
 from ..packing.schedule import RowPlan
@@ -49,9 +48,10 @@ from ..report.verdict_section import write_verdicts
 from ..training.agreement import over_processes
 from ..training.components import Shown
 from ..training.device_trainer import DeviceTrainer, write_card
-from ..training.evaluation import EvaluatedPairs, evaluate_batch, named, prediction_of
-from ..training.metrics import RewardMetrics, scale_of
+from ..training.evaluation import EvaluatedPairs, named, prediction_of
+from ..training.metrics import AddedMetrics, RewardMetrics, scale_of
 from ..training.preemption import EvaluationCutShort
+from ..training.step import LossSettings, StepResult, training_step
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,11 @@ class RewardTrainer(DeviceTrainer):
     __build: Any = None  # makes a reward model of what `model_init` returns, where this constructor ran
     __evaluated: Any = None  # what the last evaluation was on, or is on
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
+    __computed: StepResult | None = None  # by our loss, of the last batch
     _tag_names = ["trl", "reward-trainer"]
+    # what methods read that are pasted from TRL
+    _total_train_tokens, _tp_size = 0, 1
+    maybe_activation_offload_context: Any = contextlib.nullcontext()
 
     def __init__(
         self,
@@ -201,8 +205,8 @@ class RewardTrainer(DeviceTrainer):
         return self.__plan, self.__reward_metrics
 
     @cached_property
-    def _metrics(self) -> dict[str, dict[str, list[float]]]:
-        return {"train": defaultdict(list), "eval": defaultdict(list)}
+    def _metrics(self) -> dict[str, AddedMetrics]:
+        return {mode: AddedMetrics(self.__read_last_metrics) for mode in ("train", "eval")}
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """Make a reward model of what the user's `model_init` returns, anew for each `train()`."""
@@ -243,24 +247,31 @@ class RewardTrainer(DeviceTrainer):
             The loss, or the loss and the model's outputs; in the old API, the loss and a dict of `rewards_chosen` and
             `rewards_rejected`, [P] each.
         """
-        batch = self.__read_batch(inputs)
-        extras = {key: value for key, value in inputs.items() if key not in OWN_KEYS}
-        base = without_adapters(self.model)
-        if _accepts_use_cache(type(base)):  # type: ignore[arg-type]  # a class is hashable
-            extras["use_cache"] = False
-        rewards_P2, outputs = batch.rewards(model, **extras)
-        losses_P = pairwise_losses(rewards_P2, batch.margin_P, self.args.center_rewards_coefficient)
-        loss = batch.mean(losses_P)
+        base: Any = type(without_adapters(self.model))
+        extras = {"use_cache": False} if _accepts_use_cache(base) else {}
+        found = training_step(model, inputs, self.__loss_settings, **extras)
+        self.__computed = found.detach()
         if self.model.training:
-            self.__reward_metrics.update(rewards_P2, batch.mask_P, batch.tokens)
+            self.__reward_metrics.update(found.rewards_P2, found.mask_P, found.tokens)
         if not return_outputs:
-            return loss
-        if self.__old_columns:
-            return loss, {"rewards_chosen": rewards_P2[:, 0], "rewards_rejected": rewards_P2[:, 1]}
-        return loss, outputs
+            return found.loss
+        if self.__old_columns or found.outputs is None:
+            return found.loss, {"rewards_chosen": found.rewards_P2[:, 0], "rewards_rejected": found.rewards_P2[:, 1]}
+        return found.loss, found.outputs
 
-    def __read_batch(self, inputs: dict[str, Any]) -> Any:
-        return read_batch(inputs, self.processing_class.pad_token_id, self.__plan.padding_side)
+    @property
+    def __loss_settings(self) -> LossSettings:
+        side, coefficient = self.__plan.padding_side, self.args.center_rewards_coefficient
+        return LossSettings(self.processing_class.pad_token_id, side, coefficient)
+
+    def __read_last_metrics(self) -> dict[str, float]:
+        """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
+        if (last := self.__computed) is None:
+            return {}
+        on_device = [last.rewards_P2, last.mask_P, *self.__reward_metrics.device_sums]
+        rewards_P2, mask_P, *sums = self.trl_tpu.runtime.fetch(on_device)
+        metrics = sums_of(rewards_P2[mask_P].numpy()).metrics()
+        return metrics | {"num_tokens": self.__reward_metrics.tokens_so_far([sums])}
 
     # ---- evaluation
 
@@ -271,23 +282,26 @@ class RewardTrainer(DeviceTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss, the rewards [P, 2] and labels [P] of one batch, on the device; zeros, as TRL's old ones.
+        """Return the loss, the rewards [P, 2] and labels [P], zeros, of a batch; in the old API the rewards' softmax.
 
         No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
         """
-
-        ours, pad_token_id = self.trl_tpu, self.processing_class.pad_token_id
-
-        def evaluate(rows: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-            ours.recompiles.see_evaluated(tensors_of(rows))
-            with torch.no_grad(), self.compute_loss_context_manager():
-                loss, outputs = self.compute_loss(model, rows, return_outputs=True)
-                return loss.detach(), rewards_of(outputs, rows, pad_token_id, ours.batch_plan.padding_side)
-
-        loss, rewards_P2 = evaluate_batch(self._prepare_inputs(inputs), evaluate, ours.runtime, self.args.device)
-        if prediction_loss_only or rewards_P2 is None:
+        inputs = self._prepare_inputs(inputs)
+        for rows in micro_batches_of(inputs):
+            self.trl_tpu.recompiles.see_evaluated(tensors_of(rows))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        settings = self.__loss_settings
+        loss, rewards_P2 = loss.detach(), rewards_of(outputs, inputs, settings.pad_token_id, settings.padding_side)
+        if rewards_P2 is None:
             return loss, None, None
-        return loss, rewards_P2, torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
+        labels_P = torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
+        if self.__computed is None:  # a loss of the user's did it, which counts no tokens
+            losses_P = loss.mean().expand_as(labels_P)
+            self.__computed = StepResult(loss, losses_P, rewards_P2, labels_P == 0, labels_P.sum())
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, rewards_P2.softmax(-1) if self.__old_columns else rewards_P2, labels_P
 
     def evaluation_loop(
         self,
@@ -316,8 +330,9 @@ class RewardTrainer(DeviceTrainer):
             return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
 
         measures_batches = args.batch_eval_metrics and compute_metrics is not None
-        # a loader takes one of training's random numbers, which it must not where an evaluation is left out
-        with torch.random.fork_rng(devices=[]):
+        # a loader takes one of training's random numbers, which it must not where an evaluation is left out; and what
+        # XLA lays out over its devices can be no inference tensor
+        with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
                 if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
                     of_last_batch(is_last=False)
@@ -362,29 +377,29 @@ class RewardTrainer(DeviceTrainer):
         self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Evaluate a batch: return what is known of each pair, and which pairs are no filling, [P]."""
-        loss, logits, labels = self.prediction_step(model, inputs, self.args.prediction_loss_only, ignore_keys)
-        rewards_P2 = logits if isinstance(logits, torch.Tensor) and logits.shape[1:] == (2,) else None
-        predictions: Any = logits
-        if rewards_P2 is not None and self.__old_columns and self.__is_own("prediction_step"):
-            predictions = rewards_P2.softmax(-1)  # as in the old API
+        self.__computed = None
+        loss, predictions, labels = self.prediction_step(model, inputs, self.args.prediction_loss_only, ignore_keys)
+        computed, self.__computed = self.__computed, None
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
             predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
         found = named("predictions", predictions) | named("labels", labels)
-        if rewards_P2 is not None:
-            found["rewards"] = rewards_P2
-        mask_P = inputs["packed"].pair_mask_P if "packed" in inputs else inputs.get("pair_mask")
-        rows = len(next(iter(found.values()))) if found else find_batch_size(inputs if mask_P is None else mask_P) or 1
+        if computed is not None:  # whatever a prediction step of the user's returns
+            found["rewards"] = computed.rewards_P2
+        rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
         if loss is not None:
-            found["losses"] = loss.mean().expand(rows)
-        if mask_P is None or len(mask_P) != rows:
-            mask_P = torch.ones(rows, dtype=torch.bool)
-        return found, mask_P.to(self.args.device)
+            loss = loss.mean()
+            found["losses"] = loss.expand(rows)
+            if computed is not None:  # by pairs, as processes fill the last batch up; a subclass may return another
+                found["losses"] = torch.where(loss == computed.loss, computed.losses_P, loss)
+        return found, computed.mask_P if computed else torch.ones(rows, dtype=torch.bool, device=self.args.device)
 
     def __measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Return the metrics of an evaluation's pairs, and keep the verdict on them."""
         own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
         fetched = over_processes(self.accelerator, self.trl_tpu.runtime.fetch(self.__reward_metrics.device_sums))
-        own["num_tokens"] = self.__reward_metrics.tokens_so_far(fetched)
+        tokens = self.__reward_metrics.tokens_so_far(fetched)
+        if tokens or not self.state.global_step:  # a loss of the user's counts none
+            own["num_tokens"] = tokens
         if "rewards" not in found and found:
             return own
         rewards_N2 = found["rewards"].double().numpy() if found else np.zeros((0, 2))
@@ -493,7 +508,8 @@ class RewardTrainer(DeviceTrainer):
 
 
 _READ_BATCHES = (
-    *("compute_loss", "training_step", "prediction_step", "_prepare_inputs"),
+    *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "floating_point_ops"),
+    *("_prepare_inputs", "_prepare_input", "get_batch_samples", "_get_num_items_in_batch"),
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
 )
 _ORDER_PAIRS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")

@@ -4,46 +4,17 @@ Predictions are rewards [pairs, 2] in the dataset's order, chosen first, and lab
 `prediction_step` of the user's returns.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from transformers import EvalPrediction
 
-from ..data.packed_batch import micro_batches_of
 from ..runtime import Runtime
 
 #: Of some pairs, by name: losses [N], rewards [N, 2], the predictions' and the labels' tensors [N, ...].
 Evaluated = dict[str, torch.Tensor]
-
-
-def evaluate_batch(
-    inputs: dict[str, Any],
-    evaluate: Callable[[dict[str, Any]], tuple[torch.Tensor, torch.Tensor | None]],
-    runtime: Runtime,
-    device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the loss and the rewards [P, 2] of a batch, whose micro-batches have some of its pairs each.
-
-    Several add up from zeros on the device, so that every micro-batch is the same program wherever it comes.
-
-    Args:
-        evaluate: Computes the loss and the rewards of a micro-batch; no rewards where they are not known.
-    """
-    micro_batches = micro_batches_of(inputs)
-    if len(micro_batches) == 1:
-        return evaluate(micro_batches[0])
-    loss_1 = runtime.to_device(torch.zeros(1), device)
-    rewards_P2 = runtime.to_device(torch.zeros(len(inputs["packed"].pair_mask_P), 2), device)
-    for index, rows in enumerate(micro_batches):
-        if index:
-            runtime.step_boundary()
-        own_loss, own_rewards_P2 = evaluate(rows)
-        assert own_rewards_P2 is not None  # packed rows are for our own loss
-        loss_1 = loss_1 + own_loss
-        rewards_P2 = rewards_P2 + torch.where(rows["rows"].pair_mask_P[:, None], own_rewards_P2, 0.0)
-    return loss_1.squeeze(), rewards_P2
 
 
 class EvaluatedPairs:

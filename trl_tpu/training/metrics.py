@@ -1,11 +1,12 @@
 """What is logged about rewards: sums and counts on the device, read once per log and divided on the host."""
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ..config.metric_names import REWARD_METRICS
 from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
 from ..evaluation.verdict import Verdict
 from ..modeling.engines import RewardScale, saved_scale, set_scale
@@ -29,6 +30,22 @@ def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
     mean = sums.reward / (2 * sums.pairs)
     variance = sums.squares / (2 * sums.pairs) - mean**2
     return RewardScale(mean, variance**0.5, 2 * sums.pairs, of) if variance > 0 else None
+
+
+class AddedMetrics(defaultdict[str, list[float]]):
+    """What a subclass adds up of its steps, by name; of names that are logged anyway it finds the last step's value.
+
+    Args:
+        read_last: Returns what is logged anyway of the last step alone, for which it stops the device.
+    """
+
+    def __init__(self, read_last: Callable[[], Mapping[str, float]]) -> None:
+        super().__init__(list)
+        self._read_last = read_last
+
+    def __missing__(self, name: str) -> list[float]:
+        last = self._read_last() if name in ("num_tokens", *REWARD_METRICS) else {}
+        return [last[name]] if name in last else super().__missing__(name)
 
 
 class RewardMetrics:
@@ -65,10 +82,9 @@ class RewardMetrics:
         self._highest = to_device([sums.highest], torch.float32)
 
     @torch.no_grad()
-    def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count, at most 2**30."""
         rewards_P2 = rewards_P2.detach().float()
-        mask_P = torch.ones_like(rewards_P2[:, 0], dtype=torch.bool) if mask_P is None else mask_P
         if self._skips_nonfinite:
             mask_P = mask_P & torch.isfinite(rewards_P2).all(-1)
         chosen_P, rejected_P = rewards_P2.unbind(-1)
@@ -135,7 +151,10 @@ class RewardMetrics:
         while sum(each.pairs for each in self._windows) - self._windows[0].pairs >= _SAMPLE:
             self._windows.popleft()
         self._load(RewardSums())
-        return {"num_tokens": self.num_tokens, **sums.metrics(), **self._throughput.close(sums, step)}
+        counted = (
+            {"num_tokens": self.num_tokens} if self.num_tokens else {}
+        )  # a loss of the user's counts nothing here
+        return {**counted, **sums.metrics(), **self._throughput.close(sums, step)}
 
     @property
     def scale(self) -> RewardScale | None:
