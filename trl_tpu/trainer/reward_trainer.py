@@ -330,9 +330,10 @@ class RewardTrainer(DeviceTrainer):
             return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
 
         measures_batches = args.batch_eval_metrics and compute_metrics is not None
+        gradients = torch.is_grad_enabled()
         # a loader takes one of training's random numbers, which it must not where an evaluation is left out; and what
         # XLA lays out over its devices can be no inference tensor
-        with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
                 if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
                     of_last_batch(is_last=False)
