@@ -37,10 +37,7 @@ class PackedInputs(dict[str, Any]):
     """A batch in packed rows, or one of its micro-batches, which says so to code that looks for padded rows."""
 
     def __missing__(self, key: str) -> Any:
-        raise KeyError(
-            f"{key!r} is not in a batch of packed rows, which has {', '.join(self)}. "
-            "Set packing=False in RewardConfig for TRL's padded rows."
-        )
+        raise KeyError(f"{key!r} is not in a batch of packed rows. Set packing=False in RewardConfig for padded rows.")
 
 
 def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:

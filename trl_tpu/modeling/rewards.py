@@ -63,6 +63,8 @@ class PackedPairs:
     """The pairs of a batch that are in one micro-batch of packed rows."""
 
     rows: PackedRows[torch.Tensor]
+    margin_P: torch.Tensor | None
+    mask_P: torch.Tensor
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
         """Compute the rewards [P, 2]; the model's own outputs, one a row, mean nothing."""
@@ -71,14 +73,6 @@ class PackedPairs:
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return this micro-batch's part of the batch's mean loss: the parts add up to it."""
         return (torch.where(self.mask_P, losses_P, 0.0).sum() / self.rows.batch_pairs_1).squeeze()
-
-    @property
-    def mask_P(self) -> torch.Tensor:
-        return self.rows.pair_mask_P
-
-    @property
-    def margin_P(self) -> torch.Tensor | None:
-        return self.rows.margin_P
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -101,7 +95,8 @@ def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) 
         padding_side: On which side they are.
     """
     if "rows" in inputs:
-        return PackedPairs(inputs["rows"])
+        rows: PackedRows[torch.Tensor] = inputs["rows"]
+        return PackedPairs(rows, rows.margin_P, rows.pair_mask_P)
     return PairBatch.read(inputs, pad_token_id, padding_side)
 
 

@@ -147,8 +147,7 @@ class Scorer:
         computed = []
         for members_N2, batch in self._apart(dialogues, batches):
             for inputs in micro_batches_of(batch):
-                mask_P = read_batch(inputs, self.pad_token_id, "right").mask_P
-                here_N = mask_P.numpy()[: len(members_N2)]
+                here_N = read_batch(inputs, self.pad_token_id, "right").mask_P.numpy()[: len(members_N2)]
                 sent = {name: self._sent(value) for name, value in inputs.items()}
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_P2, _ = read_batch(sent, self.pad_token_id, "right").rewards(self.model)

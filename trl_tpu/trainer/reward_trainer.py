@@ -249,7 +249,9 @@ class RewardTrainer(DeviceTrainer):
         """
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
-        found = training_step(model, inputs, self.__loss_settings, **extras)
+        pad_token_id, coefficient = self.processing_class.pad_token_id, self.args.center_rewards_coefficient
+        settings = LossSettings(pad_token_id, self.__plan.padding_side, coefficient)
+        found = training_step(model, inputs, settings, **extras)
         self.__computed = found.detach()
         if self.model.training:
             self.__reward_metrics.update(found.rewards_P2, found.mask_P, found.tokens)
@@ -258,11 +260,6 @@ class RewardTrainer(DeviceTrainer):
         if self.__old_columns or found.outputs is None:
             return found.loss, {"rewards_chosen": found.rewards_P2[:, 0], "rewards_rejected": found.rewards_P2[:, 1]}
         return found.loss, found.outputs
-
-    @property
-    def __loss_settings(self) -> LossSettings:
-        side, coefficient = self.__plan.padding_side, self.args.center_rewards_coefficient
-        return LossSettings(self.processing_class.pad_token_id, side, coefficient)
 
     def __read_last_metrics(self) -> dict[str, float]:
         """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
@@ -291,8 +288,8 @@ class RewardTrainer(DeviceTrainer):
             self.trl_tpu.recompiles.see_evaluated(tensors_of(rows))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        settings = self.__loss_settings
-        loss, rewards_P2 = loss.detach(), rewards_of(outputs, inputs, settings.pad_token_id, settings.padding_side)
+        rewards_P2 = rewards_of(outputs, inputs, self.processing_class.pad_token_id, self.__plan.padding_side)
+        loss = loss.detach()
         if rewards_P2 is None:
             return loss, None, None
         labels_P = torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
@@ -398,9 +395,8 @@ class RewardTrainer(DeviceTrainer):
         """Return the metrics of an evaluation's pairs, and keep the verdict on them."""
         own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
         fetched = over_processes(self.accelerator, self.trl_tpu.runtime.fetch(self.__reward_metrics.device_sums))
-        tokens = self.__reward_metrics.tokens_so_far(fetched)
-        if tokens or not self.state.global_step:  # a loss of the user's counts none
-            own["num_tokens"] = tokens
+        if (tokens := self.__reward_metrics.tokens_so_far(fetched)) or not self.state.global_step:
+            own["num_tokens"] = tokens  # which a loss of the user's does not count
         if "rewards" not in found and found:
             return own
         rewards_N2 = found["rewards"].double().numpy() if found else np.zeros((0, 2))

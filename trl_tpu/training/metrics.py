@@ -151,9 +151,7 @@ class RewardMetrics:
         while sum(each.pairs for each in self._windows) - self._windows[0].pairs >= _SAMPLE:
             self._windows.popleft()
         self._load(RewardSums())
-        counted = (
-            {"num_tokens": self.num_tokens} if self.num_tokens else {}
-        )  # a loss of the user's counts nothing here
+        counted = {"num_tokens": self.num_tokens} if self.num_tokens else {}  # a loss of the user's counts none
         return {**counted, **sums.metrics(), **self._throughput.close(sums, step)}
 
     @property

@@ -92,11 +92,7 @@ def _join(parts: Sequence[StepResult]) -> StepResult:
     def stacked(name: str) -> torch.Tensor:
         return torch.stack([getattr(part, name) for part in parts])
 
-    masks_MP = stacked("mask_P")
-    return StepResult(
-        loss=stacked("loss").sum(),
-        losses_P=torch.where(masks_MP, stacked("losses_P"), 0.0).sum(0),
-        rewards_P2=torch.where(masks_MP[..., None], stacked("rewards_P2"), 0.0).sum(0),
-        mask_P=masks_MP.any(0),
-        tokens=stacked("tokens").sum(dtype=torch.int32),
-    )
+    loss, tokens, masks_MP = stacked("loss").sum(), stacked("tokens").sum(dtype=torch.int32), stacked("mask_P")
+    losses_P = torch.where(masks_MP, stacked("losses_P"), 0.0).sum(0)
+    rewards_P2 = torch.where(masks_MP[..., None], stacked("rewards_P2"), 0.0).sum(0)
+    return StepResult(loss, losses_P, rewards_P2, masks_MP.any(0), tokens)
