@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
+from trl_tpu.training.step import LossSettings, evaluation_step
 
 LAYOUTS = ("tight", "micro-batches")
 
@@ -182,6 +183,9 @@ def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
         with_grad = trainer.compute_loss(trainer.model, batch)
         with_grad.backward()
         assert with_grad.item() == pytest.approx(loss.item(), abs=1e-6)
+        settings_of_loss = LossSettings(trainer.processing_class.pad_token_id, center_rewards_coefficient=0.1)
+        without_trainer = evaluation_step(trainer.model, batch, settings_of_loss)
+        assert without_trainer.loss.item() == loss.item() and not without_trainer.loss.requires_grad
         assert predicted_P2 is not None
         found.append((loss.item(), predicted_P2.tolist()))
         gradients.append([each.grad for each in trainer.model.parameters()])
