@@ -252,7 +252,9 @@ class RewardTrainer(DeviceTrainer):
         pad_token_id, coefficient = self.processing_class.pad_token_id, self.args.center_rewards_coefficient
         settings = LossSettings(pad_token_id, self.__plan.padding_side, coefficient)
         found = training_step(model, inputs, settings, **extras)
-        self.__computed = found.detach()
+        # a step's program would return what is kept, so it is where somebody may read it
+        if not self.model.training or not self.__is_own("compute_loss"):
+            self.__computed = found.detach()
         if self.model.training:
             self.__reward_metrics.update(found.rewards_P2, found.mask_P, found.tokens)
         if not return_outputs:
