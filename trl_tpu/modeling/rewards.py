@@ -55,7 +55,8 @@ class PairBatch:
     def tokens(self) -> torch.Tensor:
         """How many tokens the real pairs have, not counting padding: an int32 scalar."""
         tokens_R = self.attention_mask_RL.sum(-1, dtype=torch.int32)
-        return (tokens_R.view(-1, 2) * self.mask_P[:, None]).sum(dtype=torch.int32)  # only pair rows have a mask
+        # where rows do not lie pair by pair, all of them count
+        return (tokens_R.view(-1, 2) * self.mask_P[:, None]).sum(dtype=torch.int32)
 
 
 @dataclass(frozen=True)

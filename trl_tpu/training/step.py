@@ -1,6 +1,6 @@
 """A step over plain values: a model, a batch of pairs in any layout and the loss's settings, without a trainer.
 
-`RewardTrainer.compute_loss` takes these steps, and so can a loop of your own, which calls `backward` on the loss.
+`RewardTrainer.compute_loss` calls it, and so can a loop of your own, which calls `backward` on the loss it returns.
 """
 
 from collections.abc import Sequence
