@@ -7,6 +7,7 @@ from typing import Any
 
 import constructors
 import pytest
+import search
 import tiny
 import torch
 import trl
@@ -193,3 +194,11 @@ def test_tokens_that_nobody_counted_are_not_logged_as_none(tmp_path: Path) -> No
 
     for entry in logs(OwnLoss(model(), arguments(trl_tpu, tmp_path), None, PAIRS, PAIRS, TOKENIZER)):
         assert not {"num_tokens", "eval_num_tokens"} & set(entry)
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_a_search_of_hyperparameters_trains_each_trial_as_by_itself(
+    afterwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, alone = search.losses(tmp_path, monkeypatch, afterwards)
+    assert found == pytest.approx(alone, abs=1e-6)

@@ -9,6 +9,7 @@ import apart
 import constructors
 import customized_models as customized
 import pytest
+import search
 import trl
 from places import SUPPORT
 
@@ -57,3 +58,11 @@ def test_a_loss_pasted_from_trl_trains(tmp_path: Path) -> None:
     for theirs, ours in zip(*logs, strict=True):
         for name in ("loss", "num_tokens", "accuracy", "margin", "max_reward"):
             assert theirs[name] == pytest.approx(ours[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_a_search_of_hyperparameters_trains_each_trial_as_by_itself(
+    afterwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, alone = search.losses(tmp_path, monkeypatch, afterwards)
+    assert found == pytest.approx(alone, abs=1e-6)

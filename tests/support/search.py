@@ -1,0 +1,73 @@
+"""A search of hyperparameters as transformers makes it through optuna, which is not needed for it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from accelerate.utils.memory import release_memory
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, OptunaBackend
+from transformers.trainer_utils import BestRun, HPSearchBackend
+
+from trl_tpu import RewardConfig, RewardTrainer
+
+TRIALS: list[dict[str, Any]] = [
+    {"learning_rate": 1e-2},
+    {"learning_rate": 1e-3, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+]
+
+
+class Backend(OptunaBackend):
+    """Does what transformers' function of optuna does, for the trials above."""
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    def run(self, trainer: Any, n_trials: int, direction: str, **kwargs: Any) -> BestRun:
+        found = []
+        for number in range(n_trials):
+            trainer.train(trial=SimpleNamespace(number=number, params=TRIALS[number]))
+            found.append(trainer.compute_objective(trainer.evaluate()))
+            trainer.model_wrapped, trainer.model = release_memory(trainer.model_wrapped, trainer.model)
+            trainer.accelerator.clear()
+        return BestRun("all", found, {})  # type: ignore[arg-type]  # as of several objectives
+
+
+def losses(folder: Path, monkeypatch: pytest.MonkeyPatch, afterwards: bool) -> tuple[list[float], list[float]]:
+    """The evaluation loss of each trial of a search, and of a run by itself with the trial's arguments.
+
+    Args:
+        afterwards: Whether `model_init` is set when the trainer is there.
+    """
+    # which asks of which library a trial is
+    monkeypatch.setattr(transformers.integrations, "hp_params", lambda trial: trial.params)
+    monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Backend)
+    pairs = tiny.made_up_pairs(24)
+    tokenizer = tiny.tiny_tokenizer([text for column in ("prompt", "chosen", "rejected") for text in pairs[column]])
+
+    def model() -> Any:
+        with torch.random.fork_rng(devices=[]):  # the order of pairs is drawn after it
+            torch.manual_seed(0)
+            return tiny.tiny_model(tokenizer)
+
+    def make(place: str, given: dict[str, Any], **more: Any) -> RewardTrainer:
+        settings = {"max_steps": 2, "save_steps": 1, "report_to": "none", "bf16": False} | more
+        args = RewardConfig(str(folder / place), **settings)
+        return RewardTrainer(args=args, train_dataset=pairs, eval_dataset=pairs, processing_class=tokenizer, **given)
+
+    alone = []
+    for number, trial in enumerate(TRIALS):
+        trainer = make(f"alone-{number}", {"model_init": model}, **trial)
+        trainer.train()
+        alone.append(trainer.evaluate()["eval_loss"])
+    trainer = make("search", {"model": model()} if afterwards else {"model_init": model})
+    trainer.model_init = model
+    best: Any = trainer.hyperparameter_search(
+        lambda trial: trial.params, lambda metrics: metrics["eval_loss"], n_trials=len(TRIALS), backend="optuna"
+    )
+    assert (folder / "search" / "run-1" / "checkpoint-2" / "model.safetensors").is_file()
+    return best.objective, alone
