@@ -65,7 +65,8 @@ def losses(folder: Path, monkeypatch: pytest.MonkeyPatch, afterwards: bool) -> t
         trainer.train()
         alone.append(trainer.evaluate()["eval_loss"])
     trainer = make("search", {"model": model()} if afterwards else {"model_init": model})
-    trainer.model_init = model
+    if afterwards:
+        trainer.model_init = model
     best: Any = trainer.hyperparameter_search(
         lambda trial: trial.params, lambda metrics: metrics["eval_loss"], n_trials=len(TRIALS), backend="optuna"
     )

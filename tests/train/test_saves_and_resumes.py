@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import saving
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
@@ -35,13 +36,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_trainer(
-    model: Any, folder: Path | str, callbacks: Any = None, peft: Any = None, optimizer: Any = None, **settings: Any
+    model: Any,
+    folder: Path | str,
+    callbacks: Any = None,
+    peft: Any = None,
+    optimizer: Any = None,
+    kind: type[RewardTrainer] = RewardTrainer,
+    **settings: Any,
 ) -> RewardTrainer:
     defaults = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3, "report_to": "none"}
     defaults |= {"per_device_train_batch_size": 2, "disable_tqdm": True}
     args = RewardConfig(str(folder), **(defaults | settings))
     pairs = tiny.made_up_pairs(64)
-    return RewardTrainer(
+    return kind(
         model,
         args,
         train_dataset=pairs,
@@ -82,6 +89,20 @@ def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
     for name, weight in run.model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
     assert find_faults(folder) == []
+
+
+def test_a_checkpoint_has_what_a_subclass_saves_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
+    """Though a file of the subclass's has other weights, of the same names."""
+    whole = make_trainer(model_folder, tmp_path, kind=saving.Saving)
+    whole.train()
+    whole.save_model()
+    saving.check(tmp_path, "checkpoint-4")
+    resumed = make_trainer(model_folder, tmp_path / "resumed", kind=saving.Saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-6", num_labels=1)
+    assert torch.equal(loaded.score.weight, whole.model.score.weight)
 
 
 class ProjectedSGD(torch.optim.SGD):

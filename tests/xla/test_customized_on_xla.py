@@ -66,3 +66,12 @@ def test_a_search_of_hyperparameters_trains_each_trial_as_by_itself(
 ) -> None:
     found, alone = search.losses(tmp_path, monkeypatch, afterwards)
     assert found == pytest.approx(alone, abs=1e-6)
+
+
+def test_a_host_has_a_process_that_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = trl_tpu.RewardConfig(str(tmp_path), report_to="none")
+    trainer = trl_tpu.RewardTrainer(
+        customized.plain(), args, train_dataset=customized.PAIRS, processing_class=customized.TOKENIZER
+    )
+    trainer.accelerator.print("said")
+    assert "said" in capsys.readouterr().out and trainer.accelerator.is_local_main_process

@@ -8,6 +8,7 @@ from typing import Any
 
 import apart
 import pytest
+import saving
 import tiny
 import torch
 from peft import LoraConfig
@@ -105,6 +106,20 @@ def test_resumed_run_equals_the_uninterrupted_one(
     weights = [
         to_host(dict(trainer.model.named_parameters()), trainer.trl_tpu.runtime) for trainer in (whole, resumed)
     ]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+def test_a_checkpoint_has_what_a_subclass_saves_and_resumes(
+    config: Callable[..., Any], model_folder: str, tmp_path: Path
+) -> None:
+    args = config(max_steps=4, save_strategy="steps", save_steps=2)
+    whole, resumed = (saving.Saving(model_folder, args, train_dataset=tiny.made_up_pairs(40)) for _ in range(2))
+    whole.train()
+    whole.save_model()
+    saving.check(tmp_path, "checkpoint-2")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    weights = [to_host(dict(each.model.named_parameters()), each.trl_tpu.runtime) for each in (whole, resumed)]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
 

@@ -27,7 +27,7 @@ from .background import BackgroundSaves
 from .manifest import MANIFEST_FILE, Files, describe_files, files_in, publish, seal
 from .run_folder import RunFolder
 from .state_dict import STATE_FOLDER, are_in_model_files, state_tensors, trained_weights
-from .storage import join_shards, write_model, write_state
+from .storage import join_shards, tensors_in, write_model, write_state
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,10 @@ class Checkpointer:
         if model is None or not self._takes_part:
             return {}, {}
         one_process = runtime.topology().process_count == 1
-        files = trained_weights(model) if one_process else {}
-        only_in_files = one_process and are_in_model_files(model)
+        # by a `save_model` of the user's, who may have written more than the model, or other weights
+        are_written = one_process and bool(tensors_in(contents.staging))
+        files = trained_weights(model) if one_process and not are_written else {}
+        only_in_files = bool(files) and are_in_model_files(model)
         state = {} if optimizer is None else state_tensors(model, optimizer, with_weights=not only_in_files)
         marked = {f"file {name}": tensor for name, tensor in files.items()}
         marked |= {f"state {name}": tensor for name, tensor in state.items()}

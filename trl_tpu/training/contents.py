@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -23,6 +23,11 @@ def keeps_state(accelerator: Accelerator) -> bool:
     """Return whether checkpoints hold state of ours; accelerate's FSDP and DeepSpeed have their own."""
     plugins = ("fsdp_plugin", "deepspeed_plugin")
     return all(getattr(accelerator.state, plugin, None) is None for plugin in plugins)
+
+
+def is_users(method: Any) -> bool:
+    """Return whether a trainer's method is neither this package's nor transformers', but a user's."""
+    return getattr(method, "__module__", "").partition(".")[0] not in (__package__.partition(".")[0], "transformers")
 
 
 def contents_of(trainer: Any, run: RunFolder) -> Contents:
@@ -52,8 +57,8 @@ def _describe(trainer: Any, folder: Path) -> None:
             trainer._save_rng_state(path)
         if trainer.trl_tpu.remote is not None and not runtime.shares_mesh:
             _gather_random_states(folder, trainer.trl_tpu.agreement.all_gather_object, writes)
-    if not ours:
-        Trainer.save_model(trainer, path, _internal_call=True)
+    if not ours or is_users(trainer.save_model) or is_users(trainer._save):
+        trainer.save_model(path, _internal_call=True)
     elif runtime.topology().process_count > 1 and args.save_only_model:
         trainer._save(path, whole_weights(model, runtime, keeps=writes))
     elif isinstance(model, PreTrainedModel):

@@ -66,7 +66,7 @@ from ..parallel.shard_report import ShardReport
 from ..runtime import choice, current
 from .callbacks import StepCallback, keeping_all, watches_saves
 from .components import Components, Shown
-from .contents import contents_of, keeps_state
+from .contents import contents_of, is_users, keeps_state
 from .log_interval import StepMetrics
 from .nonfinite import Counted, NonfiniteGuard
 from .optimizer import bare
@@ -478,7 +478,8 @@ class DeviceTrainer(Trainer):
         ours.checkpointer.save(contents)
         ours.preemption.note_save(self.state.global_step)
         final = contents.run.path / contents.name
-        if self.args.push_to_hub or any(map(watches_saves, self.callback_handler.callbacks)):
+        users = is_users(self._save_checkpoint)
+        if self.args.push_to_hub or users or any(map(watches_saves, self.callback_handler.callbacks)):
             ours.checkpointer.wait()  # they look for the folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
             self.__report_pushes()
