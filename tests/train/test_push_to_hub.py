@@ -71,7 +71,7 @@ def push(run: Run, serving: tuple[hub_server.Hub, Path]) -> Run:
     return push
 
 
-def train_and_push(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
+def train_and_push(run: Run, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     pairs = tiny.made_up_pairs(16)
     model = tiny.save_tiny(folder / "base", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
     (folder / "pairs").mkdir()
@@ -87,7 +87,7 @@ def train_and_push(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
         "report_to": "none",
         "hub_model_id": "user/tiny-rm",
         "hub_token": "x",
-    }
+    } | more
     flags = [part for name, value in arguments.items() for part in (f"--{name}", value)]
     return run(str(EXAMPLE), *flags, "--push_to_hub")
 
@@ -120,6 +120,19 @@ def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
     assert not [path for path in pushed if path.endswith((".pt", ".pth"))], "optimizer state stays here"
     assert {repo for repo, _ in hub.commits} == {"user/tiny-rm"}
     assert "End of training" in [summary for _, summary in hub.commits]
+
+
+def test_a_checkpoint_without_a_models_files_is_not_pushed_and_that_is_told(
+    hub: hub_server.Hub, run: Run, tmp_path: Path
+) -> None:
+    """One at a URL has none here, and one of several hosts none at all. The model is pushed at the end."""
+    process = train_and_push(run, tmp_path, output_dir="memory://bucket/run", save_steps="1")
+    assert process.returncode == 0, process.stderr[-4000:]
+    for step in (1, 2):
+        assert f"memory://bucket/run/checkpoint-{step} is not pushed: it has no model's files here" in process.stderr
+    assert "End of training" in {summary for _, summary in hub.commits}
+    assert not [summary for _, summary in hub.commits if "in progress" in summary]
+    assert load(hub.files["user/tiny-rm"]["model.safetensors"])
 
 
 def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
