@@ -73,8 +73,7 @@ class Components:
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
-        counts_nonfinite = keeps_state(accelerator) and not computes_in_float16(args, model)
-        limit = args.nonfinite_limit if counts_nonfinite else 0
+        limit = args.nonfinite_limit if keeps_state(accelerator) and not computes_in_float16(args, model) else 0
         self.nonfinite = NonfiniteGuard(limit, runtime, args.device, accelerator)
         self.log_interval = LogInterval(runtime, args.device, accelerator, metrics, self.nonfinite)
         self.recompiles = RecompileGuard(runtime, announce)

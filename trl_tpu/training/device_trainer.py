@@ -119,15 +119,11 @@ class DeviceTrainer(Trainer):
 
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
-        ours = self.trl_tpu
         precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
-        return "\n".join(
-            [
-                f"Training on {ours.runtime.topology().description}: {choice().reason}",
-                f"Computing in {precision}",
-                str(self.__shards),
-                f"Batches of {self._train_batch_size} pairs, {ours.batch_plan.describe()}",
-            ]
+        return (
+            f"Training on {current().topology().description}: {choice().reason}\n"
+            f"Computing in {precision}\n{self.__shards}\n"
+            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.describe()}"
         )
 
     # ---- a run
@@ -244,9 +240,8 @@ class DeviceTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        ours = self.trl_tpu
-        collate = ours.batch_plan.collator(dataset, batch_size, self.data_collator)
-        if not ours.runtime.shares_mesh:
+        collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
+        if not current().shares_mesh:
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
             try:
                 loader = super()._get_dataloader(
@@ -268,7 +263,7 @@ class DeviceTrainer(Trainer):
             sampler = training_order(dataset, sampler, self.args.data_seed)
         # accelerate's loader would replicate batches, and forget its settings on resume
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
-        return ours.runtime.loader(batches, self.args.mesh_shape.batch_axes)
+        return current().loader(batches, self.args.mesh_shape.batch_axes)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
@@ -300,14 +295,13 @@ class DeviceTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
-        ours = self.trl_tpu
         *accumulated, last = micro_batches_of(inputs)
         self.__end_micro_batch()
-        if ours.nonfinite.is_on:
-            ours.nonfinite.begin(self._tr_loss)
+        if self.trl_tpu.nonfinite.is_on:
+            self.trl_tpu.nonfinite.begin(self._tr_loss)
         for rows in accumulated:
             self._tr_loss += self.__micro_batch(model, rows, num_items_in_batch, updates=self.__accumulates)
-            ours.runtime.step_boundary()
+            self.trl_tpu.runtime.step_boundary()
         return self.__micro_batch(model, last, num_items_in_batch)
 
     def __micro_batch(
@@ -478,8 +472,8 @@ class DeviceTrainer(Trainer):
         ours.checkpointer.save(contents)
         ours.preemption.note_save(self.state.global_step)
         final = contents.run.path / contents.name
-        users = is_users(self._save_checkpoint)
-        if self.args.push_to_hub or users or any(map(watches_saves, self.callback_handler.callbacks)):
+        watched = is_users(self._save_checkpoint) or any(map(watches_saves, self.callback_handler.callbacks))
+        if self.args.push_to_hub or watched:
             ours.checkpointer.wait()  # they look for the folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
             self.__report_pushes()
