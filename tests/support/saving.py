@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.manifest import find_faults
 
-FILES = ("average.safetensors", "saved.txt", "later.txt")
+FILES = ("other.safetensors", "saved.txt", "later.txt")
 
 
 class Saving(RewardTrainer):
