@@ -92,7 +92,7 @@ def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
 
 
 def test_a_checkpoint_has_what_a_subclass_saves_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
-    """Though a file of the subclass's has other weights, of the same names."""
+    """Though the subclass saves the weights coarser than they are."""
     whole = make_trainer(model_folder, tmp_path, kind=saving.Saving)
     whole.train()
     whole.save_model()
@@ -101,8 +101,20 @@ def test_a_checkpoint_has_what_a_subclass_saves_and_resumes_to_the_bit(model_fol
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(weight, other), name
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-6", num_labels=1)
-    assert torch.equal(loaded.score.weight, whole.model.score.weight)
+
+
+def test_what_a_user_puts_into_a_checkpoint_is_not_read_for_the_model(
+    run: RewardTrainer, model_folder: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Tensors of the same names, in files that a folder lists before and behind the model's, and of other names."""
+    weights = load_file(checkpoint / "model.safetensors")
+    zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for number in range(16):
+        save_file(zeros | {"of another": torch.zeros(1)}, checkpoint / f"average-{number}.safetensors")
+    resumed = make_trainer(model_folder, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(weight, other), name
 
 
 class ProjectedSGD(torch.optim.SGD):

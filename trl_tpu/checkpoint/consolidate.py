@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
 
@@ -33,6 +32,7 @@ from .manifest import MANIFEST_FILE, find_faults
 from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
 from .remote import local_copy
 from .state_dict import STATE_FOLDER, read_weights
+from .storage import reader_of
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -179,7 +179,7 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
         UserError: There are none, a file is torn, or shards of a weight are missing.
     """
     try:
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
+        found = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"A file in {folder} is torn: {error}. Copy it anew, or export another checkpoint.") from error
     dtypes = []

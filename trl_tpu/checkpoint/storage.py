@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -25,6 +26,7 @@ from torch.futures import Future
 from ..runtime import Runtime
 
 _WEIGHTS = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
+_READ = re.compile(r"((adapter_)?model(-\d{5}-of-\d{5})?|host-\d{5}-device-\d{3})\.safetensors")
 _FILE_SIZE = "5GB"
 """The largest model file: while one is written, the host holds it twice."""
 
@@ -69,7 +71,7 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     Raises:
         CheckpointException: A tensor is missing, or has another shape.
     """
-    planners, files = runtime.checkpoint_planners(), HuggingFaceStorageReader(str(folder))
+    planners, files = runtime.checkpoint_planners(), reader_of(folder)
     group = planners.group
     runtime.step_boundary()
     with _without_warnings():
@@ -80,9 +82,23 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     runtime.all_gather_object(None)
 
 
+class _OwnFiles(FileSystem):
+    """Lists the files of a model and of shards: a user may have put others beside them, with tensors of any name."""
+
+    def ls(self, path: Any) -> list[str]:
+        return [each for each in super().ls(path) if _READ.fullmatch(Path(each).name)]
+
+
+def reader_of(folder: Path) -> HuggingFaceStorageReader:
+    """Return what reads the tensors in safetensors files of ``folder``, whole or in shards."""
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _OwnFiles()
+    return reader
+
+
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors in the safetensors files of ``folder``, whole or in shards, on the meta device."""
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    found = reader_of(folder).read_metadata().state_dict_metadata
     return {
         name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
         for name, saved in found.items()
