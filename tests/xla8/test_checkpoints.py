@@ -110,7 +110,7 @@ def test_elsewhere_resumes_to_rounding(
     found = json.loads(process.stdout.splitlines()[-1])
     for ours, theirs in zip(_logs(whole.state.log_history), _logs(found["logs"]), strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-4), ours["step"]
-    weights = to_host(dict(whole.model.named_parameters()), whole.runtime)
+    weights = to_host(dict(whole.model.named_parameters()), whole.trl_tpu.runtime)
     for name, total in found["sums"].items():
         assert total == pytest.approx(weights[name].double().abs().sum().item(), rel=1e-4), name
 
