@@ -81,11 +81,13 @@ def python(
         return subprocess.CompletedProcess(words, status, *(path.read_text() for path in files))
 
 
-def at_once(*commands: tuple[str, ...], **variables: str) -> list[subprocess.CompletedProcess[str]]:
+def at_once(
+    *commands: tuple[str, ...], timeout: float = 400, **variables: str
+) -> list[subprocess.CompletedProcess[str]]:
     """Run scripts, each with its words, that meet at a free port of this machine, until all have ended."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ThreadPoolExecutor(len(commands)) as pool:
-        return list(pool.map(lambda command: run(*command, **meet, **variables), commands))
+        return list(pool.map(lambda command: run(*command, timeout=timeout, **meet, **variables), commands))
 
 
 def free_port() -> str:

@@ -1,11 +1,14 @@
 """Plain torch in several processes, which accelerate leads: they save, stop and resume as one."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import agreeing
 import apart
 import pytest
 import tiny
@@ -25,6 +28,47 @@ def runs(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for process in apart.at_once(*commands, USE_TORCH_XLA="0"):
         assert process.returncode == 0, process.stderr[-3000:]
     return folder
+
+
+@pytest.fixture(scope="module")
+def agreed(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What one process gave alone, and each of two."""
+    folder = tmp_path_factory.mktemp("agreed")
+    words = ("agreeing.py", model_folder)
+    alone = apart.run(*words, str(folder), USE_TORCH_XLA="0", timeout=120)
+    together = apart.at_once(*((*words, str(folder), rank) for rank in "01"), USE_TORCH_XLA="0", timeout=180)
+    for process in (alone, *together):
+        assert process.returncode == 0, process.stderr[-3000:]
+    return [json.loads((folder / f"{name}.json").read_text()) for name in ("alone", "0", "1")]
+
+
+@pytest.mark.parametrize("way", agreeing.WAYS)
+def test_two_processes_give_what_one_gives(agreed: list[dict[str, Any]], way: str) -> None:
+    one, *two = (found[way] for found in agreed)
+    assert one["packed"] == ("padded" not in way)
+    assert [log["step"] for log in one["logged"] if "eval_loss" in log] == [3, 6]
+    for found in two:
+        assert equal(found, one) and equal(found["resumed"], one["logged"])
+
+
+def test_a_last_batch_of_training_is_filled_up_as_by_trl(agreed: list[dict[str, Any]]) -> None:
+    for found in agreed[1:]:
+        assert found["trl_tpu"] == pytest.approx(found["trl"], abs=1e-6)
+
+
+def test_two_processes_end_alike_after_a_time_limit(agreed: list[dict[str, Any]]) -> None:
+    for found in agreed[1:]:
+        assert found["a time limit"] == "stopped by training_time_limit"
+        assert found["a time limit and a SIGTERM"] == "SIGTERM"
+
+
+def equal(ours: Any, reference: Any) -> bool:
+    """Compare what was read from JSON; rewards and losses to 1e-6, norms to 1e-5."""
+    if isinstance(reference, dict):
+        return ours.keys() == reference.keys() and all(equal(ours[key], reference[key]) for key in reference)
+    if isinstance(reference, list):
+        return len(ours) == len(reference) and all(map(equal, ours, reference))
+    return math.isclose(ours, reference, rel_tol=1e-5, abs_tol=1e-6)
 
 
 def check_resumed_to_the_bit(runs: Path) -> None:

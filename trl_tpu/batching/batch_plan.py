@@ -331,9 +331,6 @@ def _obstacle_in_settings(args: RewardConfig, old_columns: bool, model: PreTrain
         "accelerate shards the model, with which packed rows were not tried": bool(
             args.fsdp or args.deepspeed_plugin or args.parallelism_config or parse_flag_from_env("ACCELERATE_USE_FSDP")
         ),
-        "accelerator_config has dispatch_batches, which would cut packed rows apart": bool(
-            getattr(args.accelerator_config, "dispatch_batches", None)
-        ),
         "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
             counts_tokens not in (False, "no")
         ),

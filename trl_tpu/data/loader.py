@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -73,6 +73,43 @@ def epoch_that_skips_by(skip: Callable[[Any, int], Any]) -> Callable[..., None]:
     original = Trainer._run_epoch
     names = vars(transformers.trainer) | {"skip_first_batches": skip}
     return FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+
+
+class WholeStream(IterableDataset[Any]):
+    """Hands a stream of datasets' to accelerate as one: each process then reads all of it, and takes its part.
+
+    Of a stream in several files accelerate gives each process some, and so pairs that no other number of processes
+    would be given, and not as many as the others.
+
+    Args:
+        stream: Of examples.
+        batch_size: Pairs of a batch over all processes, where what fills up the last batch is to be told from real
+            pairs: examples are then pairs of one and whether it is real. By default accelerate fills it up.
+    """
+
+    def __init__(self, stream: Any, batch_size: int | None = None) -> None:
+        self._stream, self._batch_size = stream, batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        self._stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._batch_size is None:
+            yield from self._stream
+            return
+        count, first = 0, None
+        for count, example in enumerate(self._stream, start=1):
+            first = example if count == 1 else first
+            yield example, True
+        yield from [(first, False)] * (-count % self._batch_size)
+
+
+def collate_marked(collate: Callable[[list[Any]], Any], examples: Sequence[tuple[Any, bool]]) -> Any:
+    """Collate examples of a `WholeStream` that fills up; `pair_mask` [P] of the batch is true for real pairs."""
+    rows, is_real = zip(*examples, strict=True)
+    batch = collate(list(rows))
+    batch["pair_mask"] = torch.tensor(is_real)
+    return batch
 
 
 def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:

@@ -391,7 +391,9 @@ class RewardTrainer(DeviceTrainer):
             found["losses"] = loss.expand(rows)
             if computed is not None:  # by pairs, as processes fill the last batch up; a subclass may return another
                 found["losses"] = torch.where(loss == computed.loss, computed.losses_P, loss)
-        return found, computed.mask_P if computed else torch.ones(rows, dtype=torch.bool, device=self.args.device)
+        mask_P = computed.mask_P if computed else torch.ones(rows, dtype=torch.bool, device=self.args.device)
+        is_real_P = inputs.get("pair_mask", mask_P)  # of a stream, whose last batch processes fill up
+        return found, mask_P & is_real_P if len(is_real_P) == len(mask_P) else mask_P
 
     def __measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Return the metrics of an evaluation's pairs, and keep the verdict on them."""

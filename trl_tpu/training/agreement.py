@@ -41,6 +41,7 @@ class HostAgreement:
         self.count = accelerator.num_processes if self._by_accelerate else topology.process_count
         self._postponed: set[str] = set()  # requests of this process's callbacks, between exchanges
         self._steps, self._batches = _Cadence(), _Cadence()
+        self._asked_at = -1  # the step that was decided about last
 
     def start(self, step: int) -> None:
         """Begin to train at ``step``; the first step is agreed about."""
@@ -71,7 +72,8 @@ class HostAgreement:
         if self.count == 1:
             return dict(requests)
         set_here = {name: getattr(control, name) or name in self._postponed for name in _DECISIONS}
-        if not now and not self._is_due(args, state):
+        is_due, self._asked_at = now or self._is_due(args, state), state.global_step
+        if not is_due:
             self.postpone(control, _DECISIONS)
             return dict.fromkeys(requests, False)
         own = set_here | dict(requests)
@@ -106,7 +108,7 @@ class HostAgreement:
 
     def _is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
         """Return whether requests are exchanged now: by arguments and counters alone, which all processes share."""
-        if self._steps.is_due(state.global_step) or float(state.epoch or 0).is_integer():
+        if self._steps.is_due(state.global_step) or self._asked_at == state.global_step:  # at the end of its epoch
             return True
         scheduled = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
         return any(getattr(scheduled, name) for name in _DECISIONS)

@@ -51,6 +51,8 @@ from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
 from ..data.loader import (
+    WholeStream,
+    collate_marked,
     epoch_that_skips_by,
     host_batches,
     outlive_sigterm,
@@ -158,7 +160,8 @@ class DeviceTrainer(Trainer):
                 f"Training took no step of {self.state.max_steps}: it needs max_steps or num_train_epochs above 0, "
                 "and pairs that can be trained on."
             )
-        if preemption.stopped_by == SIGTERM or (preemption.stopped_by is not None and preemption.told_to_stop):
+        # a process that is told to end after a time limit does not end alone
+        if preemption.stopped_by is not None and any(ours.agreement.all_gather_object(preemption.told_to_stop)):
             raise ours.unfinished(SIGTERM)
         if preemption.told_to_stop:  # after the last step, where we do not save: it does what it does without us
             ours.at_late_sigterm()
@@ -206,9 +209,8 @@ class DeviceTrainer(Trainer):
             PartialState().local_process_index = 0  # accelerate numbers the only process of a host -1
         if built["mixed_precision"] == "bf16":
             built["mixed_precision"] = "no"  # on a TPU it would store every float32 tensor as bfloat16
-        if built["dataloader_config"].dispatch_batches is None:
-            # for a stream accelerate would make batches on one process and cut them up for the others
-            built["dataloader_config"].dispatch_batches = False
+        # each process makes its batches, which accelerate cannot cut up by pairs, and all as many
+        built["dataloader_config"].dispatch_batches, built["dataloader_config"].even_batches = False, True
         return built
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
@@ -240,8 +242,14 @@ class DeviceTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
+        processes = self.accelerator.num_processes
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
+        is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         if not current().shares_mesh:
+            if is_stream and processes > 1:
+                if not is_training:
+                    collate = partial(collate_marked, self._get_collator_with_removed_columns(collate, description))
+                dataset = WholeStream(dataset, None if is_training else batch_size * processes)
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
             try:
                 loader = super()._get_dataloader(
@@ -253,7 +261,7 @@ class DeviceTrainer(Trainer):
             inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
             return loader
         sampler = None
-        if isinstance(dataset, torch.utils.data.IterableDataset):
+        if is_stream:
             collate = self._get_collator_with_removed_columns(collate, description=description)
         else:
             dataset = self._remove_unused_columns(dataset, description=description)
