@@ -25,6 +25,7 @@ XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "XLA_FLAGS": ""}  # programs 
 SETTINGS: dict[str, tuple[dict[str, str], int]] = {
     "TRL": ({"USE_TORCH_XLA": "0"}, 8),
     "plain torch": ({"USE_TORCH_XLA": "0"}, 8),
+    "two processes": ({"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "WORLD_SIZE": "2"}, 4),
     "XLA, 1 device": (XLA | {"CPU_NUM_DEVICES": "1"}, 8),
     "XLA, 8 devices": (XLA | {"CPU_NUM_DEVICES": "8"}, 1),
 }
@@ -35,6 +36,9 @@ DATA: dict[str, dict[str, Any]] = {
     **{source: {"max_steps": 50, "max_length": 400} for source in real_pairs.SOURCES},
     # margins, centering, accumulation, two epochs and a last batch that is short in pairs and in micro-batches
     "margins": {"gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.01, "num_train_epochs": 2},
+    # real pairs, or made-up ones where those are not there
+    "overridden": {"max_steps": 10, "max_length": 256, "pad_to_multiple_of": 256, "six_overrides": True}
+    | {"eval_strategy": "steps", "eval_steps": 5},
 }
 
 
@@ -65,6 +69,8 @@ TWO_EPOCHS = [
     pytest.param(Run("XLA, 8 devices", "margins", True), marks=pytest.mark.long),
 ]
 
+OVERRIDDEN = [Run(setting, "overridden", None) for setting in ("plain torch", "two processes", "XLA, 1 device")]
+
 Logs = list[dict[str, float]]
 
 
@@ -75,7 +81,8 @@ def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     runs = dict.fromkeys([*(Run("TRL", run.data, None) for run in own), *own])
     folder = tmp_path_factory.mktemp("runs")
     for name in {run.data for run in runs}:
-        pairs = tiny.made_up_pairs(80, margin=True) if name == "margins" else real_pairs.pairs_from(name, 600)
+        source = real_pairs.SOURCES[-1] if name == "overridden" else name
+        pairs = tiny.made_up_pairs(80, margin=True) if name == "margins" else real_pairs.pairs_from(source, 600)
         columns = sorted({"prompt", "chosen", "rejected"} & set(pairs.column_names))
         tiny.save_tiny(folder / name / "model", [text for column in columns for text in pairs[column]])
         pairs.to_json(folder / name / "pairs.jsonl")
@@ -97,8 +104,9 @@ def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | s
     }
     package = "trl" if setting == "TRL" else "trl_tpu"
     words = [package, str(folder), str(out), json.dumps(arguments)]
-    process = apart.run("trajectory.py", *words, timeout=3000, CI="1", **environment)  # the long suite's take minutes
-    assert process.returncode == 0, process.stderr[-4000:]
+    commands = [("trajectory.py", *words, rank) for rank in "01"[: int(environment.get("WORLD_SIZE", "1"))]]
+    for process in apart.at_once(*commands, timeout=3000, CI="1", **environment):  # the long suite's take minutes
+        assert process.returncode == 0, process.stderr[-4000:]
     return {own[name]: logs for name, logs in json.loads(out.read_text()).items()}
 
 
@@ -124,3 +132,12 @@ def test_50_steps_of_pairs_of_real_lengths(logged: dict[Run, Logs | str], run: R
 def test_margins_centering_accumulation_and_epochs(logged: dict[Run, Logs | str], run: Run) -> None:
     # TRL averages what its micro-batches say, where we weigh every pair alike: the reward statistics differ by design
     assert_equal(logged, run, ("loss", "grad_norm", "learning_rate"))
+
+
+@pytest.mark.parametrize("run", OVERRIDDEN, ids=str)
+def test_a_subclass_that_overrides_six_methods(logged: dict[Run, Logs | str], run: Run) -> None:
+    assert_equal(logged, run)
+    ours, reference = logged[run], logged[Run("TRL", run.data, None)]
+    for key in ("error", "twice", "eval_loss", "eval_error"):  # what the overrides leave there
+        found, expected = ([entry[key] for entry in logs if key in entry] for logs in (ours, reference))  # type: ignore[index]
+        assert len(expected) > 1 and found == pytest.approx(expected, abs=1e-6), key
