@@ -38,8 +38,12 @@ _MODULES = {
     "trainer.reward_trainer": ["RewardTrainer"],
     "trainer.utils": ["RewardDataCollatorWithPadding"],
 }
-# names of old scripts only, which import them from where TRL had them once: see `_OLD_PATHS`
-_OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
+# names that scripts import from where TRL has or had them: see `_OLD_PATHS`
+_OLD_NAMES = {
+    "RewardScriptArguments": "scripts.utils",
+    "conversations_formatting_function": "data.formats",
+    "get_act_offloading_ctx_manager": "trainer.utils",
+}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
@@ -58,7 +62,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-#: Modules that TRL had; at each of these paths there is every name of this package.
+#: Modules that TRL has or had; at each of these paths there is every name of this package.
 _OLD_PATHS = ("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils")
 for _path in _OLD_PATHS:
     _module = sys.modules[f"{__name__}.{_path}"] = ModuleType(f"{__name__}.{_path}")

@@ -1,7 +1,23 @@
-"""TRL's path for the functions of `trl_tpu.data.formats`."""
+"""TRL's path for functions of `trl_tpu.data`."""
 
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from .data.checks import column_names
 from .data.formats import apply_chat_template as apply_chat_template
 from .data.formats import extract_prompt as extract_prompt
 from .data.formats import is_conversational as is_conversational
 from .data.formats import maybe_apply_chat_template as maybe_apply_chat_template
 from .data.formats import maybe_extract_prompt as maybe_extract_prompt
+from .data.tokenize import tokenize_dialogue
+
+get_dataset_column_names = column_names
+
+
+def _tokenize(
+    processing_class: PreTrainedTokenizerBase, input: str | list, *, tools: Any = None, **chat_template_kwargs: Any
+) -> dict[str, list[int]]:
+    """Tokenize a text as it is, or messages through the chat template."""
+    row = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    return {"input_ids": tokenize_dialogue(input, processing_class, row, "A dialogue")}

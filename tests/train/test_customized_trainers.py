@@ -1,8 +1,11 @@
 """Trainers that subclasses have changed train as the same code does in TRL."""
 
+import inspect
+import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import constructors
@@ -58,6 +61,30 @@ def test_token_ids_of_a_subclass_are_checked(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="Row 0 of the train dataset.*10000"):
         OwnIds(model(), arguments(trl_tpu, tmp_path), train_dataset=PAIRS, processing_class=TOKENIZER)
+
+
+@pytest.mark.parametrize("form", ["texts", "messages"])
+def test_trls_own_trainer_trains_with_its_imports_changed(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is pasted from it works: what it imports is at the same paths, what it overrides is called."""
+    pasted = ModuleType("pasted")
+    monkeypatch.setitem(sys.modules, "pasted", pasted)
+    code = inspect.getsource(trl.trainer.reward_trainer)
+    exec(code.replace("from ..", "from trl_tpu.").replace("from .", "from trl_tpu.trainer."), vars(pasted))
+
+    def run(trainer: Any, package: Any) -> list[float]:
+        data = PAIRS if form == "texts" else PAIRS.map(as_messages)
+        settings = arguments(package, tmp_path)
+        return losses(trainer(model(), settings, train_dataset=data, processing_class=TOKENIZER))
+
+    assert issubclass(pasted.RewardTrainer, trl_tpu.RewardTrainer)
+    assert run(pasted.RewardTrainer, trl_tpu) == pytest.approx(run(trl.RewardTrainer, trl), abs=1e-6)
+
+
+def as_messages(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    return {column: [{"role": role, "content": row[column]}] for column, role in roles.items()}
 
 
 def test_a_class_whose_init_is_deleted_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,16 @@ Each area lists its differences as texts. A new one (from a later trl, say) fail
 one that is gone.
 """
 
+import ast
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,6 +256,16 @@ def test_names_are_at_trls_module_paths(module: str, names: list[str]) -> None:
     for name in names:
         assert hasattr(theirs, name)
         assert callable(getattr(ours, name))
+
+
+@pytest.mark.parametrize("module", ["trl.trainer.reward_trainer", "trl.scripts.reward"])
+def test_what_trls_own_modules_import_of_it_is_at_the_same_paths(module: str) -> None:
+    theirs = importlib.import_module(module)
+    for node in ast.walk(ast.parse(Path(str(theirs.__file__)).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module == "trl"):
+            path = importlib.util.resolve_name("." * node.level + str(node.module), theirs.__package__)
+            ours = importlib.import_module(path.replace("trl", "trl_tpu", 1))
+            assert [alias.name for alias in node.names if not hasattr(ours, alias.name)] == []
 
 
 def test_importing_the_package_is_light_and_every_public_name_can_be_imported() -> None:

@@ -38,7 +38,7 @@ def row_of(index: int, name: str, column: str | None = None) -> str:
 # ---- columns
 
 
-def column_names(dataset: Dataset | IterableDataset, name: str) -> list[str]:
+def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> list[str]:
     """Name the dataset's columns; of a stream that does not know them, those of its first row.
 
     Raises:

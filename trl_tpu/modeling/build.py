@@ -30,7 +30,7 @@ from .dropout import disable_dropout_in_model
 from .engines import tell_engines
 from .experts import use_static_experts
 from .layers import find_layers
-from .load import check_num_labels, forget_files, load_model, load_processing_class
+from .load import check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
 from .positions import learned_positions
 from .score_head import keep_score_head_in_float32
 from .special_tokens import set_eos_token, set_pad_token
@@ -42,7 +42,7 @@ _LOOKED_AT = 100  # dialogues, before training, for how they end
 
 def default_folder(model: Any) -> str:
     """Name the folder that a trainer without `args` writes to: ``{model name}-Reward``, as in TRL."""
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 

@@ -177,6 +177,11 @@ def check_num_labels(model: Any) -> None:
         )
 
 
+def get_config_model_id(config: Any) -> str:
+    """Return the name, or folder, that a model was loaded from; an empty text for one that was not."""
+    return getattr(config, "_name_or_path", "")
+
+
 def load_processing_class(
     model: PreTrainedModel,
     processing_class: PreTrainedTokenizerBase | None = None,
@@ -191,7 +196,7 @@ def load_processing_class(
     """
     if processing_class is not None:
         return processing_class
-    name = getattr(model.config, "_name_or_path", "")
+    name = get_config_model_id(model.config)
     if not name:
         raise UserError("The model was not loaded from a checkpoint: pass its tokenizer as `processing_class`.")
     return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)

@@ -53,6 +53,7 @@ from ..training.metrics import AddedMetrics, RewardMetrics, scale_of
 from ..training.preemption import EvaluationCutShort
 from ..training.step import LossSettings, StepResult, training_step
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
+from .utils import get_config_model_id
 
 logger = logging.getLogger(__name__)
 
@@ -478,7 +479,7 @@ class RewardTrainer(DeviceTrainer):
         evaluation = write_verdicts(self.__reward_metrics.verdicts, path.parent, draws=not self.is_in_train)
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
-        base = getattr(self.model.config, "_name_or_path", "")
+        base = get_config_model_id(self.model.config)
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
         card = make_model_card(
@@ -512,6 +513,7 @@ _READ_BATCHES = (
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "floating_point_ops"),
     *("_prepare_inputs", "_prepare_input", "get_batch_samples", "_get_num_items_in_batch"),
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
+    *("_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
 _ORDER_PAIRS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
 _OWN = {

@@ -2,19 +2,27 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedModel
 
-from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
-from ..data.formats import remove_none_values
-from ..modeling.adapters import get_kbit_device_map, get_peft_config, get_quantization_config
-from ..modeling.dropout import disable_dropout_in_model
+from ..data.collators import DataCollatorForPreference as DataCollatorForPreference
+from ..data.collators import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
+from ..data.formats import remove_none_values as remove_none_values
+from ..data.tokenize import main_processes_first
+from ..modeling.adapters import get_kbit_device_map as get_kbit_device_map
+from ..modeling.adapters import get_peft_config as get_peft_config
+from ..modeling.adapters import get_quantization_config as get_quantization_config
+from ..modeling.dropout import disable_dropout_in_model as disable_dropout_in_model
+from ..modeling.load import get_config_model_id as get_config_model_id
 
 logger = logging.getLogger(__name__)
+
+global_then_local_main_first = main_processes_first
 
 
 def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
@@ -47,14 +55,11 @@ def pad(
     return functional.pad(padded, (0, missing) if padding_side == "right" else (missing, 0), value=padding_value)
 
 
-__all__ = [
-    "DataCollatorForPreference",
-    "RewardDataCollatorWithPadding",
-    "compute_accuracy",
-    "disable_dropout_in_model",
-    "get_kbit_device_map",
-    "get_peft_config",
-    "get_quantization_config",
-    "pad",
-    "remove_none_values",
-]
+def create_model_from_path(model_id: str, architecture: Any, **kwargs: Any) -> PreTrainedModel:
+    """Load a model by a class's ``from_pretrained``, in float32 where no ``dtype`` is given."""
+    return architecture.from_pretrained(model_id, **{"dtype": torch.float32} | kwargs)
+
+
+def get_act_offloading_ctx_manager(model: torch.nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
+    """Keep in the host's memory what a forward pass in the context saves for its backward pass."""
+    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
