@@ -76,9 +76,9 @@ def check_arguments(
 def build_reward_model(
     model: Any,
     args: RewardConfig,
-    processing_class: PreTrainedTokenizerBase | None,
-    quantization_config: Any | None,
-    peft_config: Any | None,
+    processing_class: PreTrainedTokenizerBase | None = None,
+    quantization_config: Any | None = None,
+    peft_config: Any | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load or check the model, settle its special tokens and chat template, and add adapters.
 
@@ -153,7 +153,7 @@ def build_dataset(
     processing_class: PreTrainedTokenizerBase,
     args: RewardConfig,
     name: str,
-    old_columns: bool,
+    old_columns: bool = False,
 ) -> Any:
     """Make token pairs that ``model`` can read of a dataset in any of the accepted forms.
 

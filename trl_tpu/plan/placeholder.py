@@ -7,7 +7,7 @@ This happens in a process of its own, in which two functions of libraries are re
 
 import gc
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -18,8 +18,9 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 from torch.utils.data import DataLoader
 
-from ..runtime import PartitionSpec, current
-from ..runtime.xla import DeviceLoader, XlaRuntime
+from ..runtime import PartitionSpec
+from ..runtime.native import DeviceLoader
+from ..runtime.xla import XlaRuntime
 from .compile import TracedProgram
 
 _C = torch_xla._XLAC
@@ -85,7 +86,7 @@ class PlaceholderRuntime(XlaRuntime):
         return placeholder
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        return _PlaceholderLoader(batches, partial(self._upload_batch, batch_axes))
+        return DeviceLoader(self, batches, partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return self.place(tensor, self._axes_of_batch(batch_axes, tensor), device)
@@ -136,16 +137,6 @@ class PlaceholderRuntime(XlaRuntime):
         numbers, arguments = _C._get_tensors_xla_device_data_node([tensor])
         like = [number for number, each in zip(numbers, arguments, strict=True) if each.shape == tensor.shape]
         return self._shardings.get(like[0], Sharding()) if len(like) == 1 else Sharding()
-
-
-class _PlaceholderLoader(DeviceLoader):
-    """Batches of placeholders, with a boundary before each, as the `DeviceLoader` has one."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.batches:
-            current().step_boundary()
-            yield self.upload(batch, torch_xla.device())
-        current().step_boundary()
 
 
 def write_kernels_for_libtpu() -> None:

@@ -4,7 +4,7 @@ import functools
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,47 @@ def peak_resident_bytes() -> int:
         return int(said[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # elsewhere in KiB
+
+
+class DeviceLoader:
+    """Batches on the device. Iterating ends the recorded step before each, which makes one step one execution.
+
+    Args:
+        upload: Copies a tensor of a batch to the device.
+    """
+
+    def __init__(
+        self, runtime: "Runtime", batches: DataLoader, upload: Callable[[torch.Tensor, torch.device], torch.Tensor]
+    ) -> None:
+        self.runtime, self.batches = runtime, batches
+        self._upload = upload
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.batches:
+            self.runtime.step_boundary()
+            yield self.upload(batch, self.runtime.device)
+        self.runtime.step_boundary()
+
+    def upload(self, value: Any, device: torch.device) -> Any:
+        """Return a batch, or a part of it, with its tensors on the device."""
+        if isinstance(value, dict):
+            return type(value)({key: self.upload(part, device) for key, part in value.items()})
+        if hasattr(value, "map_tensors"):  # packed rows
+            return value.map_tensors(lambda tensor: self._upload(tensor, device))
+        return self._upload(value, device) if isinstance(value, torch.Tensor) else value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle for ``epoch``: samplers order their pairs by (seed, epoch)."""
+        parts: tuple[Any, ...] = (getattr(self.batches.batch_sampler, "sampler", None), self.batches.dataset)
+        for part in parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
 
 class Runtime:
@@ -162,12 +203,12 @@ class Runtime:
         """Return what torch's distributed checkpoints need to write `local_shards` and to read device tensors."""
         return Planners()
 
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> Iterable[dict[str, Any]]:
-        """Move ``batches`` to the device ahead of need; a batch's first dimension goes over ``batch_axes``.
+    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
+        """Move ``batches`` to the device, on XLA ahead of need; a batch's first dimension goes over ``batch_axes``.
 
         Every process gives batches of all rows, and copies those of its own devices; the others may hold anything.
         """
-        return batches
+        return DeviceLoader(self, batches, torch.Tensor.to)
 
     # ---- steps
 

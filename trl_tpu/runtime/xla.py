@@ -23,13 +23,11 @@ from . import hosts, libtpu, shards
 from .base import PartitionSpec, Planners, Remat, Topology, Value
 from .kernels.plain import MATMULS, einsum, segment_attention
 from .layout import MeshSharding, laid_out, shard_count
-from .native import Runtime, peak_resident_bytes
+from .native import DeviceLoader, Runtime, peak_resident_bytes
 from .remat import recompute
 from .scan import scan_layers
 from .shard_map import shard_map
 from .slices import make_mesh, reported_slices
-
-Upload = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
@@ -44,43 +42,15 @@ def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.T
     return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
 
 
-class DeviceLoader:
-    """Batches on the device, copied there by background threads, already split over the mesh.
-
-    Iterating ends the recorded step before each batch (`torch_xla.sync`), which makes one step one execution.
-    """
-
-    def __init__(self, batches: DataLoader, upload: Upload) -> None:
-        self.batches = batches
-        self._upload = upload
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batches, name)
+class _PrefetchingLoader(DeviceLoader):
+    """Copies batches to the devices by background threads, already split over the mesh."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         loader = _ShardingLoader(self.batches, self.upload)
         try:
-            yield from loader.per_device_loader(torch_xla.device())
+            yield from loader.per_device_loader(torch_xla.device())  # which syncs before each batch
         finally:
             loader.close()
-
-    def upload(self, value: Any, device: torch.device) -> Any:
-        """Return a batch, or a part of it, with its tensors on the device."""
-        if isinstance(value, dict):
-            return type(value)({key: self.upload(part, device) for key, part in value.items()})
-        if hasattr(value, "map_tensors"):  # packed rows
-            return value.map_tensors(lambda tensor: self._upload(tensor, device))
-        return self._upload(value, device) if isinstance(value, torch.Tensor) else value
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle for ``epoch``: samplers order their pairs by (seed, epoch)."""
-        parts: tuple[Any, ...] = (getattr(self.batches.batch_sampler, "sampler", None), self.batches.dataset)
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
 
 
 class _ShardingLoader(pl.ParallelLoader):
@@ -221,7 +191,7 @@ class XlaRuntime(Runtime):
         return scan_layers(self, layer, axes, _kept_operations(policy), hidden, args, kwargs)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        return DeviceLoader(batches, functools.partial(self._upload_batch, batch_axes))
+        return _PrefetchingLoader(self, batches, functools.partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a tensor of a batch to the devices, over the batch axes; whole to each where they do not divide it.
