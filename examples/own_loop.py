@@ -65,6 +65,7 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
     steps = args.max_steps if args.max_steps > 0 else int(len(train_batches) * args.num_train_epochs)
 
     # on XLA the optimizer's state is there, sharded, before step 1, and the learning rate is data
+    # (weight decay is of all weights; transformers spares norms)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay)
     step_state = StepState(runtime, scanned=None)
     if runtime.records_steps:

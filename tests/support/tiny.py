@@ -28,6 +28,14 @@ def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def uneven_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
+    """Made-up pairs of which every fifth is many times as long, so that batches differ in size."""
+    rows = made_up_pairs(count, seed, margin).to_list()
+    for index, row in enumerate(rows):
+        row["prompt"] = f"{index} " + row["prompt"] * (1 + 8 * (index % 5 == 0) + 4 * (index % 9 == 0))
+    return Dataset.from_list(rows)
+
+
 def tiny_tokenizer(texts: list[str], vocab_size: int = 2000) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on ``texts``, with a pad token of its own and a plain chat template."""
     tokenizer = Tokenizer(models.BPE())

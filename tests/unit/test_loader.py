@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import transformers
+import torch
 from places import ROOT
+from torch.utils.data import DataLoader
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.loader import host_batches
+from trl_tpu.runtime import Runtime
 
 TWICE = """
 import sys, time
@@ -48,6 +51,13 @@ def test_workers_of_all_hosts_of_a_mesh_draw_alike_by_the_seed(
         return list(host_batches(Draws(range(8)), list, 2, range(8), args))  # type: ignore[arg-type]
 
     assert drawn(0) == drawn(1) != drawn(0, seed=1)
+
+
+def test_plain_torchs_own_loader_moves_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "device", torch.device("meta"))
+    host: Any = [{"input_ids": torch.ones(2), "text": "as it is"}]
+    (batch,) = Runtime().loader(DataLoader(host, batch_size=None), ())
+    assert batch["input_ids"].is_meta and batch["text"] == "as it is"
 
 
 def test_the_main_process_tokenizes_first(tmp_path: Path) -> None:

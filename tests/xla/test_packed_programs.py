@@ -10,20 +10,11 @@ import real_pairs
 import tiny
 import torch
 from counters import CountAtSteps, count
-from datasets import Dataset
 
 from trl_tpu import RewardTrainer, runtime
 from trl_tpu.data.loader import skip_batches
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
-
-
-def uneven_pairs(count: int, seed: int = 0) -> Dataset:
-    """Made-up pairs of which every fifth is many times as long, so that batches differ in size."""
-    rows = tiny.made_up_pairs(count, seed).to_list()
-    for index, row in enumerate(rows):
-        row["prompt"] = f"{index} " + row["prompt"] * (1 + 8 * (index % 5 == 0) + 4 * (index % 9 == 0))
-    return Dataset.from_list(rows)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +29,7 @@ def test_as_many_programs_as_planned_shapes(
     devices = runtime.current().topology().devices
     # a small rate, since Adam makes whole steps of the rounding in gradients near 0
     settings |= {"learning_rate": 1e-4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
-    pairs, held_out = uneven_pairs(64 * devices - 3), uneven_pairs(27 * devices, seed=1)
+    pairs, held_out = tiny.uneven_pairs(64 * devices - 3), tiny.uneven_pairs(27 * devices, seed=1)
     counter = CountAtSteps()
     args = config(packing=True, packed_attention=attention, **settings)
     # rows so short that many batches take several micro-batches; a plan of the trainer's own would do so more rarely
@@ -77,7 +68,7 @@ def test_as_many_programs_as_planned_shapes(
 def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
     """Rows are a function of the batch, and the batch of (seed, epoch, step)."""
     args = config(packing=True, max_steps=9, save_strategy="steps", save_steps=5)
-    whole = RewardTrainer(model_folder, args, train_dataset=uneven_pairs(61))
+    whole = RewardTrainer(model_folder, args, train_dataset=tiny.uneven_pairs(61))
     loader = whole.get_train_dataloader()
     loader.set_epoch(0)
     batches = list(loader.batches)

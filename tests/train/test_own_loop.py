@@ -1,0 +1,15 @@
+"""A training loop of one's own has the trainer's losses in plain torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import own_loop
+from device_fixtures import config, model_folder
+
+
+def test_its_losses_are_the_trainers(config: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
+    assert set(own_loop.compare(config, model_folder, tmp_path)) == {0}
+
+
+__all__ = ["config", "model_folder"]
