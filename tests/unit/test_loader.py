@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 import torch
+import transformers
 from places import ROOT
 from torch.utils.data import DataLoader
 
