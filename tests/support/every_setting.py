@@ -34,7 +34,8 @@ def _names(text: str) -> set[str]:
 
 #: Read by a run that trains, evaluates, saves, loads its best model, resumes in an epoch and predicts.
 IN_A_RUN = _names("""
-    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading frozen_parameters
+    learning_rate_end max_eval_steps truncation_mode adam_beta1 adam_beta2 adam_epsilon
     auto_find_batch_size batch_eval_metrics bf16 bf16_full_eval center_rewards_coefficient chat_template_path data_seed
     dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
     dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc
@@ -54,7 +55,7 @@ IN_A_RUN = _names("""
 #: Read as the config is made, from which everything else follows.
 AT_THE_START = _names("""
     ddp_backend ddp_timeout deepspeed fp16 fsdp fsdp_config gradient_checkpointing gradient_checkpointing_kwargs mesh
-    sharding_plan tf32 torch_compile use_cpu
+    total_batch_size sharding_plan tf32 torch_compile use_cpu
 """)
 #: Read where there is a Hub, a tracker, a kernel or rows of the kind, in a file of transformers or of ours.
 ELSEWHERE = {
@@ -97,7 +98,7 @@ ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
     "optim=layerwise|lomo": "adalomo",
 }
 #: Refused whatever value is given, beside the default.
-REFUSED = ["activation_offloading", "eval_do_concat_batches"]
+REFUSED = ["eval_do_concat_batches"]
 REFUSED_ON_XLA = [key.partition("=")[0] for key in XLA_LIMITS]
 
 

@@ -10,12 +10,13 @@ from trl_tpu.plan.trace import StepRequest, trace_step
 
 LENGTH = 256
 EXPANDED = {"packed_attention": "expanded"}
+ON_HOST = {"activation_offloading": True}
 SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "packed": (1, EXPANDED),
     "long rows": (1, EXPANDED | {"length": 4096}),
     "padded": (1, {"packing": "false", "remat": "none"}),
     "adapters, tensor parallel": (8, EXPANDED | {"adapters": True, "mesh": "fsdp=4,tensor=2", "remat": "dots"}),
-    "loop, tensor parallel": (8, EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"}),
+    "loop, tensor parallel": (8, EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"} | ON_HOST),
     "packed, two axes": (256, EXPANDED | {"mesh": "data=4,fsdp=64"}),
 }
 """How many chips each takes, and arguments of the trainer; "length" is of its rows."""

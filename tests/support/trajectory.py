@@ -3,12 +3,14 @@
 python tests/support/trajectory.py PACKAGE FOLDER OUT RUNS [RANK]
 
 PACKAGE is trl or trl_tpu. RUNS is JSON of names to arguments of RewardConfig and `data`: the folder in FOLDER that has
-a `model` and `pairs.jsonl`; with `six_overrides` the trainer is one that a user has changed. The environment picks the
+a `model` and `pairs.jsonl`; with `six_overrides` the trainer is one that a user has changed. What only one of
+the packages is told is below its name; of TRL's model, what `frozen` finds is frozen. The environment picks the
 runtime and the devices; RANK is that of one of two processes, of which the first writes.
 """
 
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -33,6 +35,9 @@ DEFAULTS: dict[str, Any] = {
 
 def train(package: str, folder: Path, settings: dict[str, Any]) -> list[dict[str, float]]:
     module = import_module(package)
+    own = {name: settings.pop(name, {}) for name in ("trl", "trl_tpu")}
+    settings |= own[package]
+    frozen = settings.pop("frozen", None)
     if package == "trl":  # TRL's default optimizer is another kernel
         settings |= {"optim": "adamw_torch", "use_cpu": True}
     pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -43,6 +48,9 @@ def train(package: str, folder: Path, settings: dict[str, Any]) -> list[dict[str
     with tempfile.TemporaryDirectory() as out:
         args = module.RewardConfig(out, **DEFAULTS | settings)
         trainer = trainer_class(str(folder / "model"), args, **data)
+        for name, parameter in trainer.model.named_parameters():
+            if frozen is not None and re.search(frozen, name):
+                parameter.requires_grad_(False)
         trainer.train()
     return trainer.state.log_history
 

@@ -25,6 +25,9 @@ from trl_tpu.training.preemption import Unfinished
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
+    "total_batch_size": 4,
+    "per_device_eval_batch_size": 2,
+    "max_eval_steps": 2,
     "logging_steps": 4,
     "save_steps": 2,
     "learning_rate": 1e-3,
@@ -40,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 
 def make_trainer(model: str, folder: Path | str, *callbacks: TrainerCallback, **settings: Any) -> RewardTrainer:
     pairs = tiny.made_up_pairs(64)
-    args = RewardConfig(str(folder), **{"per_device_train_batch_size": 2} | SETTINGS | settings)
+    args = RewardConfig(str(folder), **SETTINGS | settings)
     return RewardTrainer(
         model, args, train_dataset=pairs, eval_dataset=pairs.select(range(16)), callbacks=list(callbacks)
     )

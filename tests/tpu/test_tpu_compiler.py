@@ -73,6 +73,7 @@ def test_the_compilers_arguments_are_the_state_by_formula_and_are_overwritten(
     # what changes is overwritten in place
     assert compiled.aliased >= 0.99 * (least.optimizer if "adapters" in settings else state)
     assert compiled.temporary > 0
+    assert (b"annotate_device_placement" in traced.hlo) == ("activation_offloading" in settings)
     assert (b"tpu_custom_call" in traced.hlo) == ("packed_attention" in settings)
 
 

@@ -93,10 +93,11 @@ def test_torchrun_starts_the_two_processes(model_folder: str, tmp_path: Path) ->
 
 
 def test_a_single_process_goes_on_with_what_both_had_added_up(runs: Path, model_folder: str, tmp_path: Path) -> None:
-    """With twice the pairs on the device the batches are the same, and all sums are to rounding."""
-    trainer = two_processes.make_trainer(model_folder, tmp_path, per_device_train_batch_size=4)
+    """The total is then on one device, in the same batches, and all sums are to rounding."""
+    trainer = two_processes.make_trainer(model_folder, tmp_path, per_device_eval_batch_size=4)
     trainer.train(resume_from_checkpoint=str(runs / "stopped" / "checkpoint-3"))
     whole = json.loads((runs / "0.json").read_text())["whole"]
+    assert [log["eval_pairs"] for log in whole if "eval_pairs" in log] == [8]
     for ours, theirs in zip(two_processes.logged(trainer), whole, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-4), ours["step"]
 

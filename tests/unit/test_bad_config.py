@@ -102,7 +102,6 @@ def test_bad_arguments_of_the_trainer(case: str, start: Any) -> None:
             {"output_dir": "file:///one", "output_url": "file:///two"},
             "output_dir='file:///one' and output_url='file:///two' are two URLs",
         ),
-        ({"activation_offloading": True}, "activation_offloading=True is not supported: keep"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str, start: Any) -> None:

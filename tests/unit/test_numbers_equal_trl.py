@@ -40,6 +40,13 @@ DATA: dict[str, dict[str, Any]] = {
     "overridden": {"max_steps": 10, "max_length": 256, "pad_to_multiple_of": 256, "six_overrides": True}
     | {"eval_strategy": "steps", "eval_steps": 5},
 }
+DATA["settings"] = {
+    "max_steps": 8,
+    "trl_tpu": {"learning_rate_end": 1e-4, "lr_scheduler_type": "cosine", "total_batch_size": 16}
+    | {"frozen_parameters": "embed_tokens|layernorm"},
+    "trl": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}}
+    | {"gradient_accumulation_steps": 2, "frozen": "embed_tokens|layernorm"},
+}
 
 
 class Run(NamedTuple):
@@ -68,6 +75,11 @@ TWO_EPOCHS = [
     pytest.param(Run("XLA, 8 devices", "margins", False), marks=pytest.mark.long),
     pytest.param(Run("XLA, 8 devices", "margins", True), marks=pytest.mark.long),
 ]
+OTHER_NAMES = [
+    Run("plain torch", "settings", True),
+    Run("XLA, 8 devices", "settings", True),
+    pytest.param(Run("XLA, 1 device", "settings", False), marks=pytest.mark.long),
+]
 
 OVERRIDDEN = [Run(setting, "overridden", None) for setting in ("plain torch", "two processes", "XLA, 1 device")]
 
@@ -81,8 +93,8 @@ def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     runs = dict.fromkeys([*(Run("TRL", run.data, None) for run in own), *own])
     folder = tmp_path_factory.mktemp("runs")
     for name in {run.data for run in runs}:
-        source = real_pairs.SOURCES[-1] if name == "overridden" else name
-        pairs = tiny.made_up_pairs(80, margin=True) if name == "margins" else real_pairs.pairs_from(source, 600)
+        source, made_up = real_pairs.SOURCES[-1] if name == "overridden" else name, name in ("margins", "settings")
+        pairs = tiny.made_up_pairs(80, margin=True) if made_up else real_pairs.pairs_from(source, 600)
         columns = sorted({"prompt", "chosen", "rejected"} & set(pairs.column_names))
         tiny.save_tiny(folder / name / "model", [text for column in columns for text in pairs[column]])
         pairs.to_json(folder / name / "pairs.jsonl")
@@ -141,3 +153,8 @@ def test_a_subclass_that_overrides_six_methods(logged: dict[Run, Logs | str], ru
     for key in ("error", "twice", "eval_loss", "eval_error"):  # what the overrides leave there
         found, expected = ([entry[key] for entry in logs if key in entry] for logs in (ours, reference))  # type: ignore[index]
         assert len(expected) > 1 and found == pytest.approx(expected, abs=1e-6), key
+
+
+@pytest.mark.parametrize("run", OTHER_NAMES, ids=str)
+def test_settings_of_ours_are_what_trl_does_under_other_names(logged: dict[Run, Logs | str], run: Run) -> None:
+    assert_equal(logged, run, ("loss", "grad_norm", "learning_rate"))

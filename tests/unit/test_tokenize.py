@@ -118,6 +118,36 @@ def test_token_ids_pass_through_and_are_filtered() -> None:
     assert list(streamed) == [{"chosen_ids": [1, 2], "rejected_ids": [4], "margin": 1}]
 
 
+LONG = [  # and what is kept of each: its start, its end; None where nothing is left that tells the answers apart
+    (([1, 2, 3], [1, 2]), ([1, 2, 3], [1, 2]), ([1, 2, 3], [1, 2])),
+    (([1, 2, 3, 4, 5], [1, 2, 6]), ([1, 2, 3, 4], [1, 2, 6]), ([2, 3, 4, 5], [2, 6])),
+    (([1, 2, 3, 4, 5, 6, 7], [1, 2, 8]), ([1, 2, 3, 4], [1, 2, 8]), None),  # the shorter answer is among the first
+    (([1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7]), None, ([3, 4, 5], [3, 4, 6, 7])),
+    (([5, 1, 2, 3, 4], [6, 1, 2, 3, 4]), ([5, 1, 2, 3], [6, 1, 2, 3]), None),
+    (([9] * 5, [9] * 5), None, None),
+]
+
+
+@pytest.mark.parametrize("names", ["chosen_ids rejected_ids", "input_ids_chosen input_ids_rejected"])
+@pytest.mark.parametrize(("mode", "which"), [("keep_start", 1), ("keep_end", 2)])
+def test_long_pairs_are_cut_as_one(mode: str, which: int, names: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What a pair shares stays shared, and margins stay with their pairs; masks are cut with their tokens."""
+    keys, make = names.split(), prepare
+    rows = [dict(zip(keys, case[0], strict=True)) | {"margin": number} for number, case in enumerate(LONG)]
+    if names.startswith("input_ids"):
+        make = partial(prepare_legacy_dataset, processing_class=tiny_tokenizer(), num_proc=None, num_embeddings=100)
+        make = partial(make, name="train")
+        rows = [row | {key.replace("input_ids", "attention_mask"): row[key] for key in keys} for row in rows]
+    dataset, expected = Dataset.from_list(rows), {n: case[which] for n, case in enumerate(LONG) if case[which]}
+    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+        made = make(dataset, max_length=4, truncation_mode=mode)
+    for found in (list(made), list(make(dataset.to_iterable_dataset(), max_length=4, truncation_mode=mode))):
+        assert {row["margin"]: tuple(row[key] for key in keys) for row in found} == expected
+        assert all(row[key] == row.get(key.replace("input_ids", "attention_mask")) for row in found for key in keys)
+    dropped = len(LONG) - len(expected)
+    assert f"{5 - dropped} of 6 pairs cut to max_length=4" in caplog.text and f"{dropped} of 6 pairs d" in caplog.text
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_old_token_columns_are_renamed_with_trls_warning(streaming: bool) -> None:
     dataset: Any = Dataset.from_dict({"chosen_input_ids": [[1, 2]], "rejected_input_ids": [[4]]})

@@ -21,6 +21,7 @@ CASES = {
     "qwen3_moe:padded": {},
     "qwen3:packed": {"bf16": True, "remat": "dots"},
     "llama:packed": {"packed_attention": "expanded"},
+    "llama_grouped:packed": {"frozen_parameters": "layernorm|embed_tokens"},
 }
 LONG = ["qwen3:packed", "llama:packed"]
 every_case = pytest.mark.parametrize(

@@ -17,7 +17,6 @@ _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
 
 #: Settings that are honored nowhere, and what to do instead: by name, or as `name=` and what values have in them.
 LIMITS = {
-    "activation_offloading": "keep gradient_checkpointing=True, which recomputes activations, or use a larger mesh",
     "include_for_metrics=inputs": "leave it out, and read the evaluation data, whose order predictions have",
     "eval_do_concat_batches=False": "leave it out: compute_metrics is given one array of all pairs",
 }
@@ -52,6 +51,7 @@ XLA_LIMITS = {
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("max_length", "row_length", "max_shapes", "pad_to_multiple_of"), 1),
+    **dict.fromkeys(("total_batch_size", "max_eval_steps"), 1),
     **dict.fromkeys(("nonfinite_limit", "num_train_epochs", "save_interval_minutes"), 0),
 }
 
@@ -77,6 +77,12 @@ def check_values(args: Any) -> None:
                 raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, got {value}.')
     if args.packed_attention not in ("auto", "masks", "expanded"):
         raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
+    if args.truncation_mode not in (None, "keep_start", "keep_end"):
+        raise UserError(f"truncation_mode must be 'keep_start' or 'keep_end', got {args.truncation_mode!r}.")
+    try:
+        re.compile(args.frozen_parameters or "")
+    except re.error as error:
+        raise UserError(f"frozen_parameters={args.frozen_parameters!r} is no regular expression: {error}.") from error
     check_limits(args, LIMITS, "not supported")
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
 
@@ -117,6 +123,11 @@ def check_remat(args: Any) -> None:
         raise UserError(
             "scan_layers=True computes layers again in the backward: choose remat='full' or, to keep their matrix "
             "products, remat='dots', and leave gradient_checkpointing out."
+        )
+    if args.activation_offloading and not args.scan_layers and runtime.current().records_steps:
+        raise UserError(
+            "activation_offloading=True needs scan_layers=True on XLA: tried on layers one by one, the TPU's compiler "
+            "(libtpu 0.0.21) moves their inputs to the host, and then needs more memory than before."
         )
     options = args.activation_checkpointing_kwargs or {}
     if policy == Remat.DOTS and (options.get("use_reentrant") or options.get("context_fn")):

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
@@ -23,6 +24,12 @@ from .packing_option import Packing
 from .removed_arguments import RemovedArguments
 from .urls import is_url, private_folder
 
+#: Schedules of transformers that end at a rate, by those that end at 0, and what they call it.
+_ENDING = {
+    SchedulerType.LINEAR: (SchedulerType.POLYNOMIAL, "lr_end"),  # of power 1
+    SchedulerType.COSINE: (SchedulerType.COSINE_WITH_MIN_LR, "min_lr"),
+}
+
 
 @help_from_docstring
 @dataclass
@@ -30,7 +37,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     r"""Settings of a [`RewardTrainer`]: those of `trl.RewardConfig`, and those of the devices, the rows and the saves.
 
     Only what is special to reward models is described here; everything else is
-    [`~transformers.TrainingArguments`]'. `per_device_train_batch_size` counts pairs on each device of the mesh.
+    [`~transformers.TrainingArguments`]'.
 
     Parameters:
         learning_rate (`float`, *optional*, defaults to `1e-4`):
@@ -56,14 +63,22 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             A `.jinja` file, or a tokenizer's folder or Hub id, whose chat template to use.
         disable_dropout (`bool`, *optional*, defaults to `True`):
             Whether to set every dropout probability to 0.
+        frozen_parameters (`str`, *optional*):
+            A regular expression. Parameters in whose names it is found, such as `"embed_tokens|norm"`, do not train,
+            of adapters too; they are saved as the others.
 
         dataset_num_proc (`int`, *optional*):
             Worker processes that tokenize.
         eos_token (`str`, *optional*):
             The end-of-sequence token; the tokenizer's own by default.
         max_length (`int`, *optional*, defaults to `1024`):
-            Pairs with a longer dialogue, in tokens, are left out, and counted in the log. `None` keeps all. Nothing is
-            truncated.
+            Pairs with a longer dialogue, in tokens, are left out, and counted in the log, unless `truncation_mode`
+            cuts them. `None` keeps all.
+        truncation_mode (`str`, *optional*):
+            Cuts dialogues to `max_length` tokens, by the names of `trl.DPOConfig`: `"keep_start"` leaves out what
+            comes after, the end-of-sequence token too; `"keep_end"` the first tokens, as many of both dialogues of a
+            pair. A pair of which nothing is left that tells its answers apart is left out. The log counts both.
+            `trl-tpu score` never cuts: its `--max_length` leaves out.
         own_pad_token (`bool`, *optional*, defaults to `False`):
             Where padding would be the end-of-sequence token, pad with a token of its own, one that the vocabulary
             reserves where it has such. A reward is read at the last token that is not padding, so that it is then read
@@ -72,11 +87,23 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             The lengths of padded batches are rounded up to a multiple of this. `"auto"` does not round on plain torch;
             on XLA it pads to one of a few lengths chosen from the data, since each length is compiled once.
 
+        per_device_train_batch_size (`int`, *optional*, defaults to `8`):
+            Pairs on each device of the mesh, of a batch.
+        total_batch_size (`int`, *optional*):
+            Pairs of an update, over all devices and processes and over the batches that accumulate: the same on any
+            number of chips. It sets `per_device_train_batch_size`; or, where that is given,
+            `gradient_accumulation_steps`.
+        learning_rate_end (`float`, *optional*):
+            Where a `"linear"` or `"cosine"` schedule ends, in place of 0. Other schedules take their own
+            `lr_scheduler_kwargs`.
         center_rewards_coefficient (`float`, *optional*):
             Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
         eval_by (`str`, *optional*):
             A column of the evaluation data, such as "source": evaluation logs the accuracy of each of its labels, as
             `eval_accuracy/LABEL`, and their mean, `eval_mean_accuracy_over_groups`.
+        max_eval_steps (`int`, *optional*):
+            How many batches an evaluation takes at most, of the first pairs; `eval_pairs` then says of how many pairs
+            its metrics are. A prediction takes all.
         training_time_limit (`str`, *optional*):
             How long `train()` may take, such as "2h30m", "1d" or "90m". At the end of the step in which that is over
             training saves a checkpoint, whatever `save_strategy` says, and stops; `trainer.stopped_by` is then
@@ -92,7 +119,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             logs, and is no part of the logged loss. 0 trains on as TRL does. It is 0 with `fp16`, whose loss scale
             skips steps by itself, and with float16 weights, where infinite gradients come and go.
         activation_offloading (`bool`, *optional*, defaults to `False`):
-            Not supported: activations are recomputed instead (`gradient_checkpointing`).
+            Whether what the backward needs waits in the host's memory: of layers that `remat` computes again their
+            inputs; in plain torch of others all. On XLA it needs `scan_layers`. On a CPU it is there anyway.
 
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
             Whether to compute the tokens that a pair's two dialogues share, and those that pairs of a batch share,
@@ -152,17 +180,23 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     trust_remote_code: bool = False
     chat_template_path: str | None = None
     disable_dropout: bool = True
+    frozen_parameters: str | None = None
 
     # the data
     dataset_num_proc: int | None = None
     eos_token: str | None = None
     own_pad_token: bool = False
     max_length: int | None = 1024
+    truncation_mode: str | None = None
     pad_to_multiple_of: int | str | None = "auto"
 
     # the training
+    per_device_train_batch_size: int = None  # type: ignore[assignment]  # None is "not given" until __post_init__
+    total_batch_size: int | None = None
+    learning_rate_end: float | None = None
     center_rewards_coefficient: float | None = None
     eval_by: str | None = None
+    max_eval_steps: int | None = None
     training_time_limit: str | None = None
     save_interval_minutes: float | None = None
     nonfinite_limit: int = 3
@@ -206,6 +240,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
         self.packing = Packing.parse(self.packing)
         check_values(self)
+        is_given = self.per_device_train_batch_size is not None
+        if not is_given:
+            self.per_device_train_batch_size = TrainingArguments.per_device_train_batch_size
         if self.remat == Remat.NONE and not self.activation_checkpointing:
             self.gradient_checkpointing = False  # its True is only TRL's default
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
@@ -217,8 +254,11 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
+        _ = self.schedule  # which says what is wrong with it
         topology = runtime.current().topology()
         self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
+        if self.total_batch_size is not None:
+            self._divide(self.total_batch_size, is_given)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
 
     def _fit_to_runtime(self) -> None:
@@ -236,6 +276,25 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         if self.remat is not None:
             return Remat.parse(self.remat)
         return Remat.FULL if self.activation_checkpointing else Remat.NONE
+
+    @property
+    def schedule(self) -> tuple[SchedulerType, dict[str, Any]]:
+        """The learning rate's schedule in transformers, which ends at `learning_rate_end`, and its arguments.
+
+        Raises:
+            UserError: It cannot end there.
+        """
+        name, given = SchedulerType(self.lr_scheduler_type), dict(cast(Any, self.lr_scheduler_kwargs) or {})
+        if (end := self.learning_rate_end) is None:
+            return name, given
+        if name in _ENDING and given.keys() <= {"num_cycles"} and 0 <= end < self.learning_rate:
+            name, argument = _ENDING[name]
+            return name, given | {argument: end}
+        raise UserError(
+            f"learning_rate_end={end} is where lr_scheduler_type='linear' or 'cosine' ends, below learning_rate, here "
+            f"{self.learning_rate}; this is {name.value!r} with {given}. Leave it out and say all in "
+            "lr_scheduler_kwargs, such as {'lr_end': 1e-5} of 'polynomial', {'min_lr': 1e-5} of 'cosine_with_min_lr'."
+        )
 
     @property
     def time_limit(self) -> timedelta | None:
@@ -291,6 +350,30 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     def eval_batch_size(self) -> int:
         """Pairs in an evaluation batch, over all devices of the mesh."""
         return self._over_mesh(self.per_device_eval_batch_size, super().eval_batch_size)
+
+    def _divide(self, total: int, is_batch_given: bool) -> None:
+        """Set the pairs of a device or, where they are given, the batches that accumulate to ``total`` pairs.
+
+        Raises:
+            UserError: No whole number does.
+        """
+        shards = 1  # with split_batches a device's batch is that of all
+        if not cast(AcceleratorConfig, self.accelerator_config).split_batches:
+            processes = 1 if runtime.current().shares_mesh else self.world_size
+            shards = self.mesh_shape.batch_shards * processes * max(1, self.n_gpu)
+        batch, accumulated = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        unit = shards * accumulated * (batch if is_batch_given else 1)
+        count = 1 if is_batch_given and accumulated > 1 else max(1, round(total / unit))
+        if total != count * unit:
+            given = f" of per_device_train_batch_size={batch} pairs" if is_batch_given else ""
+            raise UserError(
+                f"total_batch_size={total} cannot be made of {shards} shard(s) of a batch{given} with "
+                f"gradient_accumulation_steps={accumulated}. The nearest that can is {count * unit}."
+            )
+        if is_batch_given:
+            self.gradient_accumulation_steps = accumulated * count
+        else:
+            self.per_device_train_batch_size = count
 
     def _over_mesh(self, per_device: int, native: int) -> int:
         if not runtime.current().shares_mesh:

@@ -26,13 +26,14 @@ def prepare_legacy_dataset(
     max_length: int | None,
     num_proc: int | None,
     name: str,
+    truncation_mode: str | None = None,
 ) -> Dataset | IterableDataset:
     """Prepare pairs in the columns of TRL 0.14 to 0.23: checked where they are there, made from raw rows where not.
 
     Messages are rendered by the chat template, and their text takes the place of the messages in the columns. An
     explicit prompt is *not* part of what is tokenized: those versions left it out, and their numbers are kept; a
-    warning says so. Other columns, ``margin`` among them, stay. Pairs longer than ``max_length`` are left out, with a
-    warning (those versions kept tokenized ones).
+    warning says so. Other columns, ``margin`` among them, stay. Pairs longer than ``max_length`` are cut or left
+    out, with a warning (those versions kept tokenized ones).
 
     Args and errors are those of `trl_tpu.data.tokenize.prepare_preference_dataset`.
 
@@ -61,7 +62,8 @@ def prepare_legacy_dataset(
         dataset = map_rows(dataset, _render, num_proc, name, with_indices=True, fn_kwargs=settings)
         settings = {"tokenizer": processing_class}
         dataset = map_rows(dataset, _tokenize, num_proc, name, batched=True, fn_kwargs=settings)
-    return keep_fitting(dataset, OLD_TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name)
+    more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
+    return keep_fitting(dataset, OLD_TOKEN_COLUMNS, num_embeddings=num_embeddings, name=name, **more)
 
 
 def _render(row: dict[str, Any], index: int, processing_class: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:

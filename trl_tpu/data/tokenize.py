@@ -32,8 +32,9 @@ def prepare_preference_dataset(
     max_length: int | None,
     num_proc: int | None,
     name: str,
+    truncation_mode: str | None = None,
 ) -> Dataset | IterableDataset:
-    """Check the rows, tokenize them, and leave out the pairs that are too long.
+    """Check the rows, tokenize them, and cut or leave out the pairs that are too long.
 
     Text gets the tokenizer's end-of-sequence token where it does not end with it; messages are rendered by the chat
     template, with the row's ``tools`` (a list, or JSON text) and ``chat_template_kwargs``, and get nothing more. An
@@ -44,9 +45,10 @@ def prepare_preference_dataset(
         dataset: Rows of any form that `checks` accepts. A stream is checked and tokenized row by row as it is read.
         processing_class: The tokenizer, its special tokens and chat template as training shall use them.
         num_embeddings: Rows of the model's embedding table, which token ids must not pass.
-        max_length: The most tokens a dialogue may have; None keeps all. Nothing is ever truncated.
+        max_length: The most tokens a dialogue may have; None keeps all.
         num_proc: Worker processes for a dataset (not for a stream).
         name: What errors and logs call the dataset, "train" say.
+        truncation_mode: See `keep_fitting`.
 
     Returns:
         The dataset with the columns ``chosen_ids`` and ``rejected_ids``, already measured: see `measure.measure`.
@@ -76,7 +78,8 @@ def prepare_preference_dataset(
         dataset = map_rows(
             dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, fn_kwargs=settings
         )
-    return keep_fitting(dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, max_length=max_length, name=name)
+    more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
+    return keep_fitting(dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, name=name, **more)
 
 
 def map_rows(
@@ -172,8 +175,10 @@ def keep_fitting(
     num_embeddings: int,
     max_length: int | None,
     name: str,
+    truncation_mode: str | None = None,
+    num_proc: int | None = None,
 ) -> Dataset | IterableDataset:
-    """Check the token ids, and leave out the pairs that are too long; count them, and pairs of equals, in the log.
+    """Check the token ids, and cut or leave out pairs that are too long; count them, and pairs of equals, in the log.
 
     Args:
         dataset: Tokenized pairs. A stream is checked, its margins too, as it is read, and nothing is logged of it.
@@ -181,6 +186,9 @@ def keep_fitting(
         num_embeddings: Rows of the model's embedding table.
         max_length: The most tokens a dialogue may have; None keeps all.
         name: What the log calls the dataset.
+        truncation_mode: "keep_start" cuts what is beyond ``max_length``, "keep_end" the first tokens: of both
+            dialogues as many as the longer one has too many, so that what they share stays shared. None cuts nothing.
+        num_proc: Worker processes that cut.
 
     Returns:
         The pairs that fit; those of a dataset measured in the same pass: see `measure.measure`.
@@ -189,6 +197,10 @@ def keep_fitting(
         UserTypeError: A column does not hold lists of integers.
         UserError: A dialogue without tokens, an id that the model lacks, or no pair that fits.
     """
+    whole = dataset
+    if truncation_mode is not None and max_length is not None:
+        limit = {"columns": columns, "max_length": max_length, "truncation_mode": truncation_mode}
+        dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=limit)
     if isinstance(dataset, IterableDataset):
         settings = {"columns": columns, "num_embeddings": num_embeddings, "max_length": max_length, "name": name}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
@@ -219,6 +231,10 @@ def keep_fitting(
             "`max_length` to keep them."
         )
         dataset = dataset.select(np.flatnonzero(longest_N <= max_length))
+    if truncation_mode is not None and max_length is not None:
+        longest_N = np.concatenate([lengths_of(table, columns).max(axis=0) for table in tables_of(whole, columns)])
+        cut = (longest_N > max_length).sum() - dropped
+        logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
     if same := int((measured.sizes_N == measured.lengths.prefix_P).sum()):
         logger.warning(
             f"{name} dataset: in {same} of {kept} pairs, chosen and rejected are the same tokens. They are kept, but "
@@ -226,6 +242,23 @@ def keep_fitting(
         )
     remember(dataset, measured)
     return dataset
+
+
+def _cut(row: Mapping[str, Any], columns: tuple[str, str], max_length: int, truncation_mode: str) -> dict[str, Any]:
+    """Return what is kept of a pair's token ids, and of their masks in the old columns; nothing if it stays as it is.
+
+    So it does where nothing would be left that tells the dialogues apart, and is then left out; and where it is no
+    pair, which its check says.
+    """
+    dialogues = [() if row[key] is None else row[key] for key in columns]
+    excess = max(map(len, dialogues)) - max_length
+    first = excess if truncation_mode == "keep_end" else 0
+    kept = slice(first, first + max_length)
+    chosen, rejected = (list(ids[kept]) for ids in dialogues)
+    if excess <= 0 or not chosen or not rejected or chosen == rejected:
+        return {}
+    names = [*columns, *(key.replace("input_ids", "attention_mask") for key in columns)]
+    return {key: row[key][kept] for key in names if key in row}
 
 
 def _fits(

@@ -29,6 +29,7 @@ from .chat_template import set_chat_template
 from .dropout import disable_dropout_in_model
 from .engines import tell_engines
 from .experts import use_static_experts
+from .frozen import freeze
 from .layers import find_layers
 from .load import check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
 from .positions import learned_positions
@@ -124,6 +125,7 @@ def build_reward_model(
     elif is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=checkpointing)
     warn_if_head_is_frozen(model)
+    freeze(model, args.frozen_parameters)
     if args.disable_dropout:
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
@@ -169,6 +171,7 @@ def build_dataset(
         max_length=args.max_length,
         num_proc=args.dataset_num_proc,
         name=name,
+        truncation_mode=args.truncation_mode,
     )
     return _check_positions(prepared, model, name, OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)
 

@@ -45,7 +45,7 @@ class ShardReport:
             shape = "x".join(map(str, self.shapes[name])) or "scalar"
             axes = ", ".join(_text(each) for each in placement.axes)
             over = f"[{axes}]" if placement.is_sharded else "replicated"
-            key = (re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name), shape, over, placement.reason)
+            key = (kind_of(name), shape, over, placement.reason)
             kinds.setdefault(key, []).append(name)
         rows: list[tuple[str, ...]] = []
         for (pattern, shape, over, reason), names in kinds.items():
@@ -53,6 +53,11 @@ class ShardReport:
             count = f"{len(names)} x " if len(names) > 1 else ""
             rows.append((pattern, f"{count}{shape}", over, _mib(held), reason))
         return rows
+
+
+def kind_of(name: str) -> str:
+    """Return a parameter's name without the number of its layer: ``model.layers.*.mlp.up_proj.weight``."""
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

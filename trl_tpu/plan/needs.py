@@ -77,7 +77,8 @@ def _kept(layout: Layout) -> int:
     Those are inputs; unless remat is full what products give, and with none also what they take.
     """
     model, tokens = layout.workload.model, layout.tokens_per_shard
-    inputs = model.residual_bytes * model.hidden * model.layers * tokens
+    in_memory = not layout.workload.args.activation_offloading  # else with the host
+    inputs = model.residual_bytes * model.hidden * model.layers * tokens * in_memory
     if layout.remat == Remat.FULL:
         return inputs
     products = [weight for weight in model.weights if weight.in_layer and weight.kind in ("matrix", "experts")]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from ..runtime import PartitionSpec
 from ..runtime.native import DeviceLoader
+from ..runtime.scan import OnHost
 from ..runtime.xla import XlaRuntime
 from .compile import TracedProgram
 
@@ -63,6 +64,9 @@ class PlaceholderRuntime(XlaRuntime):
 
         write_kernels_for_libtpu()
         return splash_attention
+
+    def activations_on_host(self) -> OnHost:
+        return OnHost()
 
     # ---- tensors without data
 

@@ -5,11 +5,13 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
@@ -227,6 +229,13 @@ class Runtime:
 
         Operations of plain torch run in order.
         """
+
+    def activations_on_host(self) -> AbstractContextManager[Any]:
+        """Return a context in which a forward keeps what the backward needs in the memory of the host.
+
+        Of layers that are computed again that is their inputs; on XLA it is of a loop's layers alone.
+        """
+        return save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
         """Make layers that transformers marked for activation checkpointing recompute in a way the device supports.

@@ -8,7 +8,7 @@ this needs no barriers.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_flat
+from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
 
 from .base import PartitionSpec
 from .native import Runtime
@@ -90,6 +91,18 @@ def _once(layer: nn.Module) -> Iterator[None]:
         layer.gradient_checkpointing = checkpointing
 
 
+class OnHost(AbstractContextManager[None]):
+    """A context in which the inputs of a loop's layers wait for the backward in the memory of the host."""
+
+    is_open = 0
+
+    def __enter__(self) -> None:
+        OnHost.is_open += 1
+
+    def __exit__(self, *_: object) -> None:
+        OnHost.is_open -= 1
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -107,6 +120,7 @@ class _Scan(torch.autograd.Function):
         fixed, weights = list(tensors[:count]), list(tensors[count:])
         ctx.trained = [weight.requires_grad for weight in weights]
         saves = any(ctx.needs_input_grad)
+        ctx.on_host = on_host = bool(OnHost.is_open)
 
         def step(carry: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
             hidden, *fixed = carry
@@ -115,7 +129,7 @@ class _Scan(torch.autograd.Function):
             xm.optimization_barrier_([hidden])
             with torch.no_grad(), Keeping(keep) as keeping:
                 output = run(hidden, fixed, _as_parameters(weights, [False] * len(weights)))
-            return [output, *fixed], [hidden, *keeping.kept] if saves else []
+            return [output, *fixed], [place_to_host(hidden) if on_host else hidden, *keeping.kept] if saves else []
 
         carry, saved = _scan_impl_flat(step, [hidden, *fixed], weights)
         ctx.save_for_backward(*fixed, *weights, *saved)
@@ -131,7 +145,7 @@ class _Scan(torch.autograd.Function):
             gradient, *fixed = carry
             weights = _as_parameters(slices[:count], trained)
             hidden, *kept = slices[count:]
-            hidden = hidden.detach().requires_grad_()
+            hidden = (place_to_device(hidden) if ctx.on_host else hidden).detach().requires_grad_()
             with torch.enable_grad(), ctx.autocast(), Reusing(ctx.keep, kept):
                 output = ctx.run(hidden, fixed, weights)
             wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]

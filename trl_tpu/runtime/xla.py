@@ -6,6 +6,7 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .kernels.plain import MATMULS, einsum, segment_attention
 from .layout import MeshSharding, laid_out, shard_count
 from .native import DeviceLoader, Runtime, peak_resident_bytes
 from .remat import recompute
-from .scan import scan_layers
+from .scan import OnHost, scan_layers
 from .shard_map import shard_map
 from .slices import make_mesh, reported_slices
 
@@ -175,6 +176,10 @@ class XlaRuntime(Runtime):
         if tensors[0].device.type != "xla" or not hasattr(self, "_mesh"):
             return function(*tensors)  # on the host, or outside a trainer
         return shard_map(self._mesh, function, tensors, axes, result_axes)
+
+    def activations_on_host(self) -> AbstractContextManager[Any]:
+        # torch_xla moves nothing on a CPU, whose devices have the host's memory
+        return OnHost() if xr.device_type() == "TPU" else nullcontext()
 
     def _recomputing(self, layer: nn.Module, policy: Remat) -> Callable[..., Any]:
         return functools.partial(recompute, layer, _kept_operations(policy))

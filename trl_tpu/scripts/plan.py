@@ -22,6 +22,7 @@ from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.chat_template import set_chat_template
+from trl_tpu.modeling.frozen import freeze
 from trl_tpu.modeling.load import explaining, load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
@@ -106,7 +107,8 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
     fields = {each.name for each in dataclasses.fields(RewardConfig) if each.init} - _DECIDED_BY_REMAT
     compile_layout = compile_layout or partial(
         layers.compile_layout,
-        arguments={name: value for name, value in vars(given).items() if name in fields},
+        arguments={name: value for name, value in vars(given).items() if name in fields}
+        | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None},
         peft_config=get_peft_config(model_args),
         depths=depths,
     )
@@ -172,4 +174,5 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     if (peft_config := get_peft_config(model_args)) is not None:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
+    freeze(model, args.frozen_parameters)
     return Workload(model, args, assumed_pair(args) if tokens is None else measure(tokens).lengths, tokens)

@@ -1,6 +1,5 @@
 """RewardTrainer: `trl.RewardTrainer`'s constructor and methods, on PyTorch/XLA or plain torch."""
 
-import contextlib
 import inspect
 import logging
 import os
@@ -106,7 +105,6 @@ class RewardTrainer(DeviceTrainer):
     _tag_names = ["trl", "reward-trainer"]
     # what methods read that are pasted from TRL
     _total_train_tokens, _tp_size = 0, 1
-    maybe_activation_offload_context: Any = contextlib.nullcontext()
 
     def __init__(
         self,
@@ -352,6 +350,8 @@ class RewardTrainer(DeviceTrainer):
             metrics = of_last_batch(is_last=True) if measures_batches else compute_metrics(prediction)
         # what is stopped, saved or kept because of a metric has to be the same in every process
         own = self.__measure(found, metric_key_prefix)
+        if description == "Evaluation" and args.max_eval_steps is not None:
+            own["pairs"] = len(next(iter(found.values()), ()))
         metrics = ours.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
         prefix = f"{metric_key_prefix}_"
         empty = np.zeros((0, 2), dtype=np.float32)
@@ -435,7 +435,8 @@ class RewardTrainer(DeviceTrainer):
         dataset = self.__evaluated
         if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
             return None
-        return dataset if count == len(dataset) or self.args.dataloader_drop_last else None
+        is_part = self.args.dataloader_drop_last or self.args.max_eval_steps is not None
+        return dataset if count == len(dataset) or is_part else None
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
-from transformers import PreTrainedModel, ProgressCallback, Trainer
-from transformers.trainer_utils import HubStrategy
+from transformers import PreTrainedModel, ProgressCallback, Trainer, get_scheduler
+from transformers.trainer_utils import HubStrategy, has_length
 
 from ..batching.batch_plan import BatchPlan
 from ..checkpoint.aside import fill_aside
@@ -98,6 +98,10 @@ class DeviceTrainer(Trainer):
     """The folder, or URL, of the last save, which after a stop is that of its step."""
     checkpointer = Shown(lambda self: self.trl_tpu.checkpointer)
     batch_plan = Shown(lambda self: self.trl_tpu.batch_plan)
+    maybe_activation_offload_context = Shown(
+        lambda self: current().activations_on_host() if self.args.activation_offloading else contextlib.nullcontext()
+    )
+    """What a forward runs in, by TRL's name."""
     shard_report = Shown(lambda self: self.__shards)
 
     @cached_property
@@ -121,10 +125,12 @@ class DeviceTrainer(Trainer):
 
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
+        of_all = sum(parameter.numel() for parameter in self.model.parameters())
         precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
         return (
             f"Training on {current().topology().description}: {choice().reason}\n"
-            f"Computing in {precision}\n{self.__shards}\n"
+            f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {of_all:,} parameters train\n"
+            f"{self.__shards}\n"
             f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.describe()}"
         )
 
@@ -217,6 +223,7 @@ class DeviceTrainer(Trainer):
         stack = super().compute_loss_context_manager()
         if self.args.bf16:
             stack.enter_context(torch.autocast(self.args.device.type, dtype=torch.bfloat16))
+        stack.enter_context(self.maybe_activation_offload_context)
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -243,6 +250,9 @@ class DeviceTrainer(Trainer):
         dataloader_key: str | None = None,
     ) -> Any:
         processes = self.accelerator.num_processes
+        if description == "Evaluation" and (steps := self.args.max_eval_steps) is not None:
+            pairs = steps * batch_size * (1 if self.accelerator.split_batches else processes)
+            dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         if not current().shares_mesh:
@@ -299,6 +309,11 @@ class DeviceTrainer(Trainer):
             accumulates = self.__accumulates or ours.batch_plan.accumulates
             if ours.step_state.prepare(self.model, self.__shards.placements, optimizer_of_torch, accumulates):
                 ours.nonfinite.skip_on_device(optimizer_of_torch)
+        if self.lr_scheduler is None and self.args.learning_rate_end is not None:
+            (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
+            scheduled: Any = optimizer or self.optimizer
+            self.lr_scheduler = get_scheduler(name, scheduled, warmup, num_training_steps, arguments)
+            self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:

@@ -12,9 +12,9 @@ from ..errors import UserError
 
 _SETTINGS = (
     *("seed", "data_seed", "gradient_accumulation_steps"),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
+    *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("center_rewards_coefficient", "disable_dropout", "bf16", "nonfinite_limit"),
+    *("center_rewards_coefficient", "disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
 )
 
 

@@ -1,0 +1,213 @@
+"""Settings of ours that TRL has not, or has under other names: what they do to a training, and where they come from.
+
+That losses are TRL's under them, on every runtime, is in `tests/unit/test_numbers_equal_trl.py`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.errors import UserError
+from trl_tpu.runtime.native import Runtime
+from trl_tpu.scripts.reward import make_parser
+
+FROZEN = "embed_tokens|layernorm"
+SETTINGS: dict[str, Any] = {
+    "activation_offloading": True,
+    "frozen_parameters": FROZEN,
+    "learning_rate_end": 1e-5,
+    "max_eval_steps": 2,
+    "total_batch_size": 12,
+    "truncation_mode": "keep_end",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pairs = tiny.made_up_pairs(100)
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [text for row in pairs for text in row.values()])
+
+
+def config(out: Path, **settings: Any) -> RewardConfig:
+    defaults = {"report_to": "none", "disable_tqdm": True, "bf16": False, "learning_rate": 1e-3, "max_steps": 4}
+    return RewardConfig(str(out), **defaults | {"logging_steps": 1, "save_strategy": "no"} | settings)
+
+
+def trained(folder: str, args: RewardConfig, resume: bool = False, **arguments: Any) -> RewardTrainer:
+    trainer = RewardTrainer(folder, args, train_dataset=tiny.made_up_pairs(64), **arguments)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer: RewardTrainer) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_they_come_from_the_command_line_and_from_yaml(tmp_path: Path) -> None:
+    lines = [f"{name}: {value}" for name, value in SETTINGS.items()]
+    (tmp_path / "c.yaml").write_text("\n".join(lines))
+    quiet = ["--output_dir", str(tmp_path), "--report_to", "none", "--dataset_name", "x"]
+    flags = " ".join(f"--{line}" for line in lines).replace(":", "")
+    for words in (flags, f"--config {tmp_path}/c.yaml"):
+        args = make_parser().parse_args_and_config([*quiet, *words.split()])[1]
+        assert {name: getattr(args, name) for name in SETTINGS} == SETTINGS
+        assert args.per_device_train_batch_size == 12
+
+
+# ---- frozen_parameters
+
+
+def test_frozen_parameters_stay_and_are_saved_and_resumed_as_the_others(folder: str, tmp_path: Path) -> None:
+    saves = {"frozen_parameters": FROZEN, "save_strategy": "steps", "save_steps": 2}
+    trainer = trained(folder, config(tmp_path / "whole", **saves))
+    before, after = (load_file(f"{each}/model.safetensors") for each in (folder, tmp_path / "whole/checkpoint-4"))
+    same = {name for name, weight in before.items() if torch.equal(after[name], weight)}
+    frozen = {name for name in before if "embed_tokens" in name or "layernorm" in name}
+    assert before.keys() == after.keys() and same == frozen and "model.norm.weight" not in same
+    with_state = {id(parameter) for parameter in trainer.optimizer.optimizer.state}  # type: ignore[union-attr]
+    assert with_state == {id(each) for name, each in trainer.model.named_parameters() if name not in frozen}
+    count = sum(weight.numel() for weight in before.values())
+    moved = count - sum(before[name].numel() for name in frozen)
+    assert f"{moved:,} of {count:,} parameters train" in trainer.describe()
+
+    trained(folder, config(tmp_path / "resumed", **saves | {"max_steps": 2}))
+    resumed = trained(folder, config(tmp_path / "resumed", **saves, lr_scheduler_type="linear"), resume=True)
+    assert resumed.state.global_step == 4
+    for name, weight in resumed.model.state_dict().items():
+        if name in frozen:
+            assert torch.equal(weight, before[name])
+
+
+def test_of_adapters_what_would_train_is_frozen(folder: str, tmp_path: Path) -> None:
+    peft_config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    args = config(tmp_path, frozen_parameters="lora_A|embed")
+    trainer = RewardTrainer(folder, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
+    kinds = {name.split(".")[-3] for name, each in trainer.model.named_parameters() if each.requires_grad}
+    assert kinds == {"lora_B", "modules_to_save"}
+
+
+CASES = [("lm_head", "no parameters"), (".", "all parameters"), ("(", "is no regular expression")]
+
+
+@pytest.mark.parametrize(("pattern", "words"), CASES)
+def test_what_freezes_nothing_or_everything_is_refused(pattern: str, words: str, folder: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words) as raised:
+        RewardTrainer(folder, config(tmp_path, frozen_parameters=pattern), train_dataset=tiny.made_up_pairs(8))
+    assert pattern == "(" or "model.layers.*.mlp.up_proj.weight, " in str(raised.value)
+
+
+# ---- learning_rate_end
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "share"),
+    [
+        ("linear", {}, lambda done: 1 - done),
+        ("cosine", {"num_cycles": 1}, lambda done: (1 + torch.cos(torch.tensor(2 * torch.pi * done)).item()) / 2),
+    ],
+)
+def test_the_rate_decays_to_its_end_at_every_step(
+    kind: str, more: dict[str, Any], share: Any, folder: str, tmp_path: Path
+) -> None:
+    settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": more, "warmup_steps": 2, "max_steps": 7}
+    trainer = trained(folder, config(tmp_path, learning_rate_end=4e-4, **settings))
+    rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
+    decay = [4e-4 + 6e-4 * share(step / 5) for step in range(5)]
+    assert rates == pytest.approx([0, 5e-4, *decay], abs=1e-9)
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(4e-4 + 6e-4 * share(1))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler_type": "polynomial"},
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+        {"learning_rate": 1e-4},
+    ],
+)
+def test_an_end_that_the_schedule_does_not_have_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="learning_rate_end=0.0001.*{'lr_end': 1e-5} of 'polynomial'"):
+        config(tmp_path, learning_rate_end=1e-4, **settings)
+
+
+# ---- total_batch_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "made"),
+    [
+        ({}, (24, 1)),
+        ({"gradient_accumulation_steps": 3}, (8, 3)),
+        ({"per_device_train_batch_size": 8}, (8, 3)),  # which is also the default
+        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 4}, (6, 4)),
+    ],
+)
+def test_a_total_batch_sets_what_is_not_given(settings: dict[str, Any], made: tuple[int, int], tmp_path: Path) -> None:
+    args = config(tmp_path, total_batch_size=24, **settings)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == made
+
+
+@pytest.mark.parametrize(
+    ("settings", "nearest"),
+    [
+        ({"gradient_accumulation_steps": 5}, 25),
+        ({"per_device_train_batch_size": 16}, 32),
+        ({"per_device_train_batch_size": 50}, 50),
+        ({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, 16),
+    ],
+)
+def test_a_total_batch_that_cannot_be_made_is_refused(settings: dict[str, Any], nearest: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"total_batch_size=24 cannot be made.*The nearest that can is {nearest}."):
+        config(tmp_path, total_batch_size=24, **settings)
+
+
+# ---- max_eval_steps
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_evaluation_takes_the_first_batches_and_a_prediction_all(
+    streams: bool, folder: str, tmp_path: Path
+) -> None:
+    pairs: Any = tiny.made_up_pairs(11, seed=3)
+    args = config(tmp_path, max_eval_steps=2, per_device_eval_batch_size=4)
+    trainer = RewardTrainer(folder, args, train_dataset=tiny.made_up_pairs(8))
+    found = trainer.evaluate(pairs.to_iterable_dataset() if streams else pairs)
+    assert found["eval_pairs"] == 8 and "eval_pairs" not in trainer.predict(pairs).metrics  # type: ignore[operator]
+    assert len(trainer.predict(pairs).predictions) == 11
+    args.max_eval_steps = None
+    expected = trainer.evaluate(pairs.select(range(8)))
+    names = [name for name in expected if not name.endswith(("runtime", "second"))]
+    known = names if not streams else [name for name in names if "length" not in name]
+    assert {name: found[name] for name in known} == {name: expected[name] for name in known}
+
+
+# ---- activation_offloading
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_what_the_backward_needs_waits_on_the_host(
+    remat: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU tensors stay where they are; so here the host's memory is numpy's, which shows what is moved."""
+    kept = losses(trained(folder, config(tmp_path, remat=remat)))
+    offloaded = trained(folder, config(tmp_path, remat=remat, activation_offloading=True))
+    assert isinstance(offloaded.maybe_activation_offload_context, save_on_cpu)
+    assert losses(offloaded) == kept
+    moved: list[tuple[int, ...]] = []
+
+    def move(tensor: torch.Tensor) -> Any:
+        moved.append(tuple(tensor.shape))
+        return tensor.detach().numpy().copy()
+
+    monkeypatch.setattr(Runtime, "activations_on_host", lambda _: saved_tensors_hooks(move, torch.from_numpy))
+    trainer = trained(folder, config(tmp_path, remat=remat, activation_offloading=True, max_steps=1))
+    assert losses(trainer) == kept[:1]
+    of_layers = [shape for shape in moved if len(shape) == 3 and shape[-1] == 32]
+    assert 2 <= len(of_layers) <= 6 if remat == "full" else len(of_layers) > 10
