@@ -56,7 +56,9 @@ def logged(trainer: RewardTrainer) -> list[dict[str, float]]:
 
 def evaluated(model: str, folder: Path) -> dict[str, float]:
     """Of 13 pairs, whose last batch one of two processes fills up with others; without times."""
-    trainer = make_trainer(model, folder, center_rewards_coefficient=0.1, per_device_eval_batch_size=4)
+    trainer = make_trainer(
+        model, folder, center_rewards_coefficient=0.1, per_device_eval_batch_size=4, max_eval_steps=None
+    )
     return untimed(trainer.evaluate(tiny.made_up_pairs(13, seed=7, margin=True)))
 
 
