@@ -25,6 +25,7 @@ max_length: 256
 truncation_mode: keep_end
 center_rewards_coefficient: 0.1
 max_steps: 12
+max_shapes: 2
 logging_steps: 1
 do_eval: true
 bf16: false
