@@ -8,6 +8,7 @@ own. What cannot run here is marked ``no-run``, and its flags are read by the co
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import io
 import os
 import re
@@ -23,7 +24,7 @@ import pytest
 from places import EXAMPLES, ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from trl_tpu import RewardConfig, cli
+from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES
 from trl_tpu.parallel.rules import Rules
 from trl_tpu.scripts import export, plan, report, reward, score, synthetic
@@ -60,6 +61,8 @@ def checkout(folder: Path) -> Path:
         (folder / name).symlink_to(ROOT / name)
     language_model = folder / "Qwen" / "Qwen2.5-0.5B-Instruct"
     Path(synthetic.resolve_model("synthetic:tiny", str(language_model.parent))).rename(language_model)
+    (folder / "meta-llama").mkdir()
+    (folder / "meta-llama" / "Llama-3.1-8B-Instruct").symlink_to(language_model)
     model = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1)
     synthetic.tiny_tokenizer().save_pretrained(folder / "runs" / "quickstart")
     model.save_pretrained(folder / "runs" / "quickstart")
@@ -214,6 +217,16 @@ def test_the_fields_that_trl_has_not_are_fields() -> None:
         r"`RewardConfig` has (.+?)\.\n- ", pages.prose(GUIDES / "differences_from_trl.md"), re.DOTALL
     )
     assert set(pages.quoted(fields)) <= {each.name for each in dataclasses.fields(RewardConfig)}
+
+
+def test_every_field_of_easydel_has_one_row_and_what_replaces_it_is_there() -> None:
+    rows = re.findall(r"^\| (`.+?) \| (.*?) ?\| .*\|$", pages.prose(GUIDES / "from_easydel.md"), re.MULTILINE)
+    theirs = [name for names, _ in rows for name in pages.quoted(names)]
+    assert len(theirs) == len(set(theirs)) == 133  # of its 0.3.0
+    ours = {name for names, own in rows for name in pages.quoted(names if own == "the same" else own)}
+    fields = {each.name for kind in (RewardConfig, ModelConfig, ScriptArguments) for each in dataclasses.fields(kind)}
+    commands = {f"trl-tpu {name}" for name in cli.COMMANDS}
+    assert ours <= fields | commands | set(inspect.signature(RewardTrainer).parameters)
 
 
 def test_the_sharding_plan_that_is_shown_fits_a_llama(tmp_path: Path) -> None:
