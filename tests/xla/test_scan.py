@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import torch
 import torch_xla.debug.metrics as met
 from chosen import chosen
 from families import family
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCal
 
 from trl_tpu import RewardTrainer
 from trl_tpu.modeling.layers import ScanImpossible, find_layers
+from trl_tpu.runtime import current, scan
 
 CASES = {
     "llama:padded": {},
@@ -96,6 +98,32 @@ def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[
     assert watching.compiled[7] == watching.compiled[2]  # the second training has the first one's programs
     assert all(names < own.keys() for names in watching.names)  # one layer's
     assert all(own[name] is parameter for name, parameter in trainer.model.named_parameters())
+
+
+def test_inputs_that_wait_on_the_host_change_no_loss(
+    config: Callable[..., Any], model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU's devices take no placement, as they have the host's memory: copies stand for what is placed."""
+    placed: list[int] = []
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        placed.append(tensor.dim())
+        return tensor.clone()
+
+    monkeypatch.setattr(scan, "place_to_host", place)
+    monkeypatch.setattr(scan, "place_to_device", place)
+    settings = {"packing": False, "pad_to_multiple_of": 64, "max_steps": 3, "logging_steps": 1}
+    found = []
+    for on_host in (False, True):
+        args = config(scan_layers=True, activation_offloading=True, **settings)
+        trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
+        trainer.train()
+        found.append(losses(trainer))
+        assert (3 in placed) == on_host
+        monkeypatch.setattr(type(current()), "activations_on_host", lambda _: scan.OnHost())
+    assert found[1] == pytest.approx(found[0], abs=1e-7)
+    with pytest.raises(ValueError, match="activation_offloading=True needs scan_layers=True on XLA"):
+        config(activation_offloading=True)
 
 
 def test_layers_that_differ_are_refused_by_name() -> None:
