@@ -42,7 +42,10 @@ _MODULES = {
 _OLD_NAMES = {
     "RewardScriptArguments": "scripts.utils",
     "conversations_formatting_function": "data.formats",
-    "get_act_offloading_ctx_manager": "trainer.utils",
+    **dict.fromkeys(
+        ["compute_accuracy", "disable_dropout_in_model", "get_act_offloading_ctx_manager"], "trainer.utils"
+    ),
+    "DataCollatorForPreference": "trainer.reward_trainer",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

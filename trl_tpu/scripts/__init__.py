@@ -1,12 +1,3 @@
-"""The main jobs, one a file, and what their command lines share."""
+"""The main jobs, one a file, and what their command lines share; as in TRL, their names are here too."""
 
-import importlib
-from typing import Any
-
-_NAMES = ("DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module("trl_tpu"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+from .. import __getattr__ as __getattr__
