@@ -13,7 +13,7 @@ from transformers import EvalPrediction, PreTrainedModel
 from ..data.collators import DataCollatorForPreference as DataCollatorForPreference
 from ..data.collators import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
 from ..data.formats import remove_none_values as remove_none_values
-from ..data.tokenize import main_processes_first
+from ..data.tokenize import main_processes_first as global_then_local_main_first  # noqa: F401
 from ..modeling.adapters import get_kbit_device_map as get_kbit_device_map
 from ..modeling.adapters import get_peft_config as get_peft_config
 from ..modeling.adapters import get_quantization_config as get_quantization_config
@@ -21,8 +21,6 @@ from ..modeling.dropout import disable_dropout_in_model as disable_dropout_in_mo
 from ..modeling.load import get_config_model_id as get_config_model_id
 
 logger = logging.getLogger(__name__)
-
-global_then_local_main_first = main_processes_first
 
 
 def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
