@@ -54,6 +54,7 @@ def test_rewards_by_the_model_that_the_loss_assumes_are_calibrated_and_wider_one
 
 @given(margins)
 @example(np.array([-1.999999999999993, 0, 0, 0, 0]))
+@example(np.array([5e-324]))
 def test_a_histogram_has_every_margin_once_and_an_edge_at_zero(margins_N: np.ndarray) -> None:
     found = distribution_of(margins_N)
     assert sum(found.counts) == len(margins_N) and len(found.edges) == len(found.counts) + 1 <= 42

@@ -32,7 +32,7 @@ def distribution_of(values_N: np.ndarray) -> Distribution:
 
     The histogram's bins are of equal width on either side of 0, so that no bin of margins has right and wrong ones.
     """
-    most = float(np.abs(values_N).max()) or 1.0
+    most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bins need a width
     counts, edges = np.histogram(values_N, bins=_BINS, range=(-most, most))
     return Distribution(
         mean=float(values_N.mean()),
