@@ -1,3 +1,12 @@
-"""The main jobs, one a file, and what their command lines share; as in TRL, their names are here too."""
+"""The main jobs, one a file, and what their command lines share; as in TRL, its names are here too."""
 
-from .. import __getattr__ as __getattr__
+from typing import Any
+
+from .. import _MODULES
+from .. import __getattr__ as _of_the_package
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES["scripts.utils"]:  # and not `score`, which is a function there and a module here
+        return _of_the_package(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
