@@ -39,14 +39,9 @@ _MODULES = {
     "trainer.utils": ["RewardDataCollatorWithPadding"],
 }
 # names that scripts import from where TRL has or had them: see `_OLD_PATHS`
-_OLD_NAMES = {
-    "RewardScriptArguments": "scripts.utils",
-    "conversations_formatting_function": "data.formats",
-    **dict.fromkeys(
-        ["compute_accuracy", "disable_dropout_in_model", "get_act_offloading_ctx_manager"], "trainer.utils"
-    ),
-    "DataCollatorForPreference": "trainer.reward_trainer",
-}
+_OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
+_OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_in_model": "modeling.dropout"}
+_OLD_NAMES |= dict.fromkeys(("compute_accuracy", "get_act_offloading_ctx_manager"), "trainer.utils")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]

@@ -197,8 +197,7 @@ class RewardTrainer(DeviceTrainer):
 
     @cached_property
     def __reward_metrics(self) -> RewardMetrics:
-        skips_nonfinite = self.args.nonfinite_limit > 0
-        return RewardMetrics(runtime.current(), self.args.device, skips_nonfinite=skips_nonfinite)
+        return RewardMetrics(runtime.current(), self.args.device, skips_nonfinite=self.args.nonfinite_limit > 0)
 
     def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
         return self.__plan, self.__reward_metrics
