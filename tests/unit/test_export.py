@@ -98,6 +98,18 @@ def test_an_ordinary_checkpoint_is_exported_in_another_dtype(tmp_path: Path) -> 
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_shards_may_be_numbered_in_any_number_of_digits(tmp_path: Path) -> None:
+    model = exports.tied()
+    model.save_pretrained(tmp_path / "c", max_shard_size="20KB")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("-of-", "-of-0"))  # six, as in some releases of very large models
+    for shard in (tmp_path / "c").glob("model-*.safetensors"):
+        shard.rename(shard.with_name(shard.name.replace("-of-", "-of-0")))
+    export_checkpoint(tmp_path / "c", tmp_path / "out")
+    expected, found = model.state_dict(), loaded(tmp_path / "out")
+    assert found and all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_what_belongs_to_a_model_goes_along_and_nothing_else(tmp_path: Path) -> None:
     folder, out = tmp_path / "c", tmp_path / "out"
     exports.llama().save_pretrained(folder)

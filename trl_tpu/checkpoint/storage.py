@@ -26,7 +26,7 @@ from torch.futures import Future
 from ..runtime import Runtime
 
 _WEIGHTS = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
-_READ = re.compile(r"((adapter_)?model(-\d{5}-of-\d{5})?|host-\d{5}-device-\d{3})\.safetensors")
+_READ = re.compile(r"((adapter_)?model(-\d+-of-\d+)?|host-\d{5}-device-\d{3})\.safetensors")
 _FILE_SIZE = "5GB"
 """The largest model file: while one is written, the host holds it twice."""
 

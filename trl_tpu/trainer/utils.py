@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..modeling.adapters import get_peft_config as get_peft_config
 from ..modeling.adapters import get_quantization_config as get_quantization_config
 from ..modeling.dropout import disable_dropout_in_model as disable_dropout_in_model
 from ..modeling.load import get_config_model_id as get_config_model_id
+from ..runtime import current
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,6 @@ def create_model_from_path(model_id: str, architecture: Any, **kwargs: Any) -> P
     return architecture.from_pretrained(model_id, **{"dtype": torch.float32} | kwargs)
 
 
-def get_act_offloading_ctx_manager(model: torch.nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
+def get_act_offloading_ctx_manager(model: torch.nn.Module) -> AbstractContextManager[Any]:
     """Keep in the host's memory what a forward pass in the context saves for its backward pass."""
-    return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+    return current().activations_on_host()
