@@ -1,13 +1,12 @@
-"""The one seam to the accelerator: everything that differs between PyTorch/XLA and plain torch goes through here.
+"""The one seam to the accelerator: everything that differs between PyTorch/XLA, TorchTPU and plain torch goes here.
 
 ``choice()`` says which of them was chosen and why; ``current()`` is the chosen `Runtime`, which `native` defines as
-plain torch is one, and `xla` extends. Only this package imports torch_xla, and only when it is chosen. Importing it
-imports no torch, nor anything else of this package.
+plain torch is one, and `xla` and `torchtpu` extend. Only this package imports torch_xla, and only when it is chosen.
+Importing it imports nothing else of this package, and torch only where torch_tpu is installed.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .base import PartitionSpec, Planners, Remat, Topology, Value
@@ -18,29 +17,36 @@ if TYPE_CHECKING:
 
 __all__ = ["PartitionSpec", "Planners", "Remat", "Runtime", "Topology", "Value", "choice", "current", "replace"]
 
-_replacement: Runtime | None = None
+_current: Runtime | None = None
 
 
 def replace(runtime: Runtime) -> None:
     """Let ``runtime`` be this process's: for tracing programs, before anything trains."""
-    global _replacement
-    _replacement = runtime
-    current.cache_clear()
+    global _current
+    _current = runtime
 
 
-@cache
 def current() -> Runtime:
     """Return the runtime of this process, which the first call makes ready.
 
     Raises:
         RuntimeError: A device was used before that this runtime cannot share.
     """
-    if _replacement is not None:
-        return _replacement
+    global _current
+    if _current is None:  # no `cache`, which torch.compile looks through
+        _current = _started()
+    return _current
+
+
+def _started() -> Runtime:
     if choice().name == "xla":
         from .xla import XlaRuntime
 
         return XlaRuntime()
+    if choice().name == "torchtpu":
+        from .torchtpu import TorchTpuRuntime
+
+        return TorchTpuRuntime()
     from .native import Runtime
 
     return Runtime()

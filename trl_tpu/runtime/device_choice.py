@@ -1,8 +1,9 @@
 """Which device trains, chosen as a user would expect, and made known to libraries that choose by themselves.
 
-PyTorch/XLA where a TPU is attached or ``PJRT_DEVICE`` is set; else plain torch, on a GPU where there is one. That
-torch_xla is installed says nothing: its wheels come with this package. But transformers and accelerate train on XLA
-wherever they find it, unless ``USE_TORCH_XLA=0``. This module imports nothing, so that it can settle the choice first.
+TorchTPU where torch's own accelerator is a TPU; PyTorch/XLA where a TPU is attached or ``PJRT_DEVICE`` is set; else
+plain torch, on a GPU where there is one. That torch_xla is installed says nothing: its wheels come with this package.
+But transformers and accelerate train on XLA wherever they find it, unless ``USE_TORCH_XLA=0``. This module imports
+nothing, so that it can settle the choice first; torch alone, where torch_tpu is installed.
 """
 
 import glob
@@ -21,6 +22,7 @@ PCI_DEVICES = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x00
 SET_BY_TORCH_XLA = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "GRPC_VERBOSITY")
 
 _SWITCH = "USE_TORCH_XLA"
+_CPU = "ACCELERATE_USE_CPU"
 _INSTALL = 'pip install -e ".[tpu]"'
 
 
@@ -36,19 +38,27 @@ class Facts:
     """The variable ``PJRT_DEVICE``, if it was set on purpose."""
     switch: str | None = None
     """The variable ``USE_TORCH_XLA``, if it was set on purpose."""
+    accelerator: str | None = None
+    """What torch itself takes for its accelerator, where torch_tpu is installed."""
+    asks_for_cpu: bool = False
+    """Whether accelerate is told to take the CPU."""
 
 
 @dataclass(frozen=True)
 class Choice:
     """Which runtime trains, and the reason and how to change it, for the log."""
 
-    name: Literal["xla", "native"]
+    name: Literal["xla", "torchtpu", "native"]
     reason: str
 
 
 def choose(facts: Facts) -> Choice:
     """Return the choice: the first rule that applies."""
-    if facts.switch is not None and facts.switch.upper() not in ("1", "ON", "YES", "TRUE"):
+    if facts.accelerator == "tpu" and facts.asks_for_cpu:
+        return Choice("native", f"{_CPU} is set")
+    if facts.accelerator == "tpu":
+        return Choice("torchtpu", f"torch's accelerator is a TPU, through TorchTPU; {_CPU}=1 would choose the CPU")
+    if facts.switch is not None and not _is_on(facts.switch):
         return Choice("native", f"{_SWITCH}={facts.switch} turns PyTorch/XLA off")
     if facts.has_torch_xla and facts.pjrt_device:
         return Choice("xla", f"PJRT_DEVICE={facts.pjrt_device} is set; {_SWITCH}=0 would choose plain torch")
@@ -62,6 +72,10 @@ def choose(facts: Facts) -> Choice:
     if not facts.has_torch_xla:
         return Choice("native", "no TPU is attached, and torch_xla is not installed")
     return Choice("native", "no TPU is attached; PJRT_DEVICE=CPU would choose PyTorch/XLA on the CPU")
+
+
+def _is_on(value: str) -> bool:
+    return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 class _Settled:
@@ -85,7 +99,7 @@ def settle() -> None:
         del os.environ[_SWITCH]
     facts = _facts()
     _Settled.choice = choose(facts)
-    _Settled.set_switch = _Settled.choice.name == "native" and facts.has_torch_xla and facts.switch is None
+    _Settled.set_switch = _Settled.choice.name != "xla" and facts.has_torch_xla and facts.switch is None
     if _Settled.set_switch:
         torch_xla = sys.modules.get("torch_xla")
         _Settled.came_late = torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
@@ -118,7 +132,16 @@ def _facts() -> Facts:
         tpu_chips=sum(map(_is_tpu, glob.glob("/sys/bus/pci/devices/*"))),
         pjrt_device=_asked_device(),
         switch=os.environ.get(_SWITCH),
+        accelerator=_accelerator_of_torch() if find_spec("torch_tpu") is not None else None,
+        asks_for_cpu=_is_on(os.environ.get(_CPU, "")),
     )
+
+
+def _accelerator_of_torch() -> str | None:
+    import torch  # which imports torch_tpu, and that a device where a TPU is attached
+
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
 
 
 def _is_tpu(device: str) -> bool:

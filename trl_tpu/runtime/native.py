@@ -220,6 +220,13 @@ class Runtime:
         Plain torch executes as it goes.
         """
 
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function``, of tensors and modules, as one program for each shape where a device gains by that.
+
+        Plain torch runs it as it is, and XLA makes it a part of the recorded step's.
+        """
+        return function
+
     def compile_count(self) -> int:
         """Return how many programs were compiled so far (0 where nothing compiles)."""
         return 0

@@ -63,10 +63,10 @@ def training_step(model: nn.Module, batch: dict[str, Any], settings: LossSetting
         batch: As a collator makes it, on the model's device.
         extras: Handed on to the model, as what else the batch has.
     """
-    micro_batches = micro_batches_of(batch)
+    micro_batches, compute = micro_batches_of(batch), current().compiled(_compute)
     parts = []
     for rows in micro_batches:
-        parts.append(_compute(model, rows, settings, extras))
+        parts.append(compute(model, rows, settings, extras))
         if len(micro_batches) > 1 and not torch.is_grad_enabled():
             current().step_boundary()
     return _join(parts)

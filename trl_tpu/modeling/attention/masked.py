@@ -16,7 +16,6 @@ Letters: P pairs, R rows, L length of a row, H hidden.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import CompileableContextVar
 
 from ...errors import UserError
 from ...packing.rows import PackedRows
@@ -53,13 +53,15 @@ def tree_rule(
 
 @dataclass(frozen=True)
 class Reading:
-    """Packed rows while a model reads them, and the mask rules that it has used."""
+    """Packed rows while a model reads them, the mask rules that it has used, and the hidden states that it scored."""
 
     rows: PackedRows[torch.Tensor]
     rules: list[MaskRule] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
 
 
-_READING: ContextVar[Reading | None] = ContextVar("reading", default=None)
+#: The `Reading` of this thread, if any; torch.compile cannot trace torch's own kind.
+_READING = CompileableContextVar("reading")
 
 
 class TreeMask:
@@ -155,8 +157,8 @@ def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: A
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    states, _ = scored_states(model, rows, **kwargs)
-    return score_wide(score_head_of(model), states)
+    with _read(model, rows, kwargs) as reading:
+        return score_wide(score_head_of(model), reading.states[0][rows.last])
 
 
 def scored_states(
@@ -167,22 +169,44 @@ def scored_states(
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
+    with _read(model, rows, kwargs) as reading:
+        return reading.states[0][rows.last], reading.rules
+
+
+@contextmanager
+def _read(model: nn.Module, rows: PackedRows[torch.Tensor], kwargs: dict[str, Any]) -> Iterator[Reading]:
+    """Call ``model`` with packed rows, and give what it has done.
+
+    The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
+    """
     reading = Reading(rows)
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
+    note_scored_states(model)
     outside = _READING.set(reading)
     try:
-        with seen_by(score_head_of(model)) as seen:
-            # the scores that the model itself picks, one a row, mean nothing here
-            model(input_ids=rows.input_ids_RL, **everything, **kwargs)
+        # the scores that the model itself picks, one a row, mean nothing here
+        model(input_ids=rows.input_ids_RL, **everything, **kwargs)
+        if not reading.rules:
+            raise UserError(
+                f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or "
+                "`use_tree_masks` was not called. Train it on padded rows."
+            )
+        yield reading
     finally:
         _READING.reset(outside)
-    if not reading.rules:
-        raise UserError(
-            f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or `use_tree_masks` "
-            "was not called. Train it on padded rows."
-        )
-    return seen[0][rows.last], reading.rules
+
+
+def note_scored_states(model: nn.Module) -> None:
+    """Let the score head of ``model`` note what it is given while packed rows are read, for as long as it lives."""
+    head = score_head_of(model)
+    if _note_states not in head._forward_pre_hooks.values():  # which is no news to a program that is traced
+        head.register_forward_pre_hook(_note_states)
+
+
+def _note_states(_head: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    if (reading := _READING.get()) is not None:
+        reading.states.append(args[0])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
 from ..score_head import score_head_of, score_wide
-from .masked import MaskRule, scored_states, seen_by, use_tree_masks
+from .masked import MaskRule, note_scored_states, scored_states, seen_by, use_tree_masks
 from .unmodified import PackingImpossible, check_unmodified
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
@@ -50,6 +50,7 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         use_tree_masks(base)
     else:
         check_packing_is_exact(model, pad_token_id)
+    note_scored_states(model)
 
 
 def _is_proven(model: PreTrainedModel) -> bool:
