@@ -58,6 +58,9 @@ class RewardMetrics:
         skips_nonfinite: Whether rewards that are not finite are left out, as the steps that have them are.
     """
 
+    device_sums: list[torch.Tensor]
+    """The open sums; fetched, they are what `on_host` reads."""
+
     def __init__(self, runtime: Runtime, device: torch.device, skips_nonfinite: bool = False) -> None:
         self._runtime, self._device, self._skips_nonfinite = runtime, device, skips_nonfinite
         self.work_of_a_pair: float | None = None
@@ -75,46 +78,19 @@ class RewardMetrics:
         def to_device(values: list[float], dtype: torch.dtype) -> torch.Tensor:
             return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
 
-        self._counts = to_device([getattr(sums, name) for name in COUNTS], torch.int32)
-        self._tokens = to_device(list(divmod(sums.tokens, _CARRY)), torch.int32)
-        self._sums = to_device([getattr(sums, name) for name in SUMS], torch.float32)
-        self._lowest = to_device([sums.lowest], torch.float32)
-        self._highest = to_device([sums.highest], torch.float32)
+        self.device_sums = [
+            to_device([getattr(sums, name) for name in COUNTS], torch.int32),
+            to_device(list(divmod(sums.tokens, _CARRY)), torch.int32),
+            to_device([getattr(sums, name) for name in SUMS], torch.float32),
+            to_device([sums.lowest], torch.float32),
+            to_device([sums.highest], torch.float32),
+        ]
 
     @torch.no_grad()
     def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count, at most 2**30."""
-        rewards_P2 = rewards_P2.detach().float()
-        if self._skips_nonfinite:
-            mask_P = mask_P & torch.isfinite(rewards_P2).all(-1)
-        chosen_P, rejected_P = rewards_P2.unbind(-1)
-
-        def count(of_P: torch.Tensor) -> torch.Tensor:
-            return (of_P & mask_P).sum(dtype=torch.int32)
-
-        def total(of_P: torch.Tensor) -> torch.Tensor:
-            return torch.where(mask_P, of_P, 0.0).sum()
-
-        self._counts = self._counts + torch.stack(
-            [count(mask_P), count(chosen_P > rejected_P), count(chosen_P == rejected_P)]
-        )
-        high, low = self._tokens.unbind()
-        low = low + tokens
-        carry = (low >= _CARRY).int()
-        self._tokens = torch.stack([high + carry, low - carry * _CARRY])
-        squares_P = chosen_P.square() + rejected_P.square()
-        self._sums = self._sums + torch.stack(
-            [total(chosen_P + rejected_P), total(chosen_P - rejected_P), total(squares_P)]
-        )
-        lowest_P = torch.where(mask_P, rewards_P2.amin(-1), float("inf"))
-        highest_P = torch.where(mask_P, rewards_P2.amax(-1), float("-inf"))
-        self._lowest = torch.minimum(self._lowest, lowest_P.min())
-        self._highest = torch.maximum(self._highest, highest_P.max())
-
-    @property
-    def device_sums(self) -> list[torch.Tensor]:
-        """The open sums; fetched, they are what `on_host` reads."""
-        return [self._counts, self._tokens, self._sums, self._lowest, self._highest]
+        add = self._runtime.compiled(_added)
+        self.device_sums = add(self.device_sums, rewards_P2.detach().float(), mask_P, tokens, self._skips_nonfinite)
 
     def start(self, step: int, parts: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
         """Begin a run, or go on after ``step`` from the ``parts`` that each process had saved.
@@ -167,6 +143,32 @@ class RewardMetrics:
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to log the same numbers: the open sums and the tokens so far."""
         return {"num_tokens": self.num_tokens, "open": vars(on_host(self._runtime.fetch(self.device_sums)))}
+
+
+def _added(
+    sums: list[torch.Tensor], rewards_P2: torch.Tensor, mask_P: torch.Tensor, tokens: torch.Tensor, finite_only: bool
+) -> list[torch.Tensor]:
+    """Return `RewardMetrics.device_sums` with those of a batch."""
+    counts, (high, low), totals, lowest, highest = sums[0], sums[1].unbind(), *sums[2:]
+    if finite_only:
+        mask_P = mask_P & torch.isfinite(rewards_P2).all(-1)
+    chosen_P, rejected_P = rewards_P2.unbind(-1)
+
+    def count(of_P: torch.Tensor) -> torch.Tensor:
+        return (of_P & mask_P).sum(dtype=torch.int32)
+
+    def total(of_P: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_P, of_P, 0.0).sum()
+
+    counts = counts + torch.stack([count(mask_P), count(chosen_P > rejected_P), count(chosen_P == rejected_P)])
+    low = low + tokens
+    carry = (low >= _CARRY).int()
+    squares_P = chosen_P.square() + rejected_P.square()
+    totals = totals + torch.stack([total(chosen_P + rejected_P), total(chosen_P - rejected_P), total(squares_P)])
+    lowest_P = torch.where(mask_P, rewards_P2.amin(-1), float("inf"))
+    highest_P = torch.where(mask_P, rewards_P2.amax(-1), float("-inf"))
+    lowest, highest = torch.minimum(lowest, lowest_P.min()), torch.maximum(highest, highest_P.max())
+    return [counts, torch.stack([high + carry, low - carry * _CARRY]), totals, lowest, highest]
 
 
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:
