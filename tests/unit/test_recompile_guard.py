@@ -15,7 +15,7 @@ class Counting(Runtime):
 
     compiled = 100  # what was compiled before training does not count
 
-    plans_shapes = True
+    plans_shapes = records_steps = True
 
     def compile_count(self) -> int:
         return self.compiled
@@ -47,6 +47,26 @@ def test_the_guard_warns_at_1_2_4_8_programs_too_many(
         guard.start(planned, shared)
         assert warned(guard, runtime, first + 7, caplog) == [first, first + 1, first + 3, first + 7]
     assert "input_ids [4, 2, 64], attention_mask [4, 2, 64]" in caplog.text and "pad_to_multiple_of" in caplog.text
+
+
+def test_where_each_operation_is_a_program_a_planned_shape_may_compile_any_number_at_first(
+    runtime: Counting, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.records_steps = False
+    guard = RecompileGuard(runtime)
+    guard.start(2)
+
+    def step(batch: dict[str, object], compiles: int) -> int:
+        caplog.clear()
+        guard.see(batch)
+        runtime.compiled += compiles
+        guard.check()
+        return len(caplog.records)
+
+    planned = [(BATCH, 300), (BATCH, 20), (BATCH, 1), (OTHER, 9), (BATCH, 2), (OTHER, 1), (BATCH, 1)]
+    assert [step(batch, compiles) for batch, compiles in planned] == [0] * len(planned)
+    assert [step(batch, 1) for batch in (BATCH, OTHER, {"input_ids": torch.zeros(1)})] == [1, 1, 0]
+    assert step({"input_ids": torch.zeros(2)}, 1) == 1
 
 
 def test_the_guard_is_silent_about_what_others_compile(runtime: Counting, caplog: pytest.LogCaptureFixture) -> None:

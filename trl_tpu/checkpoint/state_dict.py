@@ -30,7 +30,7 @@ PROGRESS_FILE = "progress.json"
 Tensors = Mapping[str, torch.Tensor]
 _WEIGHT = "model."
 _OPTIMIZER = "optimizer."
-_OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable")
+_OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable", "foreach", "fused")
 """Settings of an optimizer's groups that are those of now, and not those of the checkpoint."""
 
 

@@ -47,6 +47,10 @@ XLA_LIMITS = {
         "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches"
     ),
 }
+#: The same of TorchTPU.
+TORCHTPU_LIMITS = {
+    "use_cpu": "set the environment variable ACCELERATE_USE_CPU=1, which chooses plain torch on the CPU"
+}
 #: Settings whose smaller values would end in an error that names none, or leave everything out.
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
@@ -91,7 +95,7 @@ def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
     """Refuse settings that are not honored.
 
     Args:
-        limits: `LIMITS`, or `XLA_LIMITS`.
+        limits: `LIMITS`, or those of a device.
         what: What such a setting is.
 
     Raises:

@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..parallel.mesh import parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from .checks import XLA_LIMITS, check_limits, check_remat, check_values
+from .checks import TORCHTPU_LIMITS, XLA_LIMITS, check_limits, check_remat, check_values
 from .duration import parse_duration
 from .field_help import help_from_docstring
 from .metric_names import ERRORS
@@ -266,6 +266,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         chosen = runtime.current()  # on XLA, SPMD is on by now
         if chosen.shares_mesh:
             check_limits(self, XLA_LIMITS, "impossible on PyTorch/XLA")
+        elif chosen.plans_shapes:
+            check_limits(self, TORCHTPU_LIMITS, "impossible on TorchTPU")
+            self.dataloader_pin_memory = False  # what batches have is small, and not every host can
         if self.bf16 is None:
             can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16

@@ -15,7 +15,9 @@ import torch
 from .base import Topology
 from .native import Runtime
 
-_MOST_SHAPES = 256  # that one function is compiled for; torch's own limit, of 8, is meant for code that varies by chance
+_MOST_SHAPES = (
+    256  # that one function is compiled for; torch's own limit, of 8, is meant for code that varies by chance
+)
 
 
 class TorchTpuRuntime(Runtime):

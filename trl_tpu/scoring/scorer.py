@@ -144,13 +144,13 @@ class Scorer:
         return rewards
 
     def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> list[Computed]:
-        computed = []
+        computed, compute = [], self.runtime.compiled(_rewards_of)
         for members_N2, batch in self._apart(dialogues, batches):
             for inputs in micro_batches_of(batch):
                 here_N = read_batch(inputs, self.pad_token_id, "right").mask_P.numpy()[: len(members_N2)]
                 sent = {name: self._sent(value) for name, value in inputs.items()}
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                    rewards_P2, _ = read_batch(sent, self.pad_token_id, "right").rewards(self.model)
+                    rewards_P2 = compute(self.model, sent, self.pad_token_id)
                 computed.append((members_N2, here_N, self.runtime.constrain(rewards_P2.float(), (None, None))))
                 self.runtime.step_boundary()
         return computed
@@ -178,6 +178,11 @@ class Scorer:
         for (members_N2, here_N, _), rewards_P2 in zip(computed, host, strict=True):
             rewards_D[members_N2[here_N]] = rewards_P2[: len(here_N)].double().numpy()[here_N]
         return rewards_D
+
+
+def _rewards_of(model: Any, inputs: dict[str, Any], pad_token_id: int) -> torch.Tensor:
+    """Compute the rewards of a micro-batch, [P, 2]."""
+    return read_batch(inputs, pad_token_id, "right").rewards(model)[0]
 
 
 def _fingerprint(model: torch.nn.Module, tokenizer: Any) -> str:

@@ -71,7 +71,7 @@ from .components import Components, Shown
 from .contents import contents_of, is_users, keeps_state
 from .log_interval import StepMetrics
 from .nonfinite import Counted, NonfiniteGuard
-from .optimizer import bare
+from .optimizer import bare, fuse
 from .preemption import SIGTERM, EvaluationCutShort
 from .progress import Progress
 from .same_run import check_alike, describe_run, order_of_pairs
@@ -309,6 +309,8 @@ class DeviceTrainer(Trainer):
             accumulates = self.__accumulates or ours.batch_plan.accumulates
             if ours.step_state.prepare(self.model, self.__shards.placements, optimizer_of_torch, accumulates):
                 ours.nonfinite.skip_on_device(optimizer_of_torch)
+        elif ours.runtime.plans_shapes:
+            fuse(bare(self.optimizer))
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
             scheduled: Any = optimizer or self.optimizer

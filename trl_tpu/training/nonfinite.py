@@ -1,8 +1,9 @@
 """Steps whose loss or gradient is NaN or infinite: counted on the device, and their updates not taken.
 
 Nothing here reads the device within a step on XLA: a step that is finite and one that is not are the same program, in
-which every new value of weights and optimizer state is chosen over the old one, or is not. Plain torch reads before
-the update instead, and so needs no second copy of the state.
+which every new value of weights and optimizer state is chosen over the old one, or is not. On TorchTPU Adam's kernel
+leaves the update out. Plain torch, and TorchTPU with another optimizer, read before the update instead, and so need no
+second copy of the state.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..runtime import Runtime
-from .optimizer import bare, state_on_device
+from .optimizer import bare, is_fused, state_on_device
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class NonfiniteGuard:
         self._count(finite_1)
         self._sum_before_1 = torch.where(finite_1, loss_sum_1, self._sum_before_1)
         self._known_sum = self._sum_before_1.clone()  # the loop adds to it in place
-        if not self._runtime.records_steps and not finite_1:
-            drop_gradients(bare(optimizer))
+        if not self._runtime.records_steps:
+            self._skip_before(bare(optimizer))
         return self._known_sum
 
     def _count(self, finite_1: torch.Tensor) -> None:
@@ -107,6 +108,13 @@ class NonfiniteGuard:
         taken, nonfinite, in_a_row = taken + 1, nonfinite + failed, (in_a_row + 1) * failed
         reached_at = torch.where((reached_at == 0) & (in_a_row >= self.limit), taken, reached_at)
         self.device_counts = torch.stack([taken, nonfinite, in_a_row, reached_at])
+
+    def _skip_before(self, optimizer: Any) -> None:
+        """Let the coming update be none, if the step is not finite: by what the device finds, where that can be."""
+        if self._runtime.plans_shapes and is_fused(optimizer):
+            optimizer.found_inf = (~self.finite_1[0]).float()  # what torch's loss scaling tells such a kernel
+        elif not self.finite_1:
+            drop_gradients(optimizer)
 
     def skip_on_device(self, optimizer: Optimizer) -> None:
         """Skip updates of ``optimizer``, whose state exists already, where the step is not finite."""

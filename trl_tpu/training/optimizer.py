@@ -55,6 +55,21 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSp
     runtime.step_boundary()
 
 
+def fuse(optimizer: Optimizer) -> None:
+    """Let Adam be one kernel, where each of its operations would be compiled for each shape of a parameter.
+
+    One that was told how to step keeps to that, and other optimizers have no such kernel.
+    """
+    if isinstance(optimizer, Adam) and optimizer.defaults["fused"] is None and not optimizer.defaults["foreach"]:
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings["fused"] = True
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` is one kernel, which can leave an update out by a number on the device."""
+    return isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups)
+
+
 # ---- state
 
 

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 class RecompileGuard:
     """Counts the programs that training steps compile, against the number that was planned.
 
-    A planned run compiles one program for each distinct batch shape, of which it sees at most `planned_shapes`.
+    A planned run compiles one program for each distinct batch shape, of which it sees at most `planned_shapes`; where
+    steps are not recorded, any number in the first two steps of each planned shape, and in the step after those.
     Compiles outside steps (evaluation, saving) are not counted: wrap those in `pause` and `resume`.
 
     Args:
@@ -38,7 +39,7 @@ class RecompileGuard:
         self._planned_shapes, self._allowed = planned_shapes, shared_programs + (planned_shapes or 1)
         self._seen: Counter[str] = Counter()
         self._evaluated: Counter[str] = Counter()
-        self._compiled = self._warned_at = 0
+        self._compiled = self._warned_at = self._starting = 0
         self.resume()
 
     def see(self, batch: Mapping[str, Any], updates: bool = True) -> None:
@@ -59,6 +60,8 @@ class RecompileGuard:
             return
         self.settle()
         seen[shapes] += 1
+        if seen is self._seen and seen[shapes] <= 2 and len(seen) <= (self._planned_shapes or 1):
+            self._starting = 2
         if seen[shapes] == 1:
             self._announce(f"compiling shape {len(seen)}{which}")
             self._announced = True
@@ -81,6 +84,8 @@ class RecompileGuard:
         """Warn when steps compiled more programs than planned, at 1, 2, 4, ... programs too many."""
         self.pause()
         self.resume()
+        if self._starting and not self._runtime.records_steps:
+            self._allowed, self._starting = self._compiled, self._starting - 1
         excess = self._compiled - self._allowed
         if excess > 0 and excess >= 2 * self._warned_at:
             self._warned_at = excess
