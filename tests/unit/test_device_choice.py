@@ -19,6 +19,7 @@ needs_torch_xla = pytest.mark.skipif(
 BOTH = {"has_torch_xla": True, "has_libtpu": True}
 XLA_ONLY = {"has_torch_xla": True, "has_libtpu": False}
 NEITHER = {"has_torch_xla": False, "has_libtpu": False}
+TORCHTPU = {"tpu_chips": 4, "has_torch_tpu": True, "accelerator": "tpu"}
 DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
 
 
@@ -32,6 +33,12 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
         (Facts(**BOTH, tpu_chips=4), "xla", "a TPU is attached; USE_TORCH_XLA=0 would choose plain torch"),
         (Facts(**XLA_ONLY, tpu_chips=4), "native", "a TPU is attached, but libtpu is not installed: pip install"),
         (Facts(**NEITHER, tpu_chips=4), "native", "a TPU is attached, but torch_xla is not installed: pip install"),
+        # a TPU that is torch's own accelerator
+        (Facts(**NEITHER, **TORCHTPU), "torchtpu", "through TorchTPU; ACCELERATE_USE_CPU=1 would choose the CPU"),
+        (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator is a TPU"),
+        (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU is set"),
+        (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu, which is installed, has not made it"),
+        (Facts(**NEITHER, has_torch_tpu=True, accelerator="cuda"), "native", "no TPU is attached"),
         # asked for
         (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU is set; USE_TORCH_XLA=0 would"),
         (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU is set"),

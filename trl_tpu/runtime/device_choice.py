@@ -38,8 +38,9 @@ class Facts:
     """The variable ``PJRT_DEVICE``, if it was set on purpose."""
     switch: str | None = None
     """The variable ``USE_TORCH_XLA``, if it was set on purpose."""
+    has_torch_tpu: bool = False
     accelerator: str | None = None
-    """What torch itself takes for its accelerator, where torch_tpu is installed."""
+    """What torch itself takes for its accelerator, which is asked where torch_tpu is installed."""
     asks_for_cpu: bool = False
     """Whether accelerate is told to take the CPU."""
 
@@ -64,6 +65,8 @@ def choose(facts: Facts) -> Choice:
         return Choice("xla", f"PJRT_DEVICE={facts.pjrt_device} is set; {_SWITCH}=0 would choose plain torch")
     if facts.has_torch_xla and facts.tpu_chips and facts.has_libtpu:
         return Choice("xla", f"a TPU is attached; {_SWITCH}=0 would choose plain torch")
+    if facts.has_torch_tpu and facts.tpu_chips:
+        return Choice("native", "a TPU is attached, but torch_tpu, which is installed, has not made it torch's accelerator")
     lacks = "libtpu" if facts.has_torch_xla else "torch_xla"
     if facts.tpu_chips:
         return Choice("native", f"a TPU is attached, but {lacks} is not installed: {_INSTALL} to train on it")
@@ -126,13 +129,15 @@ def choice() -> Choice:
 
 
 def _facts() -> Facts:
+    has_torch_tpu = find_spec("torch_tpu") is not None
     return Facts(
         has_torch_xla=find_spec("torch_xla") is not None,
         has_libtpu="TPU_LIBRARY_PATH" in os.environ or find_spec("libtpu") is not None,
         tpu_chips=sum(map(_is_tpu, glob.glob("/sys/bus/pci/devices/*"))),
         pjrt_device=_asked_device(),
         switch=os.environ.get(_SWITCH),
-        accelerator=_accelerator_of_torch() if find_spec("torch_tpu") is not None else None,
+        has_torch_tpu=has_torch_tpu,
+        accelerator=_accelerator_of_torch() if has_torch_tpu else None,
         asks_for_cpu=_is_on(os.environ.get(_CPU, "")),
     )
 
