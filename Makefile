@@ -13,7 +13,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 BY_TWO := -n 2 $(BY_FILE)
 BY_THREE := -n 3 $(BY_FILE)
 
-.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check lint typecheck long-run \
+.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check torchtpu-check lint typecheck long-run \
 	bench clean
 
 setup: $(READY)
@@ -65,6 +65,10 @@ test-long: $(READY) long-run
 # what the trainer runs, through the TPU's own compiler, which needs no TPU
 tpu-check: $(READY_TPU)
 	$(PYTEST) tests/tpu
+
+# on torch's own device `tpu`, which is this machine's CPU there, in an environment of its own
+torchtpu-check:
+	PYTHON=$(PYTHON) tests/support/torchtpu_check.sh $(abspath $(VENV))-torchtpu
 
 lint: $(READY)
 	$(BIN)/ruff check .

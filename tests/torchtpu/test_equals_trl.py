@@ -29,8 +29,11 @@ TRL = (
     "torchtpu_run.py",
     "trl",
     # TRL's defaults, but for what the CPU plugin lacks: pinned memory, and the kernel that sdpa is on a TPU
-    {"TRL on TorchTPU": DATA | {"max_steps": OF_TRL, "dataloader_pin_memory": False}
-    | {"model_init_kwargs": {"attn_implementation": "eager"}}},
+    {
+        "TRL on TorchTPU": DATA
+        | {"max_steps": OF_TRL, "dataloader_pin_memory": False}
+        | {"model_init_kwargs": {"attn_implementation": "eager"}}
+    },
 )
 
 

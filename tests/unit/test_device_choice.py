@@ -37,7 +37,11 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
         (Facts(**NEITHER, **TORCHTPU), "torchtpu", "through TorchTPU; ACCELERATE_USE_CPU=1 would choose the CPU"),
         (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator is a TPU"),
         (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU is set"),
-        (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu, which is installed, has not made it"),
+        (
+            Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4),
+            "native",
+            "torch_tpu, which is installed, has not made it",
+        ),
         (Facts(**NEITHER, has_torch_tpu=True, accelerator="cuda"), "native", "no TPU is attached"),
         # asked for
         (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU is set; USE_TORCH_XLA=0 would"),

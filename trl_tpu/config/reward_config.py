@@ -269,6 +269,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         elif chosen.plans_shapes:
             check_limits(self, TORCHTPU_LIMITS, "impossible on TorchTPU")
             self.dataloader_pin_memory = False  # what batches have is small, and not every host can
+            self.logging_nan_inf_filter = False  # it would read the loss in every step; see `nonfinite_limit`
         if self.bf16 is None:
             can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16

@@ -66,7 +66,9 @@ def choose(facts: Facts) -> Choice:
     if facts.has_torch_xla and facts.tpu_chips and facts.has_libtpu:
         return Choice("xla", f"a TPU is attached; {_SWITCH}=0 would choose plain torch")
     if facts.has_torch_tpu and facts.tpu_chips:
-        return Choice("native", "a TPU is attached, but torch_tpu, which is installed, has not made it torch's accelerator")
+        return Choice(
+            "native", "a TPU is attached, but torch_tpu, which is installed, has not made it torch's accelerator"
+        )
     lacks = "libtpu" if facts.has_torch_xla else "torch_xla"
     if facts.tpu_chips:
         return Choice("native", f"a TPU is attached, but {lacks} is not installed: {_INSTALL} to train on it")
@@ -103,6 +105,8 @@ def settle() -> None:
     facts = _facts()
     _Settled.choice = choose(facts)
     _Settled.set_switch = _Settled.choice.name != "xla" and facts.has_torch_xla and facts.switch is None
+    if facts.asks_for_cpu:  # whatever a process that trains on TorchTPU, and has started this one, has told accelerate
+        os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     if _Settled.set_switch:
         torch_xla = sys.modules.get("torch_xla")
         _Settled.came_late = torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()

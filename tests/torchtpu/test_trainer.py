@@ -1,0 +1,183 @@
+"""What a run on TorchTPU does besides its steps: it reads at logs only, skips, saves, resumes, evaluates, scores."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nonfinite_runs
+import numpy as np
+import pytest
+import tiny
+import torch
+from peft import LoraConfig
+from places import ROOT, SUPPORT
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import TrainerCallback
+
+from trl_tpu import RewardConfig, RewardTrainer, cli, runtime
+from trl_tpu.errors import UserError
+
+PAIRS = tiny.made_up_pairs(120)
+SETTINGS: dict[str, Any] = {
+    "bf16": False,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 6,
+    "max_steps": 6,
+    "max_shapes": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [*PAIRS["prompt"], *PAIRS["chosen"], *PAIRS["rejected"]])
+
+
+@pytest.fixture
+def make(model: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
+    def make(
+        callbacks: Any = None, peft_config: Any = None, train_dataset: Any = PAIRS, **settings: Any
+    ) -> RewardTrainer:
+        args = RewardConfig(**{"output_dir": str(tmp_path / "run")} | SETTINGS | settings)
+        data = {"train_dataset": train_dataset, "eval_dataset": PAIRS}
+        return RewardTrainer(model, args, callbacks=callbacks, peft_config=peft_config, **data)
+
+    return make
+
+
+def run_on_cpu(*words: str) -> str:
+    """The last word that a process prints which is told to take the CPU."""
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split()[-1]
+
+
+def losses(trainer: RewardTrainer) -> list[float]:
+    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+
+
+def test_the_device_is_chosen_and_told(make: Callable[..., RewardTrainer]) -> None:
+    assert runtime.choice().name == runtime.current().name == "torchtpu"
+    trainer = make()
+    assert trainer.args.device.type == trainer.accelerator.device.type == trainer.model.device.type == "tpu"
+    assert "through TorchTPU: torch's accelerator is a TPU" in trainer.describe()
+    assert torch.get_float32_matmul_precision() == "highest"
+    with pytest.raises(UserError, match="ACCELERATE_USE_CPU=1"):
+        make(use_cpu=True)
+    asked = "from trl_tpu import runtime; print(runtime.choice().name)"
+    assert run_on_cpu("-c", f"import torchtpu_start; {asked}") == "native"
+
+
+class Reads(TorchDispatchMode):
+    """Counts what is read from the device in steps that are not logged, once all is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **kwargs or {})
+        given, found = (_devices(each) for each in ((args, kwargs), result))
+        if "tpu" in given and "tpu" not in found and found:
+            self.read.append(f"{operation}\n{''.join(traceback.format_stack(limit=8))}")
+        return result
+
+
+def _devices(values: Any) -> set[str]:
+    """The devices of tensors; a number is on the host."""
+    return {
+        each.device.type if isinstance(each, torch.Tensor) else "host"
+        for each in tree_leaves(values)
+        if each is not None
+    }
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_steps_read_nothing_from_the_device(packing: bool, make: Callable[..., RewardTrainer]) -> None:
+    reads = Reads()
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                reads.__enter__()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 5:
+                reads.__exit__(None, None, None)
+
+    make([Watch()], packing=packing).train()
+    assert reads.read == []
+
+
+def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+    folder = nonfinite_runs.save_model(tmp_path / "model")
+    skipped = nonfinite_runs.train(folder, tmp_path / "run", [0, 3], 6)
+    without = nonfinite_runs.train(folder, tmp_path / "run", [], 6, left_out=[0, 3])
+    assert nonfinite_runs.differing(skipped, without) == []
+    assert nonfinite_runs.logged(skipped, "nonfinite") == [2] and nonfinite_runs.logged(without, "nonfinite") == [0]
+    assert nonfinite_runs.logged(skipped, "loss") == nonfinite_runs.logged(without, "loss")
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
+    whole = make(save_strategy="steps", save_steps=2)
+    whole.train()
+    resumed = make(output_dir=str(tmp_path / "again"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert nonfinite_runs.differing(whole, resumed) == []
+    assert losses(resumed) == losses(whole)
+
+
+def test_a_checkpoint_goes_to_plain_torch_and_back(
+    make: Callable[..., RewardTrainer], model: str, tmp_path: Path
+) -> None:
+    """Equal to 1e-6, as runs of the two are."""
+    data = tiny.made_up_pairs(64)
+    whole = make(train_dataset=data, save_strategy="steps", save_steps=2)
+    whole.train()
+    set_there = {"report_to", "disable_tqdm"}
+    elsewhere = {name: value for name, value in SETTINGS.items() if name not in set_there}
+    elsewhere |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    words = [model, str(tmp_path / "run" / "checkpoint-2"), str(tmp_path / "plain"), json.dumps(elsewhere)]
+    run_on_cpu(str(SUPPORT / "resume_elsewhere.py"), *words)
+    back = make(train_dataset=data, output_dir=str(tmp_path / "back"))
+    back.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-4"))
+    assert losses(back) == pytest.approx(losses(whole), rel=0, abs=1e-6)
+
+
+def test_evaluate_predict_score_and_report(
+    make: Callable[..., RewardTrainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make(eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    metrics, rewards_N2 = trainer.evaluate(), trainer.predict(PAIRS).predictions
+    assert rewards_N2.shape == (len(PAIRS), 2)
+    assert metrics["eval_accuracy"] == pytest.approx(np.mean(rewards_N2[:, 0] > rewards_N2[:, 1]), abs=1e-6)
+    PAIRS.to_json(tmp_path / "pairs.jsonl")
+    run, scored = str(tmp_path / "run"), tmp_path / "scored.jsonl"
+    words = ["--model_name_or_path", run, "--dataset_name", str(tmp_path / "pairs.jsonl"), "--output", str(scored)]
+    assert cli.main(["score", *words]) == 0
+    rows = [json.loads(line) for line in scored.read_text().splitlines()]
+    by_score = np.array([[row["reward_chosen"], row["reward_rejected"]] for row in rows])
+    assert by_score == pytest.approx(rewards_N2, rel=0, abs=1e-5)
+    assert cli.main(["report", run, str(scored)]) == 0
+    assert "Report written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("remat", ["dots", "none"])
+def test_bfloat16_adapters_and_recomputing_train(remat: str, make: Callable[..., RewardTrainer]) -> None:
+    trainer = make(bf16=True, remat=remat, gradient_accumulation_steps=2, peft_config=LoraConfig(task_type="SEQ_CLS"))
+    trainer.train()
+    assert all(map(math.isfinite, losses(trainer)))
