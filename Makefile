@@ -13,8 +13,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 BY_TWO := -n 2 $(BY_FILE)
 BY_THREE := -n 3 $(BY_FILE)
 
-.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check torchtpu-check lint typecheck long-run \
-	bench clean
+.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check torchtpu-check lint \
+	typecheck long-run bench clean
 
 setup: $(READY)
 setup-tpu: $(READY_TPU)

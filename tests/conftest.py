@@ -1,8 +1,8 @@
 """What all tests share: examples of property tests that are the same in every run, and quick compiles.
 
 Folders say what a test needs: `unit` nothing but the package, `train` training in plain torch, `xla` one XLA device,
-`xla8` eight of them, `tpu` the TPU's own compiler, `torchtpu` torch's own device for TPUs. `support` has what tests use, and the scripts that they start in
-processes of their own.
+`xla8` eight of them, `tpu` the TPU's own compiler, `torchtpu` torch's own device for TPUs. `support` has what tests
+use, and the scripts that they start in processes of their own.
 """
 
 import gc
