@@ -47,12 +47,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     def run(script: str, package: str, settings: dict[str, Any]) -> dict[str, Any]:
         out = folder / f"{package} {script}.json"
         words = [package, str(folder), str(out), json.dumps(settings)]
-        # accelerate is told of the device by hand for TRL alone
-        device = {"ACCELERATE_TORCH_DEVICE": "tpu:0"} if (script, package) == ("torchtpu_run.py", "trl") else {}
+        # what accelerate is told: by hand for TRL, and nothing for plain torch
+        environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_TORCH_DEVICE"}
+        if (script, package) == ("torchtpu_run.py", "trl"):
+            environment["ACCELERATE_TORCH_DEVICE"] = "tpu:0"
         command = [sys.executable, str(SUPPORT / script), *words]
-        done = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": str(ROOT)} | device, capture_output=True, text=True, timeout=600
-        )
+        environment["PYTHONPATH"] = str(ROOT)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(out.read_text())
 
