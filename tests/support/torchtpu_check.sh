@@ -26,7 +26,7 @@ if ! test "$environment/.ready" -nt setup.cfg; then
     touch "$environment/.ready"
 fi
 
-# other flags than torch_xla knows
-XLA_FLAGS= TPU_LIBRARY_PATH=$environment/libshim.so PJRT_CPU_PLUGIN=$environment/plugin.so TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-    HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 \
-    "$python" -m pytest -q tests/torchtpu "$@"
+export TPU_LIBRARY_PATH=$environment/libshim.so PJRT_CPU_PLUGIN=$environment/plugin.so TORCH_DEVICE_BACKEND_AUTOLOAD=0
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+export XLA_FLAGS= # those of torch_xla's tests mean nothing here
+"$python" -m pytest -q -n 2 --dist loadfile tests/torchtpu "$@"

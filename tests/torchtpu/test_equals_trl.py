@@ -15,7 +15,7 @@ import real_pairs
 import tiny
 from places import ROOT, SUPPORT
 
-STEPS, MORE, OF_TRL = 50, 30, 10
+STEPS, MORE, OF_TRL = 50, 30, 6
 # a schedule that does not depend on the number of steps
 DATA = {"max_length": 200, "per_device_train_batch_size": 8, "lr_scheduler_type": "constant_with_warmup"}
 PLAIN_TRL = ("trajectory.py", "trl", {"TRL": DATA | {"max_steps": STEPS, "data": "."}})

@@ -40,7 +40,8 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [*PAIRS["prompt"], *PAIRS["chosen"], *PAIRS["rejected"]])
+    texts = [*PAIRS["prompt"], *PAIRS["chosen"], *PAIRS["rejected"]]
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts, layers=1)
 
 
 @pytest.fixture
@@ -76,6 +77,9 @@ def test_the_device_is_chosen_and_told(make: Callable[..., RewardTrainer]) -> No
     with pytest.raises(UserError, match="ACCELERATE_USE_CPU=1"):
         make(use_cpu=True)
     asked = "from trl_tpu import runtime; print(runtime.choice().name)"
+    with pytest.MonkeyPatch.context() as several, pytest.raises(UserError, match="one of 8 processes"):
+        several.setenv("WORLD_SIZE", "8")
+        type(runtime.current())()
     assert run_on_cpu("-c", f"import torchtpu_start; {asked}") == "native"
 
 

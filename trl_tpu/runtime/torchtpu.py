@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UserError
 from .base import Topology
 from .native import Runtime
 
@@ -30,7 +31,15 @@ class TorchTpuRuntime(Runtime):
         """Name the device to accelerate, which would take the CPU, and let float32 products be that.
 
         TorchTPU's default, unlike torch's, rounds their factors to bfloat16: but that is what `bf16` says.
+
+        Raises:
+            UserError: There are several processes.
         """
+        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise UserError(
+                f"This is one of {processes} processes on TorchTPU, whose groups accelerate does not know: it would "
+                "take each for the only one, and all would write the same files. Start one process, for one chip."
+            )
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "tpu")
         torch.set_float32_matmul_precision("highest")
 
