@@ -1,6 +1,7 @@
 """On TorchTPU every step's loss is that of plain torch, in few programs, none of which is compiled late.
 
-Losses are held to 1e-6, as on other devices: seen are 2e-7, which is how far sums of float32 in another order go.
+Losses are held to 1e-6, as on other devices, and statistics to 5e-6: seen are 1.2e-7 and 7e-7, since float32 sums are
+taken in another order, and Adam is its fused kernel here.
 """
 
 import json
@@ -68,7 +69,7 @@ def logged(run: dict[str, Any], name: str, steps: int = STEPS) -> list[float]:
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_fifty_steps_equal_trl_in_plain_torch(layout: str, runs: dict[str, dict[str, Any]]) -> None:
-    for name, tolerance in {"loss": 1e-6, "learning_rate": 1e-12, "grad_norm": 2e-5, "mean_reward": 2e-5}.items():
+    for name, tolerance in {"loss": 1e-6, "learning_rate": 1e-12, "grad_norm": 5e-6, "mean_reward": 5e-6}.items():
         expected = logged(runs["TRL"], name)
         assert len(expected) == STEPS and logged(runs[layout], name) == pytest.approx(expected, rel=0, abs=tolerance)
 
