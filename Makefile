@@ -20,15 +20,16 @@ setup: $(READY)
 setup-tpu: $(READY_TPU)
 
 # A stamp is older than setup.cfg when the dependencies may have changed.
+# With PyTorch/XLA and the oldest transformers that is allowed; `test-newest` has the newest of all.
 $(READY): setup.cfg
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[test,dev]"
+	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[xla,test,dev]" "transformers==5.23.*"
 	touch $@
 
 # with the TPU's compiler; the other environment is part of this one
 $(READY_TPU): setup.cfg
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[tpu,test,dev]"
+	$(BIN)/python -m pip install --quiet --use-pep517 --editable ".[tpu,test,dev]" "transformers==5.23.*"
 	touch $(READY) $@
 
 # on eight virtual devices of PyTorch/XLA, 32 pairs a step over all of them

@@ -32,7 +32,7 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
         # a TPU
         (Facts(**BOTH, tpu_chips=4), "xla", "a TPU is attached; USE_TORCH_XLA=0 would choose plain torch"),
         (Facts(**XLA_ONLY, tpu_chips=4), "native", "a TPU is attached, but libtpu is not installed: pip install"),
-        (Facts(**NEITHER, tpu_chips=4), "native", "a TPU is attached, but torch_xla is not installed: pip install"),
+        (Facts(**NEITHER, tpu_chips=4), "native", "but torch_xla (nor torch_tpu) is not installed: pip install"),
         # a TPU that is torch's own accelerator
         (Facts(**NEITHER, **TORCHTPU), "torchtpu", "through TorchTPU; ACCELERATE_USE_CPU=1 would choose the CPU"),
         (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator is a TPU"),
@@ -46,6 +46,7 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
         # asked for
         (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU is set; USE_TORCH_XLA=0 would"),
         (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU is set"),
+        (Facts(**BOTH, misfit="of another version", tpu_chips=4), "native", "of another version"),
         (Facts(**NEITHER, pjrt_device="CPU"), "native", "PJRT_DEVICE=CPU is set, but torch_xla is not installed"),
         # switched off, or not
         (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0 turns PyTorch/XLA off"),

@@ -1,8 +1,8 @@
 """Which device trains, chosen as a user would expect, and made known to libraries that choose by themselves.
 
 TorchTPU where torch's own accelerator is a TPU; PyTorch/XLA where a TPU is attached or ``PJRT_DEVICE`` is set; else
-plain torch, on a GPU where there is one. That torch_xla is installed says nothing: its wheels come with this package.
-But transformers and accelerate train on XLA wherever they find it, unless ``USE_TORCH_XLA=0``. This module imports
+plain torch, on a GPU where there is one. That torch_xla is installed says nothing, and one that does not fit the
+installed torch is left alone. But transformers and accelerate train on XLA wherever they find it, unless ``USE_TORCH_XLA=0``. This module imports
 nothing, so that it can settle the choice first; torch alone, where torch_tpu is installed.
 """
 
@@ -10,6 +10,7 @@ import glob
 import os
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -38,6 +39,8 @@ class Facts:
     """The variable ``PJRT_DEVICE``, if it was set on purpose."""
     switch: str | None = None
     """The variable ``USE_TORCH_XLA``, if it was set on purpose."""
+    misfit: str | None = None
+    """Why the torch_xla that is installed cannot be used, if it cannot."""
     has_torch_tpu: bool = False
     accelerator: str | None = None
     """What torch itself takes for its accelerator, which is asked where torch_tpu is installed."""
@@ -61,6 +64,8 @@ def choose(facts: Facts) -> Choice:
         return Choice("torchtpu", f"torch's accelerator is a TPU, through TorchTPU; {_CPU}=1 would choose the CPU")
     if facts.switch is not None and not _is_on(facts.switch):
         return Choice("native", f"{_SWITCH}={facts.switch} turns PyTorch/XLA off")
+    if facts.misfit is not None:
+        return Choice("native", facts.misfit)
     if facts.has_torch_xla and facts.pjrt_device:
         return Choice("xla", f"PJRT_DEVICE={facts.pjrt_device} is set; {_SWITCH}=0 would choose plain torch")
     if facts.has_torch_xla and facts.tpu_chips and facts.has_libtpu:
@@ -71,6 +76,8 @@ def choose(facts: Facts) -> Choice:
         )
     lacks = "libtpu" if facts.has_torch_xla else "torch_xla"
     if facts.tpu_chips:
+        if not facts.has_torch_xla:
+            lacks = f"{lacks} (nor torch_tpu)"
         return Choice("native", f"a TPU is attached, but {lacks} is not installed: {_INSTALL} to train on it")
     if facts.pjrt_device:
         return Choice("native", f"PJRT_DEVICE={facts.pjrt_device} is set, but {lacks} is not installed: {_INSTALL}")
@@ -136,6 +143,7 @@ def _facts() -> Facts:
     has_torch_tpu = find_spec("torch_tpu") is not None
     return Facts(
         has_torch_xla=find_spec("torch_xla") is not None,
+        misfit=_misfit(),
         has_libtpu="TPU_LIBRARY_PATH" in os.environ or find_spec("libtpu") is not None,
         tpu_chips=sum(map(_is_tpu, glob.glob("/sys/bus/pci/devices/*"))),
         pjrt_device=_asked_device(),
@@ -151,6 +159,17 @@ def _accelerator_of_torch() -> str | None:
 
     device = torch.accelerator.current_accelerator()
     return None if device is None else device.type
+
+
+def _misfit() -> str | None:
+    """Return why torch_xla cannot be used: each release is built for the torch of its own minor version."""
+    try:
+        torch, torch_xla = version("torch"), version("torch_xla")
+    except PackageNotFoundError:
+        return None
+    if torch.split(".")[:2] == torch_xla.split(".")[:2]:
+        return None
+    return f"torch_xla {torch_xla} is of another version than torch {torch}, and is left alone"
 
 
 def _is_tpu(device: str) -> bool:
