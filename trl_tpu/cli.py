@@ -20,7 +20,17 @@ COMMANDS = {
     "export": "write a checkpoint's model as safetensors, and push it to the Hub",
     "env": "print the versions and the runtime, for a bug report",
 }
-PACKAGES = ("torch", "torch_xla", "torch_tpu", "transformers", "accelerate", "datasets", "peft", "safetensors", "trl_tpu")
+PACKAGES = (
+    "torch",
+    "torch_xla",
+    "torch_tpu",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "safetensors",
+    "trl_tpu",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,8 +2,9 @@
 
 TorchTPU where torch's own accelerator is a TPU; PyTorch/XLA where a TPU is attached or ``PJRT_DEVICE`` is set; else
 plain torch, on a GPU where there is one. That torch_xla is installed says nothing, and one that does not fit the
-installed torch is left alone. But transformers and accelerate train on XLA wherever they find it, unless ``USE_TORCH_XLA=0``. This module imports
-nothing, so that it can settle the choice first; torch alone, where torch_tpu is installed.
+installed torch is left alone. But transformers and accelerate train on XLA wherever they find it, unless
+``USE_TORCH_XLA=0``. This module imports nothing, so that it can settle the choice first; torch alone, where torch_tpu
+is installed.
 """
 
 import glob
