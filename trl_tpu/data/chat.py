@@ -1,16 +1,27 @@
 """Applying a chat template to the messages of a row, with what the row says for it."""
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 
+logger = logging.getLogger(__name__)
+
 # Templates leave out what assistants thought before they answered, so the end of a text says whether it was written.
 _END = 20
+
+# Templates ask `strftime_now` for the date, and a macro of that name before them answers in its place.
+_FIXED_DATE = "{{% macro strftime_now(format) %}}{}{{% endmacro %}}"
+_FORMAT = "\x1f{{ format }}\x1f"
 
 Messages = list[dict[str, Any]]
 
@@ -47,6 +58,43 @@ def apply_template(
         if _are_written(form, rendered):
             return rendered
     return render(messages)
+
+
+def date_written(
+    tokenizer: PreTrainedTokenizerBase, chats: Iterable[tuple[Messages, Mapping[str, Any]]]
+) -> str | None:
+    """Return today's date as a chat template writes it into the first chat, after a warning; None if it does not.
+
+    It does where the chat reads otherwise once the date is replaced by the format that is asked for.
+
+    Args:
+        tokenizer: Has the template.
+        chats: Messages and their row, of which none is read where the template cannot ask for the date.
+    """
+    if "strftime_now" not in str(tokenizer.chat_template):
+        return None
+    for messages, row in islice(chats, 1):
+        tools = read_tools(row.get("tools"))
+        render = partial(
+            apply_template, tokenizer, messages, tools=tools, chat_template_kwargs=row.get("chat_template_kwargs")
+        )
+        with suppress(Exception):  # a template is a program, which may raise anything; without a date, too
+            replaced = render(chat_template=_FIXED_DATE.format(_FORMAT) + tokenizer.get_chat_template(tools=tools))
+            if replaced != render():
+                date_format = re.search("\x1f(.*?)\x1f", replaced)
+                today = datetime.now().strftime(date_format[1] if date_format else "%Y-%m-%d")
+                _warn_of_date(today)
+                return today
+    return None
+
+
+@cache  # once, for all windows of rows that are scored
+def _warn_of_date(today: str) -> None:
+    logger.warning(
+        f"The chat template writes the day's date into dialogues, {today!r} today, so their rewards are others "
+        f"tomorrow. Give the template a date of its own, that of training: put `{_FIXED_DATE.format(today)}` before "
+        "it in `tokenizer.chat_template`, in `chat_template_path`'s file, or in a saved model's chat_template.jinja."
+    )
 
 
 def read_tools(tools: Any) -> Any:

@@ -1,7 +1,8 @@
 """Finished objects for the trainer: a reward model with its tokenizer, and datasets of token pairs."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, cast
 
 from datasets import Dataset, IterableDataset
@@ -182,6 +183,14 @@ def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
     if not isinstance(pairs, Dataset) or column not in pairs.column_names:
         return None
     return pairs[:_LOOKED_AT][column]
+
+
+def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield the first row's chosen dialogue and the row, where that is messages; it is read only then."""
+    for row in islice(dataset, 1):
+        prompt, answer = row.get("prompt") or [], row.get("chosen")
+        if isinstance(answer, list) and isinstance(prompt, list):
+            yield prompt + answer, row
 
 
 def _check_positions(dataset: Any, model: PreTrainedModel, name: str, columns: tuple[str, str]) -> Any:

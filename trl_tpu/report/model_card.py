@@ -22,11 +22,13 @@ class Reading:
         tokenizer: As it was trained with; None where it is not known.
         max_length: Most tokens of a dialogue that it was trained on; None for any.
         scale: How large its rewards are, if that was measured.
+        date: What the chat template wrote into dialogues when training began, if it writes the day's date.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int | None = None
     scale: RewardScale | None = None
+    date: str | None = None
 
     @property
     def bos(self) -> str | None:

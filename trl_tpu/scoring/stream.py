@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
+from ..data.chat import date_written
 from ..errors import UserError
 from .forms import Dialogue, Form, all_of, tokenize
 from .scorer import TOKENS_A_PASS, Scorer
@@ -115,6 +116,8 @@ def _start(
         form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
     ]
     ready = tokenize([item for items in read for item in all_of(items)], scorer, max_length)
+    chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))
+    date_written(scorer.tokenizer, chats)  # for its warning
     rewards = scorer.start([ids for _, ids in ready])
 
     def written() -> Window:

@@ -29,6 +29,7 @@ from .. import runtime
 from ..batching.batch_plan import BatchPlan
 from ..config.checks import check_best_metric
 from ..config.reward_config import RewardConfig
+from ..data.chat import date_written
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
 from ..data.old_columns import _tokenize
@@ -36,7 +37,14 @@ from ..data.packed_batch import micro_batches_of, tensors_of
 from ..evaluation.judge import check_eval_by, judge
 from ..evaluation.reward_sums import sums_of
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
-from ..modeling.build import build_dataset, build_reward_model, check_arguments, default_folder, first_dialogues
+from ..modeling.build import (
+    build_dataset,
+    build_reward_model,
+    check_arguments,
+    default_folder,
+    first_chat,
+    first_dialogues,
+)
 from ..modeling.engines import BASE_CONFIG, set_scale
 from ..modeling.rewards import rewards_of
 from ..modeling.special_tokens import warn_of_unscored_eos
@@ -98,6 +106,7 @@ class RewardTrainer(DeviceTrainer):
     """The verdict of the last evaluation, by the prefix of its metrics."""
     __old_columns = False
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
+    __date: str | None = None  # that the chat template has written into dialogues
     __build: Any = None  # makes a reward model of what `model_init` returns, where this constructor ran
     __evaluated: Any = None  # what the last evaluation was on, or is on
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
@@ -150,6 +159,7 @@ class RewardTrainer(DeviceTrainer):
         plan = self.__plan
         train_pairs = self.__prepared(train_dataset, "train")
         warn_of_unscored_eos(own_tokenizer, first_dialogues(train_pairs, self.__old_columns))
+        self.__date = date_written(own_tokenizer, first_chat(train_dataset))
         eval_pairs = None if eval_dataset is None else self.__prepared(eval_dataset, "eval")
         plan.prepare(train_pairs, eval_pairs)
         super().__init__(
@@ -489,7 +499,7 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            reading=Reading(self.processing_class, self.args.max_length, self.__reward_metrics.scale),
+            reading=Reading(self.processing_class, self.args.max_length, self.__reward_metrics.scale, self.__date),
             evaluation=evaluation,
         )
         card.save(path)
