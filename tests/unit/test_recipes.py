@@ -1,0 +1,84 @@
+"""The recipes of examples/recipes: parsed, planned as their heads say, and in the folder's table."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from places import EXAMPLES
+from planned import compiled
+from preference_forms import assistant, tiny_tokenizer, user
+from transformers import AutoConfig
+
+from trl_tpu.data.chat import apply_template, date_written
+from trl_tpu.plan.compile import CompiledProgram
+from trl_tpu.plan.workload import Layout
+from trl_tpu.scripts import plan, reward
+
+FOLDER = EXAMPLES / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+OF_THE_TRAINING = ("max_length", "total_batch_size", "per_device_train_batch_size", "num_train_epochs")
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+
+
+def head(recipe: Path) -> str:
+    """The comment that a recipe begins with, as one line."""
+    lines = recipe.read_text().split("\n\n")[0].splitlines()
+    assert all(line.startswith("#") for line in lines)
+    return " ".join(" ".join(line.lstrip("# ") for line in lines).split())
+
+
+def words_of_plan(recipe: Path) -> list[str]:
+    (command,) = re.findall(r"`trl-tpu plan (.*?)`", head(recipe))
+    return shlex.split(command)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_is_parsed_says_what_it_is_and_is_in_the_table(recipe: Path) -> None:
+    arguments = ["--config", str(recipe), "--report_to", "none", "--use_cpu", "true"]
+    script, args, model, data = reward.make_parser().parse_args_and_config(arguments)
+    settings = yaml.safe_load(recipe.read_text())
+    assert (args.learning_rate, args.total_batch_size) == (settings["learning_rate"], settings["total_batch_size"])
+    assert model.model_name_or_path and args.eval_strategy == "steps"
+    assert script.dataset_name or (data.datasets and data.test_split_size)
+    told = head(recipe)
+    assert "Not run by us." in told and "Source " in told and "Published " in told and "IT FITS" in told
+    (row,) = [line for line in (FOLDER / "README.md").read_text().splitlines() if f"({recipe.name})" in line]
+    assert row.rstrip(" |").endswith("| -"), "what we measured, which is nothing yet"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_is_planned_as_its_head_says(recipe: Path, tmp_path: Path) -> None:
+    """With a small model in the place of its own, and a made-up compiler."""
+    settings, words = yaml.safe_load(recipe.read_text()), words_of_plan(recipe)
+    assert words[words.index("--model_name_or_path") + 1] == settings["model_name_or_path"]
+    AutoConfig.for_model("llama", num_attention_heads=4, **SIZES).save_pretrained(tmp_path)
+    seen: list[Layout] = []
+
+    def compile_layout(layout: Layout) -> CompiledProgram:
+        seen.append(layout)
+        return compiled(layout)
+
+    assert plan.main([*words, "--model_name_or_path", str(tmp_path), "--report_to", "none"], compile_layout) == 0
+    (layout,) = seen
+    planned = {name: getattr(layout.workload.args, name) for name in OF_THE_TRAINING}
+    assert planned == {name: settings[name] for name in OF_THE_TRAINING}
+    assert layout.workload.args.gradient_accumulation_steps * layout.pairs == settings["total_batch_size"]
+
+
+def test_the_template_without_a_date_is_llamas_format_and_has_none() -> None:
+    tokenizer: Any = tiny_tokenizer(bos_token="<|begin|>")
+    tokenizer.chat_template = (FOLDER / "llama3_without_date.jinja").read_text()
+    chat = [user(" Sky? "), assistant("Blue.")]
+    turns = "".join(
+        f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
+        for role, text in [("system", ""), ("user", "Sky?"), ("assistant", "Blue.")]
+    )
+    assert apply_template(tokenizer, chat) == f"<|begin|>{turns}"
+    told = [{"role": "system", "content": "Be kind."}, *chat]
+    assert apply_template(tokenizer, told) == "<|begin|>" + turns.replace(
+        "\n\n<|eot_id|>", "\n\nBe kind.<|eot_id|>", 1
+    )
+    assert date_written(tokenizer, [(chat, {})]) is None
