@@ -8,7 +8,7 @@ pairs in the same order. The weights are those of the extra `[bench]`; without i
 
 import os
 
-os.environ["USE_TORCH_XLA"] = "0"  # before transformers is imported
+os.environ.setdefault("USE_TORCH_XLA", "0")  # before transformers is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

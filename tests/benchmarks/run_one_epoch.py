@@ -43,10 +43,8 @@ import smollm2  # noqa: E402
 FOLDERS = {"TRL 1.16": "trl", "trl_tpu": "trl_tpu"}
 MEASURED = "measured.json"
 SHORTER = "the shorter answer wins"
-HEAD = (
-    "| model | data | what | accuracy (95 % interval) | calibration error | length alone | s a pair | tokens a real one "
-    "| commit |\n|---|---|---|---|---:|---:|---:|---:|---|\n"
-)
+COLUMNS = ("model", "data", "what", "accuracy (95 % interval)", "calibration error", "length alone", "s a pair")
+HEAD = "| " + " | ".join([*COLUMNS, "tokens a real one", "commit"]) + " |\n|---|---|---|---|---:|---:|---:|---:|---|\n"
 
 
 def split(options: argparse.Namespace) -> tuple[Dataset, Dataset]:
