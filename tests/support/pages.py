@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from places import EXAMPLES, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((EXAMPLES / "guides").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((EXAMPLES / "guides").glob("*.md")), EXAMPLES / "recipes" / "README.md"]
 NOT_RUN = "# not run by the tests: "
 
 _BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
