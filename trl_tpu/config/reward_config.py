@@ -13,7 +13,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
 from ..errors import UserError
-from ..parallel.mesh import parse_mesh
+from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
 from .checks import TORCHTPU_LIMITS, XLA_LIMITS, check_limits, check_remat, check_values
@@ -209,7 +209,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     max_shapes: int = 4
 
     # the devices
-    mesh: str = "fsdp=-1"
+    mesh: str | None = None
     sharding_plan: str | None = None
     remat: str | None = None
     scan_layers: bool = False
@@ -255,11 +255,18 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             super().__post_init__()
         check_remat(self)
         _ = self.schedule  # which says what is wrong with it
-        topology = runtime.current().topology()
-        self.mesh_shape = parse_mesh(self.mesh, topology.devices, topology.slices)
+        self.mesh_shape = self._parse_mesh()
         if self.total_batch_size is not None:
             self._divide(self.total_batch_size, is_given)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
+
+    def _parse_mesh(self) -> MeshShape:
+        """Return the mesh over all devices; without `mesh`, and but for XLA, over this process's."""
+        chosen = runtime.current()
+        if chosen.shares_mesh or self.mesh is None:
+            topology = chosen.topology()
+            return parse_mesh(self.mesh or "fsdp=-1", topology.devices if chosen.shares_mesh else 1, topology.slices)
+        return parse_mesh(self.mesh, self.world_size)
 
     def _fit_to_runtime(self) -> None:
         """Start the runtime, before transformers looks for the device, and settle what depends on it."""
@@ -363,7 +370,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         """
         shards = 1  # with split_batches a device's batch is that of all
         if not cast(AcceleratorConfig, self.accelerator_config).split_batches:
-            processes = 1 if runtime.current().shares_mesh else self.world_size
+            processes = 1 if runtime.current().shares_mesh or self.mesh_shape.devices > 1 else self.world_size
             shards = self.mesh_shape.batch_shards * processes * max(1, self.n_gpu)
         batch, accumulated = self.per_device_train_batch_size, self.gradient_accumulation_steps
         unit = shards * accumulated * (batch if is_batch_given else 1)

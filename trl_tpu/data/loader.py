@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -15,6 +16,8 @@ from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, Skip
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
+
+from .packed_batch import PackedBatch
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
 _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
@@ -110,6 +113,39 @@ def collate_marked(collate: Callable[[list[Any]], Any], examples: Sequence[tuple
     batch = collate(list(rows))
     batch["pair_mask"] = torch.tensor(is_real)
     return batch
+
+
+@dataclass(frozen=True)
+class OwnPairs:
+    """Collates this process's part of a batch of all, so that the parts' mean loss is the mean over all real pairs.
+
+    A short batch is filled up with its first pair, which `pair_mask` leaves out.
+
+    Args:
+        collate: Makes a batch of the part, packed in one micro-batch or padded.
+        pairs: P, pairs of a part.
+        index: Of this process's part, in the order of pairs.
+        count: How many parts there are.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    pairs: int
+    index: int
+    count: int
+
+    def __call__(self, examples: list[Any]) -> Any:
+        own = examples[self.index * self.pairs :][: self.pairs]
+        batch = self.collate([*own, *examples[:1] * (self.pairs - len(own))])
+        if len(examples) == self.pairs * self.count:
+            return batch
+        pair_mask_P = torch.arange(self.pairs) < len(own)
+        batch_pairs_1 = torch.tensor([len(examples) / self.count])
+        if "packed" not in batch:
+            return batch | {"pair_mask": pair_mask_P, "batch_pairs": batch_pairs_1}
+        (rows,) = batch["packed"].micro_batches
+        tokens_P = torch.where(pair_mask_P, rows.tokens_P, 0)
+        rows = replace(rows, pair_mask_P=pair_mask_P, tokens_P=tokens_P, batch_pairs_1=batch_pairs_1)
+        return type(batch)(batch, packed=PackedBatch((rows,), pair_mask_P))
 
 
 def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:

@@ -24,6 +24,8 @@ class PairBatch:
     margin_P: torch.Tensor | None
     mask_P: torch.Tensor
     interleaved: bool
+    batch_pairs_1: torch.Tensor | None = None
+    """What the loss is a mean over, where it is not the real pairs: a process's share of those of a batch of all."""
 
     @classmethod
     def read(cls, inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) -> "PairBatch":
@@ -35,7 +37,8 @@ class PairBatch:
         if interleaved:
             input_ids, attention_mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
         all_P = torch.ones(len(input_ids) // 2, dtype=torch.bool, device=input_ids.device)
-        return cls(input_ids, attention_mask, inputs.get("margin"), inputs.get("pair_mask", all_P), interleaved)
+        mask_P, pairs_1 = inputs.get("pair_mask", all_P), inputs.get("batch_pairs")
+        return cls(input_ids, attention_mask, inputs.get("margin"), mask_P, interleaved, pairs_1)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
         """Compute the rewards [P, 2] by the model's pooling; also return its outputs."""
@@ -49,14 +52,15 @@ class PairBatch:
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return the batch's loss: the mean over the pairs that are no padding; 0 where all are."""
-        return torch.where(self.mask_P, losses_P, 0.0).sum() / self.mask_P.sum().clamp(min=1)
+        pairs = self.mask_P.sum().clamp(min=1) if self.batch_pairs_1 is None else self.batch_pairs_1.squeeze()
+        return torch.where(self.mask_P, losses_P, 0.0).sum() / pairs
 
     @property
     def tokens(self) -> torch.Tensor:
         """How many tokens the real pairs have, not counting padding: an int32 scalar."""
         tokens_R = self.attention_mask_RL.sum(-1, dtype=torch.int32)
-        # where rows do not lie pair by pair, all of them count
-        return (tokens_R.view(-1, 2) * self.mask_P[:, None]).sum(dtype=torch.int32)
+        tokens_P2 = tokens_R.view(-1, 2) if self.interleaved else tokens_R.view(2, -1).T
+        return (tokens_P2 * self.mask_P[:, None]).sum(dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,10 @@ class PackedPairs:
 
 
 OWN_KEYS = frozenset(
-    {"packed", "rows", "input_ids", "attention_mask", "margin", "pair_mask", "return_loss", *LEGACY_KEYS}
+    {
+        *("packed", "rows", "input_ids", "attention_mask", "margin", "pair_mask", "batch_pairs", "return_loss"),
+        *LEGACY_KEYS,
+    }
 )
 """The keys of a batch that `read_batch` reads; any other is the model's."""
 

@@ -6,10 +6,12 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -75,8 +77,9 @@ class DeviceLoader:
 class Runtime:
     """What the trainer needs of a device, in plain torch; `XlaRuntime` gives each of it in PyTorch/XLA.
 
-    One process drives one device, and the mesh has one; accelerate's launchers add more processes and its loaders are
-    around our batches. Making a runtime gets ready whatever has to be before anything touches a device.
+    One process drives one device. Launchers add more processes: each has a mesh of its one device and a whole model,
+    or all have parts of one model on one mesh. Making a runtime gets ready whatever has to be before anything touches
+    a device.
     """
 
     name = "native"
@@ -95,6 +98,8 @@ class Runtime:
     Else a process has one device, and accelerate leads the processes.
     """
 
+    _ranks = 1  # processes of the mesh, one a device
+
     @property
     def has_attention_kernel(self) -> bool:
         """Whether `segment_attention` needs less memory than a mask for each query and key."""
@@ -108,9 +113,12 @@ class Runtime:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def topology(self) -> Topology:
-        """Return the devices and processes that train together, as they are now."""
+        """Return the devices and processes of the mesh, as they are now: of several, each has a part of the model."""
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-        return Topology(1, slices=1, process_index=0, process_count=1, description=name)
+        if self._ranks == 1:
+            return Topology(1, slices=1, process_index=0, process_count=1, description=name)
+        name = f"{self._ranks} processes, each on {name}"
+        return Topology(self._ranks, 1, process_index=dist.get_rank(), process_count=self._ranks, description=name)
 
     def chip(self) -> str | None:
         """Return what the devices are called where TPUs are rented, such as "v6e"; None if they are none."""
@@ -131,16 +139,21 @@ class Runtime:
         All processes take part, with small values. Threads that write a checkpoint ask ``while_saving``, so that their
         words are not taken for those of training.
         """
-        return [value]
+        if self._ranks == 1:
+            return [value]
+        gathered = [value] * self._ranks
+        dist.all_gather_object(gathered, value)
+        return gathered
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         """Arrange all devices as a mesh of named axes, whose sizes multiply to `Topology.devices`.
 
-        The first axis goes over the ``slices``. Here every size is 1, which the mesh arithmetic has checked.
+        The first axis goes over the ``slices``. Here they are one device, or those of all processes.
 
         Raises:
             UserError: The devices are in another number of slices.
         """
+        self._ranks = prod(sizes.values())
 
     # ---- layouts
 

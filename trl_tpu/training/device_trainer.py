@@ -51,6 +51,7 @@ from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
 from ..data.loader import (
+    OwnPairs,
     WholeStream,
     collate_marked,
     epoch_that_skips_by,
@@ -63,6 +64,7 @@ from ..data.loader import (
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import complete_config
+from ..parallel.ranks import mesh_of, spread_model, whole
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
 from ..runtime import choice, current
@@ -150,6 +152,10 @@ class DeviceTrainer(Trainer):
                 arguments, data or checkpoints.
         """
         ours, preemption = self.trl_tpu, self.trl_tpu.preemption
+        # which it could say itself only of models that it would not let us save
+        self.is_distributed_loading_by_transformers = (
+            not ours.runtime.shares_mesh and ours.runtime.topology().process_count > 1
+        )
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
@@ -181,7 +187,8 @@ class DeviceTrainer(Trainer):
     def __checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
         """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
         ours = self.trl_tpu
-        ours.order = order_of_pairs(self.args, self.accelerator.num_processes, self.train_dataset)
+        parts = self.accelerator.num_processes // (1 if ours.runtime.shares_mesh else self.args.mesh_shape.tensor)
+        ours.order = order_of_pairs(self.args, parts, self.train_dataset)
         if ours.runtime.shares_mesh and ours.agreement.count > 1:
             own = ours.order | describe_run(self.args, self.eval_dataset, resume)
             check_alike(ours.agreement.all_gather_object(own))
@@ -227,6 +234,12 @@ class DeviceTrainer(Trainer):
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        own = mesh_of(model)
+        if own is not None:  # the mesh that a user has loaded the model on
+            self.args.mesh_shape = own
+        if not current().shares_mesh and self.args.mesh_shape.devices > 1:
+            self.__shards = spread_model(model, self.args.mesh_shape, current(), device)
+            return
         plan = plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         plan.check(name for name, _ in model.named_parameters())
         runtime = current()  # transformers' constructor calls this, when nothing of ours is made
@@ -249,13 +262,18 @@ class DeviceTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        processes = self.accelerator.num_processes
+        runtime, mesh, processes = current(), self.args.mesh_shape, self.accelerator.num_processes
+        ranks = runtime.topology().process_count if not runtime.shares_mesh else 1
+        parts = mesh.batch_shards if ranks > 1 else processes
         if description == "Evaluation" and (steps := self.args.max_eval_steps) is not None:
-            pairs = steps * batch_size * (1 if self.accelerator.split_batches else processes)
+            pairs = steps * batch_size * (1 if self.accelerator.split_batches else parts)
             dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
-        if not current().shares_mesh:
+        if ranks > 1:
+            collate = OwnPairs(collate, batch_size, runtime.topology().process_index // mesh.tensor, parts)
+            batch_size *= parts
+        elif not runtime.shares_mesh:
             if is_stream and processes > 1:
                 if not is_training:
                     collate = partial(collate_marked, self._get_collator_with_removed_columns(collate, description))
@@ -281,7 +299,7 @@ class DeviceTrainer(Trainer):
             sampler = training_order(dataset, sampler, self.args.data_seed)
         # accelerate's loader would replicate batches, and forget its settings on resume
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
-        return current().loader(batches, self.args.mesh_shape.batch_axes)
+        return runtime.loader(batches, mesh.batch_axes)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
@@ -292,7 +310,8 @@ class DeviceTrainer(Trainer):
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            if self.trl_tpu.runtime.shares_mesh:
+            runtime = self.trl_tpu.runtime
+            if runtime.shares_mesh or runtime.topology().process_count > 1:
                 epoch_that_skips_by(skip)(self, *args, **kwargs)
             else:
                 super()._run_epoch(*args, **kwargs)
@@ -348,12 +367,12 @@ class DeviceTrainer(Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self.__end_micro_batch()
-        return super()._clip_grad_norm(model)
+        return whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:
             self.__end_micro_batch()
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm = whole(super()._get_grad_norm(model, grad_norm))
         nonfinite = self.trl_tpu.nonfinite
         if nonfinite.is_on:
             self._tr_loss = nonfinite.end_step(norm, self._tr_loss, self.optimizer)

@@ -50,7 +50,7 @@ def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, A
 
 def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
     """Return what else has to be the same on every host of a mesh: over what mesh, and from which checkpoint."""
-    run: dict[str, Any] = {"mesh": args.mesh, "eval data": digest(eval_dataset)}
+    run: dict[str, Any] = {"mesh": str(args.mesh_shape), "eval data": digest(eval_dataset)}
     run["the checkpoint to resume from"] = Path(resume).name if isinstance(resume, str) else bool(resume)
     run["the checkpoints"] = sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*"))
     return run

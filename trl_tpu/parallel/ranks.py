@@ -1,0 +1,73 @@
+"""Spreads a model over the processes of a mesh, one a device: by transformers' own FSDP2 and tensor parallelism."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers.distributed import DistributedConfig
+
+from ..runtime import Runtime
+from .mesh import MeshShape
+from .shard_report import ShardReport
+from .sharding_plan import Placement
+
+#: What transformers calls the axes.
+_AXES = {"dp_replicate": "data", "fsdp": "fsdp", "tp": "tensor"}
+
+
+def distributed_config(mesh: MeshShape) -> DistributedConfig:
+    """Return what transformers takes for ``mesh``."""
+    return DistributedConfig(dp_replicate_size=mesh.data, fsdp_size=mesh.fsdp, tp_size=mesh.tensor)
+
+
+def mesh_of(model: Any) -> MeshShape | None:
+    """Return the mesh that transformers has spread ``model`` over; None where it has not."""
+    if getattr(model, "_device_mesh", None) is None:
+        return None
+    config = model.config.distributed_config
+    return MeshShape(config.dp_replicate_size, config.fsdp_size, config.tp_size)
+
+
+def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.device) -> ShardReport:
+    """Give each process its part of ``model``, in place; one that is spread already stays as it is.
+
+    All parts are of the model that process 0 has, as with DDP. Adapters are spread like what they adapt.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if mesh_of(base) is None:
+        for tensor in (*model.parameters(), *model.buffers()):
+            first = tensor.detach().to(device)
+            dist.broadcast(first, src=0)
+            tensor.data.copy_(first)
+        config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
+        base.maybe_distribute_model(base, config, manager)
+    for module in model.modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            module._buffers[leaf] = buffer.to(device)
+    # transformers' trainer would refuse to save, and leave the placement to it; see `DeviceTrainer.train`
+    base._is_distributed_loading_by_transformers = False
+    runtime.set_mesh(mesh.sizes, mesh.slices)
+    parameters = dict(model.named_parameters())
+    return ShardReport(
+        mesh,
+        {name: _placement(each, mesh) for name, each in parameters.items()},
+        {name: tuple(each.shape) for name, each in parameters.items()},
+        {name: each.numel() * each.element_size() for name, each in parameters.items()},
+    )
+
+
+def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
+    over: list[list[str]] = [[] for _ in parameter.shape]
+    if isinstance(parameter, DTensor):
+        for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            if isinstance(placement, Shard) and mesh.sizes[_AXES[name]] > 1:
+                over[placement.dim].append(_AXES[name])
+    axes = tuple(None if not names else names[0] if len(names) == 1 else tuple(names) for names in over)
+    return Placement(axes, "transformers' plan")
+
+
+def whole(value: Any) -> Any:
+    """Return a norm over gradients that are spread as a plain tensor, the same in every process."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
