@@ -11,12 +11,17 @@ from typing import Any
 
 import tiny
 import torch
+from peft import LoraConfig
 from timings import untimed
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers.distributed import DistributedConfig
 
 import trl_tpu
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 8,
+    "total_batch_size": 8,
+    "per_device_eval_batch_size": 1,
     "logging_steps": 1,
     "learning_rate": 1e-3,
     "max_grad_norm": 0.5,  # below the norms that there are
@@ -27,46 +32,71 @@ SETTINGS: dict[str, Any] = {
     "disable_tqdm": True,
     "use_cpu": True,
 }
-#: Ways to train by name: the processes that go them, and their settings. `data` and `fsdp` make 2, 4 or 8.
-WAYS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp": (2, {"mesh": "fsdp=2"}),
-    "padded": (2, {"mesh": "fsdp=2", "packing": False}),
-    "ddp": (2, {}),
-    "data": (4, {"mesh": "data=4"}),
-    "both": (4, {"mesh": "data=2,fsdp=2"}),
-    "fsdp of 8": (8, {"mesh": "fsdp=8"}),
-    "data of 2": (8, {"mesh": "data=2,fsdp=4"}),
-    "data of 4": (8, {"mesh": "data=4,fsdp=2"}),
+LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "target_modules": ["q_proj", "up_proj"]}
+#: What each of several processes does, by its name: how many there are, what one process alone does, and the mesh.
+WAYS: dict[str, tuple[int, str, str | None]] = {
+    "fsdp=2": (2, "plain", "fsdp=2"),
+    "padded": (2, "padded", "fsdp=2"),
+    "accumulated": (2, "accumulated", "fsdp=2"),
+    "bf16": (2, "bf16", "fsdp=2"),
+    "adapters": (2, "adapters", "fsdp=2"),
+    "loaded on a mesh": (2, "plain", None),
+    "not finite": (2, "not finite", "fsdp=2"),
+    "data=4": (4, "plain", "data=4"),
+    "data=2,fsdp=2": (4, "accumulated", "data=2,fsdp=2"),
+    "fsdp=8": (8, "plain", "fsdp=8"),
+    "data=2,fsdp=4": (8, "plain", "data=2,fsdp=4"),
+    "data=4,fsdp=2": (8, "plain", "data=4,fsdp=2"),
 }
 
 
-def train(model: Any, out: Path, settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+class Infinite(TrainerCallback):
+    """Makes a weight of the first process's part infinite for the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step in (2, 3) and args.process_index == 0:
+            weight = model.score.weight.data
+            local = getattr(weight, "_local_tensor", weight)
+            self.kept = local.clone() if state.global_step == 2 else self.kept
+            local.copy_(torch.full_like(local, float("inf")) if state.global_step == 2 else self.kept)
+
+
+def train(model: str, out: Path, way: str, mesh: str | None = None, is_loaded: bool = False) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
     pairs = tiny.made_up_pairs(39)
-    args = trl_tpu.RewardConfig(
-        str(out), **{"total_batch_size": 8, "per_device_eval_batch_size": 1} | SETTINGS | settings
-    )
-    trainer = trl_tpu.RewardTrainer(
-        model, args, train_dataset=pairs.select(range(26)), eval_dataset=pairs.select(range(26, 39)), **arguments
-    )
+    train_pairs: Any = pairs.select(range(26))
+    settings, arguments = SETTINGS | {"mesh": mesh}, dict[str, Any]()
+    if way == "accumulated":  # the last batch of an epoch by itself
+        settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
+        train_pairs = train_pairs.to_iterable_dataset(num_shards=3)
+    settings |= {"packing": False} if way == "padded" else {"bf16": True} if way == "bf16" else {}
+    if way == "adapters":
+        arguments["peft_config"] = LoraConfig(**LORA)
+    if way == "not finite":
+        arguments["callbacks"] = [Infinite()]
+    if is_loaded:
+        config = DistributedConfig(fsdp_size=2)
+        arguments["model"] = AutoModelForSequenceClassification.from_pretrained(model, distributed_config=config)
+    args = trl_tpu.RewardConfig(str(out), **settings)
+    arguments = {"model": model, "eval_dataset": pairs.select(range(26, 39))} | arguments
+    trainer = trl_tpu.RewardTrainer(args=args, train_dataset=train_pairs, **arguments)
     trainer.train()
-    logged = [log for log in map(untimed, trainer.state.log_history) if "train_loss" not in log]
-    predicted = trainer.predict(pairs.select(range(5)))
     return {
-        "logged": logged,
         "described": trainer.describe(),
-        "predictions": predicted.predictions.tolist(),  # type: ignore[union-attr]
+        "logged": [log for log in map(untimed, trainer.state.log_history) if "train_loss" not in log],
+        "predictions": trainer.predict(pairs.select(range(5))).predictions.tolist(),  # type: ignore[union-attr]
     }
 
 
 def main(model: str, folder: Path, count: int) -> None:
     rank = os.environ.get("RANK", "alone")
-    found = {}
     if count == 1:
-        found["one"] = train(model, folder / "one", {"mesh": os.environ.get("MESH")})
-    for way, (processes, settings) in WAYS.items():
-        if processes == count:
-            found[way] = train(model, folder / way, settings)
+        found = {way: train(model, folder / way, way) for way in {way for _, way, _ in WAYS.values()}}
+    else:
+        found = {}
+        for name, (processes, way, mesh) in WAYS.items():
+            if processes == count:
+                found[name] = train(model, folder / name, way, mesh, is_loaded=mesh is None)
     (folder / f"{rank} of {count}.json").write_text(json.dumps(found))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed import DistributedConfig
 
@@ -43,11 +44,10 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
             tensor.data.copy_(first)
         config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
         base.maybe_distribute_model(base, config, manager)
+    reshard(model)  # packed rows may have been tried
     for module in model.modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             module._buffers[leaf] = buffer.to(device)
-    # transformers' trainer would refuse to save, and leave the placement to it; see `DeviceTrainer.train`
-    base._is_distributed_loading_by_transformers = False
     runtime.set_mesh(mesh.sizes, mesh.slices)
     parameters = dict(model.named_parameters())
     return ShardReport(
@@ -66,6 +66,13 @@ def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
                 over[placement.dim].append(_AXES[name])
     axes = tuple(None if not names else names[0] if len(names) == 1 else tuple(names) for names in over)
     return Placement(axes, "transformers' plan")
+
+
+def reshard(model: nn.Module) -> None:
+    """Let each process have its parts alone again: a forward without a backward leaves FSDP2's last weights whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(value: Any) -> Any:

@@ -101,6 +101,11 @@ class Runtime:
     _ranks = 1  # processes of the mesh, one a device
 
     @property
+    def spreads_model(self) -> bool:
+        """Whether several processes with a device each have parts of one model, which none of them has whole."""
+        return self._ranks > 1
+
+    @property
     def has_attention_kernel(self) -> bool:
         """Whether `segment_attention` needs less memory than a mask for each query and key."""
         return False
@@ -115,7 +120,7 @@ class Runtime:
     def topology(self) -> Topology:
         """Return the devices and processes of the mesh, as they are now: of several, each has a part of the model."""
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
-        if self._ranks == 1:
+        if not self.spreads_model:
             return Topology(1, slices=1, process_index=0, process_count=1, description=name)
         name = f"{self._ranks} processes, each on {name}"
         return Topology(self._ranks, 1, process_index=dist.get_rank(), process_count=self._ranks, description=name)
@@ -139,7 +144,7 @@ class Runtime:
         All processes take part, with small values. Threads that write a checkpoint ask ``while_saving``, so that their
         words are not taken for those of training.
         """
-        if self._ranks == 1:
+        if not self.spreads_model:
             return [value]
         gathered = [value] * self._ranks
         dist.all_gather_object(gathered, value)

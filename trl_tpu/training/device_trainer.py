@@ -12,6 +12,7 @@ _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
+create_optimizer                     of parts of a model, where processes have parts
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
 floating_point_ops                  the same, counted
@@ -64,7 +65,7 @@ from ..data.loader import (
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import complete_config
-from ..parallel.ranks import mesh_of, spread_model, whole
+from ..parallel.ranks import mesh_of, reshard, spread_model, whole
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
 from ..runtime import choice, current
@@ -152,10 +153,6 @@ class DeviceTrainer(Trainer):
                 arguments, data or checkpoints.
         """
         ours, preemption = self.trl_tpu, self.trl_tpu.preemption
-        # which it could say itself only of models that it would not let us save
-        self.is_distributed_loading_by_transformers = (
-            not ours.runtime.shares_mesh and ours.runtime.topology().process_count > 1
-        )
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
@@ -216,6 +213,15 @@ class DeviceTrainer(Trainer):
 
     # ---- placement and precision
 
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether the model is spread over processes: not in transformers' constructor, which then refuses to save."""
+        return "trl_tpu" in vars(self) and self.trl_tpu.runtime.spreads_model
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, _: bool) -> None:
+        """Leave it to transformers to ask the model, and do not listen."""
+
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
         if current().shares_mesh:
@@ -263,14 +269,13 @@ class DeviceTrainer(Trainer):
         dataloader_key: str | None = None,
     ) -> Any:
         runtime, mesh, processes = current(), self.args.mesh_shape, self.accelerator.num_processes
-        ranks = runtime.topology().process_count if not runtime.shares_mesh else 1
-        parts = mesh.batch_shards if ranks > 1 else processes
+        parts = mesh.batch_shards if runtime.spreads_model else processes
         if description == "Evaluation" and (steps := self.args.max_eval_steps) is not None:
             pairs = steps * batch_size * (1 if self.accelerator.split_batches else parts)
             dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
-        if ranks > 1:
+        if runtime.spreads_model:
             collate = OwnPairs(collate, batch_size, runtime.topology().process_index // mesh.tensor, parts)
             batch_size *= parts
         elif not runtime.shares_mesh:
@@ -311,12 +316,17 @@ class DeviceTrainer(Trainer):
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
             runtime = self.trl_tpu.runtime
-            if runtime.shares_mesh or runtime.topology().process_count > 1:
+            if runtime.shares_mesh or runtime.spreads_model:
                 epoch_that_skips_by(skip)(self, *args, **kwargs)
             else:
                 super()._run_epoch(*args, **kwargs)
 
     # ---- the step
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the optimizer, of parts where processes have parts: transformers 5.24 does so by itself."""
+        reshard(self.model)
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""
