@@ -1,4 +1,4 @@
-"""One of several processes of plain torch, one alone, or one of a mesh of XLA: ranks.py MODEL FOLDER COUNT [RANK]
+"""One of COUNT processes of plain torch, or one that leads devices of XLA: ranks.py MODEL FOLDER COUNT [RANK]
 
 Each way to train that COUNT processes go is gone with the same pairs in a batch, and what it gave written to FOLDER.
 """
@@ -17,20 +17,22 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 import trl_tpu
+from trl_tpu.errors import UserError
+from trl_tpu.runtime import choice
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 8,
     "total_batch_size": 8,
     "per_device_eval_batch_size": 1,
     "logging_steps": 1,
-    "learning_rate": 1e-3,
+    "learning_rate": 1e-4,
     "max_grad_norm": 0.5,  # below the norms that there are
     "save_strategy": "no",
     "eval_strategy": "epoch",
     "bf16": False,
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": True,
+    "use_cpu": choice().name != "xla",
 }
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "target_modules": ["q_proj", "up_proj"]}
 #: What each of several processes does, by its name: how many there are, what one process alone does, and the mesh.
@@ -44,6 +46,7 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "not finite": (2, "not finite", "fsdp=2"),
     "data=4": (4, "plain", "data=4"),
     "data=2,fsdp=2": (4, "accumulated", "data=2,fsdp=2"),
+    "fsdp=2,tensor=2": (4, "plain", "fsdp=2,tensor=2"),
     "fsdp=8": (8, "plain", "fsdp=8"),
     "data=2,fsdp=4": (8, "plain", "data=2,fsdp=4"),
     "data=4,fsdp=2": (8, "plain", "data=4,fsdp=2"),
@@ -97,12 +100,21 @@ def main(model: str, folder: Path, count: int) -> None:
         for name, (processes, way, mesh) in WAYS.items():
             if processes == count:
                 found[name] = train(model, folder / name, way, mesh, is_loaded=mesh is None)
+    if count == 4:
+        try:
+            train(model, folder / "tensor=4", "plain", "tensor=4")
+        except UserError as error:
+            found["tensor=4"] = {"refused": str(error)}
     (folder / f"{rank} of {count}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model_folder, out, processes, *ranks = sys.argv[1:]
-    for each in ranks:
-        os.environ |= {"RANK": each, "LOCAL_RANK": each, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    main(model_folder, Path(out), int(processes))
+    if choice().name == "xla":
+        given = {"plain": train(model_folder, Path(out, "xla"), "plain")}
+        Path(out, "alone on xla.json").write_text(json.dumps(given))
+    else:
+        for each in ranks:
+            os.environ |= {"RANK": each, "LOCAL_RANK": each, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        main(model_folder, Path(out), int(processes))

@@ -40,7 +40,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "type of optim: transformers.training_args.OptimizerNames | str, ours <class 'str'>": (
             "a text reads the same on a command line; an enum is accepted as before"
         ),
-        "ours alone: mesh = 'fsdp=-1'": "how the devices of one process are arranged, which TRL leaves to accelerate",
+        "ours alone: mesh = None": "how devices or processes are arranged, which TRL leaves to accelerate",
         "ours alone: sharding_plan = None": "which weight goes over which mesh axis, a file of patterns",
         "ours alone: remat = None": "what gradient_checkpointing computes again: TRL's is 'full'",
         "ours alone: scan_layers = False": "compiles deep models as fast as shallow ones",

@@ -51,6 +51,19 @@ XLA_LIMITS = {
 TORCHTPU_LIMITS = {
     "use_cpu": "set the environment variable ACCELERATE_USE_CPU=1, which chooses plain torch on the CPU"
 }
+#: The same of settings that a mesh over several processes cannot honor.
+RANK_LIMITS = {
+    **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config"), "leave it out: mesh splits the model"),
+    "bf16_full_eval": XLA_LIMITS["bf16_full_eval"],
+    "fp16": "use bf16=True: a loss scale would skip steps in some processes alone",
+    "fp16_full_eval": XLA_LIMITS["fp16_full_eval"],
+    "auto_find_batch_size": "set per_device_train_batch_size: processes would try different ones",
+    "sharding_plan": "leave it out: transformers splits by its own plan",
+    "train_sampling_strategy=group_by_length|batch_rebalance": "leave it out: all processes have to take one order",
+    "accelerator_config=use_seedable_sampler=False": "leave use_seedable_sampler on: all have to take one order",
+    "accelerator_config=split_batches=True": "leave split_batches out, and set total_batch_size",
+    "optim=bit|bnb|ademamix|layerwise|lomo": "use optim='adamw_torch', which updates each process's part",
+}
 #: Settings whose smaller values would end in an error that names none, or leave everything out.
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),

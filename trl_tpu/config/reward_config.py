@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from .checks import TORCHTPU_LIMITS, XLA_LIMITS, check_limits, check_remat, check_values
+from .checks import RANK_LIMITS, TORCHTPU_LIMITS, XLA_LIMITS, check_limits, check_remat, check_values
 from .duration import parse_duration
 from .field_help import help_from_docstring
 from .metric_names import ERRORS
@@ -136,11 +136,12 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         max_shapes (`int`, *optional*, defaults to `4`):
             On XLA and TorchTPU, how many shapes batches may have, packed or padded: each is compiled once.
 
-        mesh (`str`, *optional*, defaults to `"fsdp=-1"`):
+        mesh (`str`, *optional*):
             How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
             weights and batch, `data` only the batch, `tensor` weights and the work on each row. TPU slices that a
-            slower network joins are the outer part of `data`: `slices=2`, on its own found out by itself. With plain
-            torch there is one device.
+            slower network joins are the outer part of `data`: `slices=2`, on its own found out by itself. On XLA it is
+            `"fsdp=-1"` by default. Elsewhere it arranges the processes that torchrun starts, one a device, and the
+            model is split by transformers (FSDP2 and tensor parallelism); by default each has all of it (DDP).
         sharding_plan (`str`, *optional*):
             A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
             the model's own plan; `"*": auto` keeps the rest of it. See `trl_tpu.parallel.rules`.
@@ -261,12 +262,15 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
 
     def _parse_mesh(self) -> MeshShape:
-        """Return the mesh over all devices; without `mesh`, and but for XLA, over this process's."""
-        chosen = runtime.current()
-        if chosen.shares_mesh or self.mesh is None:
+        """Return the mesh over all devices or processes; without `mesh`, but for XLA, over this process's device."""
+        chosen, spec = runtime.current(), self.mesh or "fsdp=-1"
+        if chosen.shares_mesh:
             topology = chosen.topology()
-            return parse_mesh(self.mesh or "fsdp=-1", topology.devices if chosen.shares_mesh else 1, topology.slices)
-        return parse_mesh(self.mesh, self.world_size)
+            return parse_mesh(spec, topology.devices, topology.slices)
+        mesh = parse_mesh(spec, 1 if self.mesh is None else self.world_size)
+        if mesh.devices > 1:
+            check_limits(self, RANK_LIMITS, "impossible with a mesh over processes")
+        return mesh
 
     def _fit_to_runtime(self) -> None:
         """Start the runtime, before transformers looks for the device, and settle what depends on it."""

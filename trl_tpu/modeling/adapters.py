@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import PartialState
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError
@@ -75,6 +76,12 @@ def reads_base_weights(peft_config: "PeftConfig") -> bool:
     return not starts_plain or getattr(peft_config, "use_dora", False)
 
 
+def fits_shards(peft_config: "PeftConfig") -> bool:
+    """Tell whether the adapters are matrices of their own beside weights that may be in several processes' shards."""
+    reads = reads_base_weights(peft_config) or getattr(peft_config, "trainable_token_indices", None)
+    return peft_config.peft_type == "LORA" and not reads
+
+
 def is_peft_model(model: nn.Module) -> bool:
     """Tell whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
     peft = sys.modules.get("peft")
@@ -120,6 +127,11 @@ def add_adapters(
     fix = "Correct it (on a command line, the `--lora_` flags); a reward model's task_type is 'SEQ_CLS'."
     with explaining(f"{type(model).__name__} cannot have the adapters of `peft_config`", fix):
         adapted: Any = get_peft_model(model, peft_config)
+    for name, module in adapted.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            shard = parameter.detach()
+            if "modules_to_save" in name and isinstance(shard, DTensor):  # a copy, which FSDP2 does not know
+                module._parameters[leaf] = nn.Parameter(shard.full_tensor(), parameter.requires_grad)
     prepare_adapters(adapted, gradient_checkpointing=gradient_checkpointing)
     return adapted
 

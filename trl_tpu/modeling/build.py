@@ -16,9 +16,11 @@ from ..data.measure import measure
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
+from ..parallel.ranks import distributed_config
 from ..parallel.shard import place_model, plan_model
 from .adapters import (
     add_adapters,
+    fits_shards,
     is_peft_model,
     prepare_adapters,
     reads_base_weights,
@@ -99,6 +101,8 @@ def build_reward_model(
         revision = (model_init_kwargs or {}).get("revision")
         # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
         in_files = runtime.current().shares_mesh and not (peft_config is not None and reads_base_weights(peft_config))
+        if _loads_in_parts(args, peft_config):
+            model_init_kwargs = {"distributed_config": distributed_config(args.mesh_shape)} | (model_init_kwargs or {})
         model = load_model(
             model,
             model_init_kwargs=model_init_kwargs,
@@ -132,6 +136,17 @@ def build_reward_model(
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
     tell_engines(without_adapters(model).config)
     return model, tokenizer
+
+
+def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
+    """Tell whether each process reads its part of a model alone, by transformers; else it has all, and spreads it.
+
+    New tokens need a whole embedding table. Of weights whose rows `fsdp` and `tensor` both cut, transformers 5.23 with
+    torch 2.9 reads the wrong ones.
+    """
+    mesh, fits = args.mesh_shape, peft_config is None or fits_shards(peft_config)
+    over_ranks = mesh.devices > 1 and mesh.tensor == 1 and not runtime.current().shares_mesh
+    return over_ranks and fits and not args.chat_template_path
 
 
 def fit_to_device(model: nn.Module, args: RewardConfig) -> None:

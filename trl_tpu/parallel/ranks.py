@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.distributed import DistributedConfig
 
 from ..runtime import Runtime
-from .mesh import MeshShape
+from .mesh import MeshShape, check_heads
 from .shard_report import ShardReport
 from .sharding_plan import Placement
 
@@ -35,9 +35,14 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
     """Give each process its part of ``model``, in place; one that is spread already stays as it is.
 
     All parts are of the model that process 0 has, as with DDP. Adapters are spread like what they adapt.
+
+    Raises:
+        UserError: The `tensor` axis would cut through an attention head.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if mesh_of(base) is None:
+        text, names = base.config.get_text_config(), ("num_attention_heads", "num_key_value_heads")
+        check_heads(mesh, {name: count for name in names if (count := getattr(text, name, None))})
         for tensor in (*model.parameters(), *model.buffers()):
             first = tensor.detach().to(device)
             dist.broadcast(first, src=0)
@@ -65,7 +70,7 @@ def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
             if isinstance(placement, Shard) and mesh.sizes[_AXES[name]] > 1:
                 over[placement.dim].append(_AXES[name])
     axes = tuple(None if not names else names[0] if len(names) == 1 else tuple(names) for names in over)
-    return Placement(axes, "transformers' plan")
+    return Placement(axes, "by transformers")
 
 
 def reshard(model: nn.Module) -> None:

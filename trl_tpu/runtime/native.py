@@ -106,6 +106,11 @@ class Runtime:
         return self._ranks > 1
 
     @property
+    def counts_pairs(self) -> bool:
+        """Whether what this process measures of its pairs counts: all processes of a `tensor` group have the same."""
+        return not self.spreads_model or dist.get_rank() % self._copies == 0
+
+    @property
     def has_attention_kernel(self) -> bool:
         """Whether `segment_attention` needs less memory than a mask for each query and key."""
         return False
@@ -158,7 +163,7 @@ class Runtime:
         Raises:
             UserError: The devices are in another number of slices.
         """
-        self._ranks = prod(sizes.values())
+        self._ranks, self._copies = prod(sizes.values()), sizes["tensor"]
 
     # ---- layouts
 

@@ -228,6 +228,8 @@ class DeviceTrainer(Trainer):
             PartialState().local_process_index = 0  # accelerate numbers the only process of a host -1
         if built["mixed_precision"] == "bf16":
             built["mixed_precision"] = "no"  # on a TPU it would store every float32 tensor as bfloat16
+        if self.args.parallelism_config is None:  # accelerate, which would refuse `tensor` on a CPU, has nothing to do
+            built.pop("parallelism_config", None)
         # each process makes its batches, which accelerate cannot cut up by pairs, and all as many
         built["dataloader_config"].dispatch_batches, built["dataloader_config"].even_batches = False, True
         return built
@@ -240,9 +242,14 @@ class DeviceTrainer(Trainer):
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        own = mesh_of(model)
-        if own is not None:  # the mesh that a user has loaded the model on
-            self.args.mesh_shape = own
+        own, args = mesh_of(model), self.args
+        if own is not None:  # which a user may have loaded the model on
+            if own.sizes != args.mesh_shape.sizes and (args.mesh or (own.tensor > 1 and args.total_batch_size)):
+                raise UserError(
+                    f"The model was loaded on the mesh '{own}', and the config is for '{args.mesh_shape}': set "
+                    f"mesh='{own}' there."
+                )
+            args.mesh_shape = own
         if not current().shares_mesh and self.args.mesh_shape.devices > 1:
             self.__shards = spread_model(model, self.args.mesh_shape, current(), device)
             return

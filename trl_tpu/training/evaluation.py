@@ -30,7 +30,7 @@ class EvaluatedPairs:
 
     def add(self, found: Evaluated, mask_P: torch.Tensor) -> None:
         """Add a batch of all processes; ``mask_P`` is true for the pairs that are no filling."""
-        found = found | {"is_real": mask_P.int()}
+        found = found | {"is_real": mask_P.int() * self._runtime.counts_pairs}
         if self._accelerator.num_processes == 1:  # on XLA one process a host leads all its devices
             constrain = self._runtime.constrain
             found = {name: constrain(tensor, (None,) * tensor.dim()) for name, tensor in found.items()}

@@ -89,6 +89,8 @@ class RewardMetrics:
     @torch.no_grad()
     def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count, at most 2**30."""
+        if not self._runtime.counts_pairs:
+            return
         add = self._runtime.compiled(_added)
         self.device_sums = add(self.device_sums, rewards_P2.detach().float(), mask_P, tokens, self._skips_nonfinite)
 

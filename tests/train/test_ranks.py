@@ -1,0 +1,151 @@
+"""A mesh over several processes of plain torch: what they compute, and count, is what one process does."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import apart
+import pytest
+import ranks
+import tiny
+
+import trl_tpu
+from trl_tpu.data.loader import OwnPairs
+from trl_tpu.errors import UserError
+from trl_tpu.parallel.mesh import MeshShape, parse_mesh
+from trl_tpu.runtime import Topology, current
+
+FEW = 4  # processes, of which tests by default start no more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pairs = tiny.made_up_pairs(64)
+    return Path(tiny.save_tiny(tmp_path_factory.mktemp("ranks"), [text for row in pairs for text in row.values()]))
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    process = apart.run("ranks.py", str(folder), str(folder), "1", USE_TORCH_XLA="0")
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads((folder / "alone of 1.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path) -> Any:
+    """Return what each of some processes gave, who are started once for all their ways."""
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def of(count: int) -> list[dict[str, Any]]:
+        if count not in found:
+            commands = [("ranks.py", str(folder), str(folder), str(count), str(rank)) for rank in range(count)]
+            for process in apart.at_once(*commands, USE_TORCH_XLA="0"):
+                assert process.returncode == 0, process.stderr[-3000:]
+            found[count] = [json.loads((folder / f"{rank} of {count}.json").read_text()) for rank in range(count)]
+        return found[count]
+
+    return of
+
+
+def in_time(ways: Any) -> list[Any]:
+    """Mark those that start many processes."""
+    return [pytest.param(way, marks=[pytest.mark.long] if ranks.WAYS[way][0] > FEW else []) for way in ways]
+
+
+@pytest.mark.parametrize("way", in_time(ranks.WAYS))
+def test_processes_with_a_mesh_give_what_one_gives(way: str, alone: dict[str, Any], together: Any) -> None:
+    count, name, _ = ranks.WAYS[way]
+    # bfloat16 rounds a row by what else is in it: a reward of 0.3 by 1e-3
+    tolerance = 5e-3 if name == "bf16" else 1e-6
+    for found in (each[way] for each in together(count)):
+        assert len(found["logged"]) == len(alone[name]["logged"])
+        for ours, reference in zip(found["logged"], alone[name]["logged"], strict=True):
+            assert close(ours, reference, tolerance), (ours, reference)
+        for ours, reference in zip(found["predictions"], alone[name]["predictions"], strict=True):
+            assert ours == pytest.approx(reference, abs=tolerance)
+        assert f"Training on {count} processes" in found["described"]
+        assert "packed" in found["described"].splitlines()[-1] or name == "padded"
+
+
+def close(ours: dict[str, float], reference: dict[str, float], tolerance: float) -> bool:
+    """Compare logs; norms of gradients, which are of 1 and more, to 1e-5 of themselves."""
+    return ours.keys() == reference.keys() and all(
+        math.isclose(ours[key], value, abs_tol=tolerance, rel_tol=max(tolerance, 1e-5) if key == "grad_norm" else 0)
+        for key, value in reference.items()
+    )
+
+
+def test_the_step_that_one_process_cannot_take_none_takes(alone: dict[str, Any], together: Any) -> None:
+    assert [log["nonfinite"] for log in alone["not finite"]["logged"] if "nonfinite" in log][2] == 1
+    for found in together(2):
+        assert sum(log.get("nonfinite", 0) for log in found["not finite"]["logged"]) == 1
+
+
+def test_the_start_log_says_what_is_spread(together: Any) -> None:
+    described = together(2)[0]["fsdp=2"]["described"]
+    assert "mesh data=1,fsdp=2 on 2 device(s): parameters take 0.06 MiB a device of 0.11 MiB" in described
+    assert "model.layers.*.mlp.up_proj.weight               2 x 64x32  [fsdp, -]" in described
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_processes_give_what_the_mesh_of_xla_gives(folder: Path, together: Any, count: int) -> None:
+    """Losses of the same pairs; on XLA one process leads all devices."""
+    devices = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count)}
+    xla = apart.run("ranks.py", str(folder), str(folder), "1", **devices)
+    assert xla.returncode == 0, xla.stderr[-3000:]
+    on_xla = json.loads((folder / "alone on xla.json").read_text())["plain"]["logged"]
+    ours = together(count)[0][f"fsdp={count}"]["logged"]
+    losses = [[log[key] for log in logs for key in ("loss", "eval_loss") if key in log] for logs in (ours, on_xla)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+@pytest.mark.parametrize(("total", "shares"), [(8, [4, 4]), (5, [4, 1]), (3, [3, 0])])
+def test_a_short_batch_is_shared_by_its_real_pairs(total: int, shares: list[int]) -> None:
+    batches = [OwnPairs(lambda rows: {"rows": rows}, 4, index, 2)([*range(total)]) for index in range(2)]
+    for share, batch in zip(shares, batches, strict=True):
+        assert len(batch["rows"]) == 4
+        assert total == 8 or (batch["pair_mask"].sum().item(), batch["batch_pairs"].item()) == (share, total / 2)
+
+
+def test_ranks_of_a_tensor_group_have_the_same_pairs_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = type(current())()
+    runtime.set_mesh(MeshShape(fsdp=2, tensor=2).sizes, 1)
+    counted = []
+    for rank in range(4):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        assert runtime.topology() == Topology(4, 1, rank, 4, runtime.topology().description)
+        counted.append(runtime.counts_pairs)
+    assert counted == [True, False, True, False]
+
+
+def test_one_process_has_a_mesh_of_its_own_device(tmp_path: Path) -> None:
+    args = trl_tpu.RewardConfig(str(tmp_path), use_cpu=True)
+    assert (args.mesh, args.mesh_shape) == (None, parse_mesh("fsdp=-1", 1))
+    with pytest.raises(UserError, match="fsdp=2 .* is 2 and there are 1"):
+        trl_tpu.RewardConfig(str(tmp_path), use_cpu=True, mesh="fsdp=2")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"sharding_plan": "plan.yaml"}, "sharding_plan='plan.yaml'"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
+        ({"bf16_full_eval": True}, "bf16_full_eval=True"),
+    ],
+)
+def test_what_a_mesh_over_processes_cannot_honor_is_refused(
+    settings: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl_tpu.RewardConfig, "world_size", 2)
+    with pytest.raises(UserError, match="impossible with a mesh over processes") as raised:
+        trl_tpu.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, mesh="fsdp=2", **settings)
+    assert named in str(raised.value)
+
+
+def test_a_tensor_axis_through_a_head_is_refused(folder: Path, together: Any) -> None:
+    assert "num_key_value_heads=2 / tensor=4 is no whole number" in together(FEW)[0]["tensor=4"]["refused"]
+    assert "WORLD_SIZE" not in os.environ
