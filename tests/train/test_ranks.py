@@ -57,7 +57,7 @@ def in_time(ways: Any) -> list[Any]:
 @pytest.mark.parametrize("way", in_time(ranks.WAYS))
 def test_processes_with_a_mesh_give_what_one_gives(way: str, alone: dict[str, Any], together: Any) -> None:
     count, name, _ = ranks.WAYS[way]
-    # in bfloat16 a row is rounded by what else is in it: a reward of 0.3 by 1e-3, and pairs as close change their order
+    # in bfloat16 a row is rounded by what else is in it: a reward of 0.3 by 1e-3, and pairs as close change places
     only = {"loss", "eval_loss"} if name == "bf16" else None
     tolerance = 5e-3 if name == "bf16" else 1e-6
     for found in (each[way] for each in together(count)):
@@ -70,9 +70,7 @@ def test_processes_with_a_mesh_give_what_one_gives(way: str, alone: dict[str, An
         assert "packed" in found["described"].splitlines()[-1] or name == "padded"
 
 
-def close(
-    ours: dict[str, float], reference: dict[str, float], tolerance: float, only: set[str] | None = None
-) -> bool:
+def close(ours: dict[str, float], reference: dict[str, float], tolerance: float, only: set[str] | None = None) -> bool:
     """Compare logs, or some numbers of them; norms of gradients, which are of 1 and more, to 1e-5 of themselves."""
     return ours.keys() == reference.keys() and all(
         math.isclose(ours[key], value, abs_tol=tolerance, rel_tol=max(tolerance, 1e-5) if key == "grad_norm" else 0)

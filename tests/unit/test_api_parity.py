@@ -83,6 +83,7 @@ INTENDED: dict[str, dict[str, str]] = {
         **{f"ours alone: {name}": _INTERNAL for name in ("fixed_rows", "shard_report")},
         **{f"ours alone: {name}": "to read; a subclass may have its own" for name in ("batch_plan", "checkpointer")},
         "ours alone: maybe_activation_offload_context": "TRL sets it on the instance",
+        "ours alone: is_distributed_loading_by_transformers": "transformers sets it on the instance",
         "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",
         "ours alone: stopped_by": "what ended training before its end",
         "ours alone: save_description": "an evaluation after saving measures rewards: mean and std in config and card",

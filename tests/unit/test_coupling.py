@@ -132,6 +132,7 @@ ATTRIBUTES = [
     "loss_is_scaled_for_ga",
     "current_gradient_accumulation_steps",
     "is_in_train",
+    "is_distributed_loading_by_transformers",
 ]
 TRAINER = inspect.getsource(inspect.getmodule(Trainer))  # type: ignore[arg-type]
 
@@ -185,6 +186,11 @@ NAMES = {
         "_can_set_attn_implementation",
         "_can_set_experts_implementation",
         "AttentionInterface",
+    ],
+    "transformers.distributed.mixin": [
+        "def prepare_distribute_model(",
+        "def maybe_distribute_model(",
+        "model._device_mesh = ",
     ],
     "transformers.masking_utils": ["AttentionMaskInterface", "sdpa_mask", "causal_mask_function"],
     "transformers.integrations.moe": ["_apply_gate"],

@@ -50,9 +50,9 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
         config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
         base.maybe_distribute_model(base, config, manager)
     reshard(model)  # packed rows may have been tried
-    for module in model.modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            module._buffers[leaf] = buffer.to(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor.data, DTensor):  # which no plan names
+            tensor.data = tensor.data.to(device)
     runtime.set_mesh(mesh.sizes, mesh.slices)
     parameters = dict(model.named_parameters())
     return ShardReport(
