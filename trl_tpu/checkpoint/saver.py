@@ -95,7 +95,6 @@ class Checkpointer:
     ) -> None:
         self._runtime, self._processes = runtime, processes
         self._writes, self._shares_disk, self._limit = writes, shares_disk, limit
-        self._takes_part = runtime.shares_mesh or writes  # has tensors to write
         self.latest = ""
         """The folder, or URL, of the last save that was begun."""
         self._background = BackgroundSaves()
@@ -104,6 +103,11 @@ class Checkpointer:
     def failed(self) -> list[str]:
         """Where checkpoints should be that could not be saved."""
         return self._background.failed
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether this process has tensors to write."""
+        return self._runtime.shares_mesh or self._runtime.spreads_model or self._writes
 
     def wait(self) -> None:
         """Wait until what was begun is saved, or has failed."""

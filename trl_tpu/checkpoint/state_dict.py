@@ -21,6 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ..errors import UserError
 from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
 from ..modeling.stacked import by_layer
+from ..parallel.ranks import reshard
 from ..parallel.shard import zeros_laid_out_like
 from ..runtime import Runtime
 from .storage import read_state, tensors_in, to_host
@@ -36,6 +37,7 @@ _OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "captur
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's tensors by name, tied ones under each of theirs; of a model with adapters the adapters'."""
+    reshard(model)
     weights = model.state_dict(keep_vars=True)
     if is_peft_model(model):
         kept = adapter_names(model, weights)
@@ -234,6 +236,7 @@ def _parameter_and_kind(name: str) -> tuple[str, str]:
 
 
 def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    reshard(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -1,5 +1,7 @@
 """Spreads a model over the processes of a mesh, one a device: by transformers' own FSDP2 and tensor parallelism."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +80,18 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def saves_what_it_is_given(model: Any) -> Iterator[None]:
+    """Let ``save_pretrained`` write the weights that it is given: of a spread model it would gather all at once."""
+    config = (model.get_base_model() if hasattr(model, "get_base_model") else model).config
+    spread_by = vars(config).pop("distributed_config", None)
+    try:
+        yield
+    finally:
+        if spread_by is not None:
+            config.distributed_config = spread_by
 
 
 def whole(value: Any) -> Any:

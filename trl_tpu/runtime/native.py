@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
@@ -99,6 +100,7 @@ class Runtime:
     """
 
     _ranks = 1  # processes of the mesh, one a device
+    _saving_group: dist.ProcessGroup | None = None  # the same, for host tensors and threads beside training
 
     @property
     def spreads_model(self) -> bool:
@@ -152,7 +154,7 @@ class Runtime:
         if not self.spreads_model:
             return [value]
         gathered = [value] * self._ranks
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self._saving_group if while_saving else None)
         return gathered
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
@@ -164,6 +166,8 @@ class Runtime:
             UserError: The devices are in another number of slices.
         """
         self._ranks, self._copies = prod(sizes.values()), sizes["tensor"]
+        if self.spreads_model and self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
 
     # ---- layouts
 
@@ -177,9 +181,9 @@ class Runtime:
     def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         """Return the activation ``tensor`` laid out as by `place`, and its gradient too, by the compiler.
 
-        Axes that do not divide their dimension are left out.
+        Axes that do not divide their dimension are left out. Where processes have parts, it can only become whole.
         """
-        return tensor
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def shard_map(
         self,
@@ -221,12 +225,21 @@ class Runtime:
             over no axes, and ``shards.join()`` is the whole tensor, if this process has all of it. A tensor that has
             no shards is a host tensor itself.
         """
-        copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor.to("cpu", copy=True)
+            own = tensor.to_local().to("cpu", copy=True)
+            return DTensor.from_local(
+                own, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+
+        copies = {id(tensor): copy(tensor.detach()) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
     def checkpoint_planners(self) -> Planners:
         """Return what torch's distributed checkpoints need to write `local_shards` and to read device tensors."""
-        return Planners()
+        return Planners(group=self._saving_group if self.spreads_model else None)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         """Move ``batches`` to the device, on XLA ahead of need; a batch's first dimension goes over ``batch_axes``.

@@ -15,6 +15,7 @@ from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.saver import Contents
 from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
 from ..modeling.adapters import complete_config, save_adapter_config
+from ..parallel.ranks import saves_what_it_is_given
 from .optimizer import bare
 from .preemption import Preemption
 
@@ -60,9 +61,11 @@ def _describe(trainer: Any, folder: Path) -> None:
     if not ours or is_users(trainer.save_model) or is_users(trainer._save):
         trainer.save_model(path, _internal_call=True)
     elif runtime.topology().process_count > 1 and args.save_only_model:
-        trainer._save(path, whole_weights(model, runtime, keeps=writes))
+        with saves_what_it_is_given(model):
+            trainer._save(path, whole_weights(model, runtime, keeps=writes))
     elif isinstance(model, PreTrainedModel):
-        trainer._save(path, {})
+        with saves_what_it_is_given(model):
+            trainer._save(path, {})
     elif writes:
         save_adapter_config(model, trainer.processing_class, path)
         torch.save(args, folder / TRAINING_ARGS_NAME)

@@ -65,7 +65,7 @@ from ..data.loader import (
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserError
 from ..modeling.adapters import complete_config
-from ..parallel.ranks import mesh_of, reshard, spread_model, whole
+from ..parallel.ranks import mesh_of, reshard, saves_what_it_is_given, spread_model, whole
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
 from ..runtime import choice, current
@@ -497,7 +497,7 @@ class DeviceTrainer(Trainer):
 
         def write() -> None:
             weights = None
-            if runtime.shares_mesh:
+            if runtime.shares_mesh or runtime.spreads_model:
                 weights = whole_weights(self.model, runtime, keeps=self.args.should_save)
             if not self.args.should_save:
                 if weights is None:  # accelerate's FSDP and DeepSpeed gather them
@@ -505,7 +505,8 @@ class DeviceTrainer(Trainer):
                 return
             with fill_aside(Path(folder)) as staging:
                 if weights is not None:
-                    self._save(str(staging), weights)
+                    with saves_what_it_is_given(self.model):
+                        self._save(str(staging), weights)
                 else:
                     super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
                 complete_config(self.model, staging)
