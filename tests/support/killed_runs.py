@@ -1,10 +1,11 @@
 """Kill a training process again and again, resume it each time, and compare the end with an uninterrupted run.
 
 Run as a script with a folder, a number of kills and RewardConfig's settings as JSON, on the runtime that the
-environment chooses; prints how many kills there were, how many hit a save and how many runs were resumed from one.
+environment chooses, "processes" of them on a mesh; prints how many kills there were, how many hit a save and how many runs were resumed from one.
 Each run is a fork of this process, which has imported everything but touched no device. Every third kill waits for a
 save to begin, every fifth comes before the steps do. Times are counted from the second step on: what comes before it,
-such as compiling, takes as long as other work on the machine makes it.
+such as compiling, takes as long as other work on the machine makes it. Of several processes one is killed, and then
+the others, as by torchrun.
 """
 
 import json
@@ -21,12 +22,13 @@ from typing import Any
 import apart
 import tiny
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
 from timings import untimed
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint.storage import reader_of, tensors_in
 
 STEPS = 12
 
@@ -60,10 +62,18 @@ def train(model_folder: Path, folder: Path, settings: dict[str, Any]) -> None:
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
 
 
-def start(model_folder: Path, folder: Path, settings: dict[str, Any]) -> int:
+def start(model_folder: Path, folder: Path, settings: dict[str, Any], processes: int) -> list[int]:
     mark_of(folder).unlink(missing_ok=True)
+    port = apart.free_port()
+    return [fork(model_folder, folder, settings, rank, processes, port) for rank in range(processes)]
+
+
+def fork(model_folder: Path, folder: Path, settings: dict[str, Any], rank: int, processes: int, port: str) -> int:
     if child := os.fork():
         return child
+    if processes > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     status = 1
     try:
         with open(folder.parent / "log.txt", "a", encoding="utf-8") as log:
@@ -84,8 +94,9 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float
     last = folder / f"checkpoint-{STEPS}"
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
     logs = list(map(untimed, history))
-    weights = [load_file(path) for path in (last / "state").iterdir()]
-    return {f"{number} {name}": part for number, parts in enumerate(weights) for name, part in parts.items()}, logs
+    weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors_in(last / "state").items()}
+    dcp.load(weights, storage_reader=reader_of(last / "state"), no_dist=True)
+    return weights, logs
 
 
 def times_of(folder: Path, began: float) -> tuple[float, float]:
@@ -94,21 +105,36 @@ def times_of(folder: Path, began: float) -> tuple[float, float]:
     return second_step - began, time.time() - second_step
 
 
-def wait_or_kill(child: int, at: float, after: Path | None, aside: Path, in_a_save: bool) -> tuple[int, bool]:
-    """The status of a child, and whether a save was under way at its end.
+def wait_or_kill(children: list[int], at: float, after: Path | None, aside: Path, in_a_save: bool) -> tuple[int, bool]:
+    """The first status of children that is not 0, and whether a save was under way at their end.
 
-    It is killed ``at`` seconds from its start, or from when the file ``after`` is there; or ``in_a_save``, when one is
-    next under way.
+    One is killed ``at`` seconds from the start, or from when the file ``after`` is there; or ``in_a_save``, when a save
+    is next under way.
     """
     started, began = time.time_ns(), time.monotonic() if after is None else None
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+    left = set(children)
+    while left:
+        for child in sorted(left):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                left.remove(child)
+            if status:
+                return end(left, status), False
         if began is None and after is not None and after.exists():
             began = time.monotonic()
         if began is not None and time.monotonic() - began > at and (not in_a_save or begun_since(started, aside)):
-            os.kill(child, signal.SIGKILL)
-            return os.waitpid(child, 0)[1], begun_since(started, aside)
+            os.kill(random.choice(sorted(left or children)), signal.SIGKILL)
+            return end(left, signal.SIGKILL), begun_since(started, aside)
         time.sleep(0.002)
-    return ended[1], False
+    return 0, False
+
+
+def end(children: set[int], status: int) -> int:
+    """End those that are left, as a launcher does, and return the status."""
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return status
 
 
 def begun_since(moment: int, aside: Path) -> bool:
@@ -120,12 +146,14 @@ def begun_since(moment: int, aside: Path) -> bool:
 
 
 def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
+    processes = settings.pop("processes", 1)
     tqdm.monitor_interval = 0  # its thread could hold its lock at a fork, for ever
     tqdm.set_lock(threading.RLock())  # its own is one for all forks, and one that is killed would keep it
     model_folder, log = folder / "model", folder / "log.txt"
     tiny.save_tiny(model_folder, [text for row in tiny.made_up_pairs(16) for text in row.values()])
     began = time.time()
-    _, status = os.waitpid(start(model_folder, folder / "whole", settings), 0)
+    whole = start(model_folder, folder / "whole", settings, processes)
+    status, _ = wait_or_kill(whole, inf, None, folder / "whole" / "_unfinished", in_a_save=False)
     assert status == 0, log.read_text()[-3000:]
     before, steps = times_of(folder / "whole", began)
     weights, logs = outcome(folder / "whole")
@@ -138,8 +166,8 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
             began, is_new = time.time(), not run.exists()
             at = chooser.uniform(0.2, 1.0) * before if early else chooser.random() * steps
             resumes += any(run.glob("checkpoint-*"))
-            child, after = start(model_folder, run, settings), None if early else mark_of(run)
-            status, in_a_save = wait_or_kill(child, at if kills < wanted else inf, after, aside, kills % 3 == 0)
+            children, after = start(model_folder, run, settings, processes), None if early else mark_of(run)
+            status, in_a_save = wait_or_kill(children, at if kills < wanted else inf, after, aside, kills % 3 == 0)
             kills += status == signal.SIGKILL
             saves_hit += in_a_save
             if is_new and status == 0:  # the first one may have been slow

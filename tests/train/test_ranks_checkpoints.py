@@ -1,0 +1,113 @@
+"""Checkpoints of a model that several processes have parts of: resumed to the bit, on other meshes, after kills."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import apart
+import killed_runs
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from trl_tpu.scripts import export
+
+XLA = 0  # in the place of a number of processes: one, that leads eight devices
+ON_XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pairs = tiny.made_up_pairs(64)
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [text for row in pairs for text in row.values()])
+
+
+def train(model: str, out: Path, count: int, status: int = 0, **settings: Any) -> dict[str, Any]:
+    """Return what the processes say, which all say the same."""
+    given = json.dumps({"output_dir": str(out)} | settings)
+    if count == XLA:
+        if importlib.util.find_spec("torch_xla") is None:
+            pytest.skip("torch_xla is not installed")
+        processes = [apart.run("saved_ranks.py", model, given, **ON_XLA)]
+    else:
+        places = [(str(count), str(rank)) for rank in range(count)] if count > 1 else [()]
+        commands = [("saved_ranks.py", model, given, *place) for place in places]
+        processes = apart.at_once(*commands, USE_TORCH_XLA="0")
+    for process in processes:
+        assert process.returncode == status, process.stderr[-3000:]
+    first, *others = [json.loads((out / f"{rank}.json").read_text()) for rank in range(max(count, 1))]
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return where two processes saved every second of six steps, and what they logged."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(model, folder, 2, mesh="fsdp=2")
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def test_a_run_resumes_to_the_bit(model: str, whole: Any, tmp_path: Path) -> None:
+    folder, logged = whole
+    found = train(model, tmp_path, 2, mesh="fsdp=2", resume=str(folder / "checkpoint-4"))
+    assert found == logged
+    ours, theirs = tensors(tmp_path), tensors(folder)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("count", "mesh"), [(1, None), (4, "data=2,fsdp=2"), (XLA, "fsdp=4,tensor=2")])
+def test_a_checkpoint_goes_to_another_mesh_and_back(
+    count: int, mesh: str | None, model: str, whole: Any, tmp_path: Path
+) -> None:
+    """To rounding: a loss of 0.6 in float32 by a few of its last bits, 6e-8, a norm of 3 by as much of itself."""
+    folder, logged = whole
+    there, back = tmp_path / "there", tmp_path / "back"
+    train(model, there, count, mesh=mesh, max_steps=4, resume=str(folder / "checkpoint-2"))
+    found = train(model, back, 2, mesh="fsdp=2", resume=str(there / "checkpoint-4"))["logged"]
+    assert found.keys() == logged["logged"].keys()
+    for step, values in logged["logged"].items():
+        assert found[step] == pytest.approx(values, abs=1e-6, rel=1e-6), step
+
+
+def test_a_checkpoint_is_exported_as_the_model_that_was_saved(model: str, whole: Any, tmp_path: Path) -> None:
+    folder, _ = whole
+    export.run([str(folder / "checkpoint-6"), str(tmp_path / "out")])
+    ours, theirs = tensors(tmp_path / "out"), tensors(folder)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_adapters_and_models_alone(model: str, tmp_path: Path) -> None:
+    settings = {"mesh": "fsdp=2", "adapters": True}
+    logged = train(model, tmp_path / "whole", 2, **settings)
+    resumed = tmp_path / "resumed"
+    assert train(model, resumed, 2, resume=str(tmp_path / "whole" / "checkpoint-4"), **settings) == logged
+    assert tensors(resumed).keys() == tensors(tmp_path / "whole").keys() != set()
+    alone = tmp_path / "alone"
+    train(model, alone, 2, mesh="fsdp=2", save_only_model=True, max_steps=2)
+    saved = tensors(alone / "checkpoint-2")
+    assert saved.keys() and all(torch.equal(saved[name], value) for name, value in tensors(alone).items())
+
+
+def test_a_process_that_is_told_to_end_ends_all_which_resume_to_the_bit(
+    model: str, whole: Any, tmp_path: Path
+) -> None:
+    _, logged = whole
+    stopped = train(model, tmp_path, 2, status=75, mesh="fsdp=2", save_steps=100, told=3)
+    assert stopped["stopped by"] == "SIGTERM"
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    found = train(model, tmp_path, 2, mesh="fsdp=2", resume=str(checkpoint))
+    assert found["logged"] == logged["logged"]
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.long)])
+def test_one_process_is_killed_again_and_again(kills: int, tmp_path: Path) -> None:
+    """Weights, moments and logs are those of the uninterrupted run, to the bit."""
+    settings = {"processes": 2, "mesh": "fsdp=2", "use_cpu": True}
+    report = killed_runs.report(tmp_path, kills, {"USE_TORCH_XLA": "0"}, **settings)
+    assert report["kills"] >= kills and report["saves_hit"] >= 1 and report["resumes"] >= kills // 2, report
