@@ -22,7 +22,7 @@ from trl_tpu.runtime import choice
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
     "total_batch_size": 8,
-    "learning_rate": 1e-3,
+    "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
     "logging_steps": 1,
     "save_steps": 2,

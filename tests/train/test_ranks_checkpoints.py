@@ -65,14 +65,14 @@ def test_a_run_resumes_to_the_bit(model: str, whole: Any, tmp_path: Path) -> Non
 def test_a_checkpoint_goes_to_another_mesh_and_back(
     count: int, mesh: str | None, model: str, whole: Any, tmp_path: Path
 ) -> None:
-    """To rounding: a loss of 0.6 in float32 by a few of its last bits, 6e-8, a norm of 3 by as much of itself."""
+    """To rounding: a loss of 0.7 by a few of float32's last bits, 6e-8; a norm, a sum over all weights, by 1e-5 of it."""
     folder, logged = whole
     there, back = tmp_path / "there", tmp_path / "back"
     train(model, there, count, mesh=mesh, max_steps=4, resume=str(folder / "checkpoint-2"))
     found = train(model, back, 2, mesh="fsdp=2", resume=str(there / "checkpoint-4"))["logged"]
     assert found.keys() == logged["logged"].keys()
-    for step, values in logged["logged"].items():
-        assert found[step] == pytest.approx(values, abs=1e-6, rel=1e-6), step
+    for step, (loss, norm) in logged["logged"].items():
+        assert found[step] == [pytest.approx(loss, abs=1e-6, rel=0), pytest.approx(norm, rel=1e-5)], step
 
 
 def test_a_checkpoint_is_exported_as_the_model_that_was_saved(model: str, whole: Any, tmp_path: Path) -> None:

@@ -222,10 +222,11 @@ def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[st
     """Return the names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
     from peft import get_peft_model_state_dict
 
-    names = {id(tensor): name for name, tensor in state.items()}
+    order = list(state)
+    marks = {name: torch.tensor(index) for index, name in enumerate(order)}  # which peft may copy
     adapters: Any = getattr(model, "peft_config", {})
-    every = [get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=each) for each in adapters]
-    return {names[id(tensor)] for kept in every for tensor in kept.values() if id(tensor) in names}
+    every = [get_peft_model_state_dict(model, state_dict=dict(marks), adapter_name=each) for each in adapters]
+    return {order[int(mark)] for kept in every for mark in kept.values() if mark.dim() == 0}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
