@@ -1,11 +1,11 @@
 """Kill a training process again and again, resume it each time, and compare the end with an uninterrupted run.
 
 Run as a script with a folder, a number of kills and RewardConfig's settings as JSON, on the runtime that the
-environment chooses, "processes" of them on a mesh; prints how many kills there were, how many hit a save and how many runs were resumed from one.
-Each run is a fork of this process, which has imported everything but touched no device. Every third kill waits for a
-save to begin, every fifth comes before the steps do. Times are counted from the second step on: what comes before it,
-such as compiling, takes as long as other work on the machine makes it. Of several processes one is killed, and then
-the others, as by torchrun.
+environment chooses, and with "processes" of them on a mesh; prints how many kills there were, how many hit a save and
+how many runs were resumed from one. Each run is a fork of this process, which has imported everything but touched no
+device. Every third kill waits for a save to begin, every fifth comes before the steps do. Times are counted from the
+second step on: what comes before it, such as compiling, takes as long as other work on the machine makes it. Of several
+processes one is killed, and then the others, as by torchrun.
 """
 
 import json

@@ -65,7 +65,7 @@ def test_a_run_resumes_to_the_bit(model: str, whole: Any, tmp_path: Path) -> Non
 def test_a_checkpoint_goes_to_another_mesh_and_back(
     count: int, mesh: str | None, model: str, whole: Any, tmp_path: Path
 ) -> None:
-    """To rounding: a loss of 0.7 by a few of float32's last bits, 6e-8; a norm, a sum over all weights, by 1e-5 of it."""
+    """To rounding: a loss of 0.7 by a few of float32's last bits, 6e-8; a norm, of all weights, by 1e-5 of itself."""
     folder, logged = whole
     there, back = tmp_path / "there", tmp_path / "back"
     train(model, there, count, mesh=mesh, max_steps=4, resume=str(folder / "checkpoint-2"))
