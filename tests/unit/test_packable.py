@@ -41,7 +41,6 @@ LINEAR = {
     "linear_value_head_dim": 8,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-FEW_HEADS = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("Gemma", {}),
@@ -57,7 +56,6 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # their packed rewards differ from the padded ones, in rows long enough; or they attend by code of their own
 NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-J": ("GPTJ", FEW_HEADS | {"rotary_dim": 4}),
     "ALiBi": ("Bloom", {}),
     "ALiBi, Falcon": ("Falcon", {"alibi": True}),
     "windows of columns": (
