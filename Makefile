@@ -13,8 +13,8 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 BY_TWO := -n 2 $(BY_FILE)
 BY_THREE := -n 3 $(BY_FILE)
 
-.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-long tpu-check torchtpu-check lint \
-	typecheck long-run bench clean
+.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-newest test-long tpu-check torchtpu-check \
+	lint typecheck long-run bench clean
 
 setup: $(READY)
 setup-tpu: $(READY_TPU)
@@ -55,6 +55,20 @@ test-xla: $(READY)
 # on eight virtual CPU devices: what only several can show, and what says something else on them
 test-xla8: $(READY)
 	PJRT_DEVICE=CPU CPU_NUM_DEVICES=8 $(PYTEST) $(BY_TWO) tests/xla8 tests/xla
+
+# the newest torch and transformers that are allowed, in plain torch: what leans on them most
+NEWEST := $(VENV)-newest
+NEWEST_TESTS := $(addprefix tests/unit/test_,coupling.py packable.py device_choice.py adapters.py losses.py) \
+	$(addprefix tests/train/test_,saves_and_resumes.py ranks.py ranks_checkpoints.py settings.py other_models.py)
+test-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/trl-tpu env
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 \
+		$(NEWEST)/bin/python -m pytest -q $(BY_TWO) $(NEWEST_TESTS)
+
+$(NEWEST)/.ready: setup.cfg
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --use-pep517 --editable ".[test]"
+	touch $@
 
 # what takes too long for every change: many more kills, layouts, examples and steps
 test-long: $(READY) long-run

@@ -4,8 +4,8 @@ Run as a script with a folder, a number of kills and RewardConfig's settings as 
 environment chooses, and with "processes" of them on a mesh; prints how many kills there were, how many hit a save and
 how many runs were resumed from one. Each run is a fork of this process, which has imported everything but touched no
 device. Every third kill waits for a save to begin, every fifth comes before the steps do. Times are counted from the
-second step on: what comes before it, such as compiling, takes as long as other work on the machine makes it. Of several
-processes one is killed, and then the others, as by torchrun.
+second step on: what comes before it, such as compiling, takes as long as other work on the machine makes it. Of
+several processes one is killed, and then the others, as by torchrun.
 """
 
 import json
@@ -108,8 +108,8 @@ def times_of(folder: Path, began: float) -> tuple[float, float]:
 def wait_or_kill(children: list[int], at: float, after: Path | None, aside: Path, in_a_save: bool) -> tuple[int, bool]:
     """The first status of children that is not 0, and whether a save was under way at their end.
 
-    One is killed ``at`` seconds from the start, or from when the file ``after`` is there; or ``in_a_save``, when a save
-    is next under way.
+    One is killed ``at`` seconds from the start, or from when the file ``after`` is there; or ``in_a_save``, when a
+    save is next under way.
     """
     started, began = time.time_ns(), time.monotonic() if after is None else None
     left = set(children)
