@@ -166,7 +166,7 @@ class Runtime:
             UserError: The devices are in another number of slices.
         """
         self._ranks, self._copies = prod(sizes.values()), sizes["tensor"]
-        if self.spreads_model and self._saving_group is None:
+        if self.spreads_model and dist.is_initialized() and self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
 
     # ---- layouts
