@@ -52,7 +52,7 @@ def main(folder: str, pairs: str, steps: int, pairs_a_batch: int, learning_rate:
     ]
     model = ed.AutoEasyDeLModelForSequenceClassification.from_pretrained(
         folder, from_torch=True, dtype=jnp.float32, param_dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST,
-        auto_shard_model=True, config_kwargs={"attn_mechanism": "vanilla"},
+        auto_shard_model=True, config_kwargs={"attn_mechanism": "vanilla", "attn_dtype": jnp.float32},
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as output:
         arguments = ed.RewardConfig(
