@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError
@@ -142,5 +143,7 @@ def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> No
 
 def zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape, type and sharding of ``parameter``."""
-    # a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
+    if isinstance(parameter, DTensor):
+        return torch.zeros_like(parameter)  # of rows that two axes cut a product would have others
+    # on XLA a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
     return (parameter.detach() * 0).nan_to_num(0.0)  # some weight may be infinite

@@ -225,16 +225,7 @@ class Runtime:
             over no axes, and ``shards.join()`` is the whole tensor, if this process has all of it. A tensor that has
             no shards is a host tensor itself.
         """
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if not isinstance(tensor, DTensor):
-                return tensor.to("cpu", copy=True)
-            own = tensor.to_local().to("cpu", copy=True)
-            return DTensor.from_local(
-                own, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-            )
-
-        copies = {id(tensor): copy(tensor.detach()) for tensor in state.values()}
+        copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
     def checkpoint_planners(self) -> Planners:
