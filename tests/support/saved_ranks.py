@@ -47,10 +47,12 @@ class Told(TrainerCallback):
 def main(model: str, settings: dict[str, Any]) -> None:
     own = {name: settings.pop(name, None) for name in ("resume", "adapters", "told")}
     args = trl_tpu.RewardConfig(**SETTINGS | settings)
+    pairs = tiny.made_up_pairs(39)
     trainer = trl_tpu.RewardTrainer(
         model,
         args,
-        train_dataset=tiny.made_up_pairs(39),
+        train_dataset=pairs,
+        eval_dataset=pairs.select(range(8)),
         peft_config=LoraConfig(task_type="SEQ_CLS", r=4) if own["adapters"] else None,
         callbacks=[Told(own["told"])] if own["told"] else [],
     )

@@ -82,16 +82,36 @@ def test_a_checkpoint_is_exported_as_the_model_that_was_saved(model: str, whole:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_adapters_and_models_alone(model: str, tmp_path: Path) -> None:
+def test_rows_that_two_axes_cut_resume_to_the_bit(model: str, tmp_path: Path) -> None:
+    """What reads and copies them has to keep their order, which no shape shows."""
+    settings: dict[str, Any] = {"mesh": "fsdp=2,tensor=2", "max_steps": 4}
+    first, second = tmp_path / "first", tmp_path / "second"
+    logged = train(model, first, 4, **settings)
+    assert train(model, second, 4, resume=str(first / "checkpoint-2"), **settings) == logged
+    export.run([str(first / "checkpoint-4"), str(tmp_path / "out")])
+    saved = tensors(first)
+    for folder in (second, tmp_path / "out"):
+        found = tensors(folder)
+        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved), folder
+
+
+def test_adapters_resume_to_the_bit(model: str, tmp_path: Path) -> None:
     settings = {"mesh": "fsdp=2", "adapters": True}
     logged = train(model, tmp_path / "whole", 2, **settings)
     resumed = tmp_path / "resumed"
     assert train(model, resumed, 2, resume=str(tmp_path / "whole" / "checkpoint-4"), **settings) == logged
     assert tensors(resumed).keys() == tensors(tmp_path / "whole").keys() != set()
-    alone = tmp_path / "alone"
-    train(model, alone, 2, mesh="fsdp=2", save_only_model=True, max_steps=2)
-    saved = tensors(alone / "checkpoint-2")
-    assert saved.keys() and all(torch.equal(saved[name], value) for name, value in tensors(alone).items())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_best_of_models_alone_is_loaded_at_the_end(adapters: bool, model: str, tmp_path: Path) -> None:
+    """The one whose loss is greatest, which is the first."""
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
+    settings = {"mesh": "fsdp=2", "save_only_model": True, "load_best_model_at_end": True, "max_steps": 4}
+    train(model, tmp_path, 2, adapters=adapters, **settings, **evaluates)
+    loaded, best, last = map(tensors, (tmp_path, tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"))
+    assert loaded.keys() == best.keys() != set() and all(torch.equal(loaded[name], best[name]) for name in best)
+    assert not all(torch.equal(last[name], best[name]) for name in best)
 
 
 def test_a_process_that_is_told_to_end_ends_all_which_resume_to_the_bit(

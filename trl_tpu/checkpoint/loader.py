@@ -104,8 +104,8 @@ class CheckpointLoader:
         return str(best)
 
     def load_weights(self, model: nn.Module, checkpoint: str) -> bool:
-        """Load weights that our checkpoints hold; False, and none, where transformers has to."""
-        if not has_weights(checkpoint):
+        """Load weights that our checkpoints hold; False, and none, where transformers has to: it loads no parts."""
+        if not (has_weights(checkpoint) or self._runtime.spreads_model):
             return False
         read_weights(model, checkpoint, self._runtime)
         return True
@@ -134,6 +134,11 @@ class CheckpointLoader:
             )
         elif self._runtime.shares_mesh:
             read_torch_optimizer(optimizer, scheduler, checkpoint, self._runtime)
+        elif self._runtime.spreads_model:
+            raise UserError(
+                f"The checkpoint {checkpoint} is another trainer's, whose optimizer has its state whole, and here "
+                "processes have parts. Resume it in one process without a mesh first, and go on from what that saves."
+            )
         return self._runtime.shares_mesh
 
     def drop_download(self) -> None:

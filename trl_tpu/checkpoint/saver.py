@@ -139,7 +139,7 @@ class Checkpointer:
 
     def _make_room(self, contents: Contents) -> None:
         self._clean_up(contents)  # of a save that was killed
-        if self._makes_folder:
+        if self._makes_folder(contents):
             contents.staging.mkdir(parents=True)
 
     def _copy_to_host(self, contents: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -226,12 +226,12 @@ class Checkpointer:
         if (failure := failure_anywhere(action if acts else lambda: None, self._gather)) is not None:
             raise failure
 
-    @property
-    def _makes_folder(self) -> bool:
-        return self._writes or (self._takes_part and not self._shares_disk)
+    def _makes_folder(self, contents: Contents) -> bool:
+        """Return whether this process makes the folder: one of those that share a disk; each where it is private."""
+        return self._writes or (self._takes_part and contents.run.remote is not None)
 
     def _clean_up(self, contents: Contents) -> None:
-        if self._makes_folder:  # also when the disk is full
+        if self._makes_folder(contents):  # also when the disk is full
             discard(contents.staging)
 
 

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..errors import UserError
-from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
+from ..modeling.adapters import adapter_names, is_peft_model, names_in_file, without_adapters
 from ..modeling.stacked import by_layer
 from ..parallel.ranks import reshard
 from ..parallel.shard import zeros_laid_out_like
@@ -128,7 +128,11 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
     if not saved:
         folder, prefix = Path(checkpoint), ""
         saved = _saved(folder, prefix)
-    own = _once(trained_weights(model), prefer={name.removeprefix(prefix) for name in saved})
+    weights: Any = trained_weights(model)
+    if not prefix and is_peft_model(model):
+        adapter: Any = model.active_adapter
+        weights = {name: weights[own] for name, own in names_in_file(model, weights, adapter).items()}
+    own = _once(weights, prefer={name.removeprefix(prefix) for name in saved})
     tensors = {f"{prefix}{name}": tensor.detach() for name, tensor in own.items()}
     _check_same_model(tensors, saved, checkpoint)
     with torch.no_grad():

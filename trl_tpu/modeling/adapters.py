@@ -220,13 +220,18 @@ def complete_config(model: nn.Module, folder: str | Path) -> None:
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
     """Return the names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
+    adapters: Any = getattr(model, "peft_config", {})
+    return {name for adapter in adapters for name in names_in_file(model, state, adapter).values()}
+
+
+def names_in_file(model: nn.Module, state: Mapping[str, torch.Tensor], adapter: str) -> dict[str, str]:
+    """Return the names in a state dict of what ``save_pretrained`` writes of an adapter, each by that in the file."""
     from peft import get_peft_model_state_dict
 
     order = list(state)
     marks = {name: torch.tensor(index) for index, name in enumerate(order)}  # which peft may copy
-    adapters: Any = getattr(model, "peft_config", {})
-    every = [get_peft_model_state_dict(model, state_dict=dict(marks), adapter_name=each) for each in adapters]
-    return {order[int(mark)] for kept in every for mark in kept.values() if mark.dim() == 0}
+    kept = get_peft_model_state_dict(model, state_dict=marks, adapter_name=adapter)
+    return {name: order[int(mark)] for name, mark in kept.items() if mark.dim() == 0}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:

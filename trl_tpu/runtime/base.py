@@ -6,6 +6,7 @@ It imports no torch, so that a configuration or a plan can be read without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 #: The mesh axis or axes that each dimension of a tensor goes over, None meaning none.
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
+
+#: How long processes wait for one that is busy: the first writes a large model to slow storage.
+PATIENCE = timedelta(hours=2)
 
 Value = TypeVar("Value")
 

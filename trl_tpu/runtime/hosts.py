@@ -5,16 +5,11 @@ torch_xla's ``rendezvous`` is no barrier under SPMD, where every host counts as 
 address of process 0, which the TPU's environment says, or MASTER_ADDR and MASTER_PORT.
 """
 
-from datetime import timedelta
-
 import torch.distributed as dist
 import torch_xla.distributed.xla_backend  # noqa: F401  # knows the address "xla://"
 import torch_xla.runtime as xr
 
-from .base import Value
-
-# how long the others wait for one that is busy: the first writes a large model to slow storage
-_PATIENCE = timedelta(hours=2)
+from .base import PATIENCE, Value
 
 
 def all_gather_object(value: Value, while_saving: bool = False) -> list[Value]:
@@ -40,6 +35,6 @@ _saving: list[dist.ProcessGroup] = []
 
 def _join() -> None:
     if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method="xla://", timeout=_PATIENCE)
+        dist.init_process_group("gloo", init_method="xla://", timeout=PATIENCE)
     if not _saving:
-        _saving.append(dist.new_group(backend="gloo", timeout=_PATIENCE))
+        _saving.append(dist.new_group(backend="gloo", timeout=PATIENCE))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
-from .base import PartitionSpec, Planners, Remat, Topology, Value
+from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, Value
 from .kernels.plain import MATMULS, segment_attention
 
 
@@ -167,7 +167,7 @@ class Runtime:
         """
         self._ranks, self._copies = prod(sizes.values()), sizes["tensor"]
         if self.spreads_model and dist.is_initialized() and self._saving_group is None:
-            self._saving_group = dist.new_group(backend="gloo")
+            self._saving_group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     # ---- layouts
 

@@ -60,15 +60,15 @@ def _describe(trainer: Any, folder: Path) -> None:
             _gather_random_states(folder, trainer.trl_tpu.agreement.all_gather_object, writes)
     if not ours or is_users(trainer.save_model) or is_users(trainer._save):
         trainer.save_model(path, _internal_call=True)
-    elif runtime.topology().process_count > 1 and args.save_only_model:
-        with saves_what_it_is_given(model):
-            trainer._save(path, whole_weights(model, runtime, keeps=writes))
-    elif isinstance(model, PreTrainedModel):
-        with saves_what_it_is_given(model):
-            trainer._save(path, {})
-    elif writes:
-        save_adapter_config(model, trainer.processing_class, path)
-        torch.save(args, folder / TRAINING_ARGS_NAME)
+    else:
+        are_gathered = runtime.topology().process_count > 1 and args.save_only_model
+        weights = whole_weights(model, runtime, keeps=writes) if are_gathered else {}
+        if writes and (weights or isinstance(model, PreTrainedModel)):
+            with saves_what_it_is_given(model):
+                trainer._save(path, weights)
+        elif writes:
+            save_adapter_config(model, trainer.processing_class, path)
+            torch.save(args, folder / TRAINING_ARGS_NAME)
     if writes:
         complete_config(model, path)
     if has_state and not ours:
