@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ def test_the_start_log_says_what_is_spread(together: Any) -> None:
     assert "model.layers.*.mlp.up_proj.weight               2 x 64x32  [fsdp, -]" in described
 
 
+@pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_processes_give_what_the_mesh_of_xla_gives(folder: Path, together: Any, count: int) -> None:
     """Losses of the same pairs; on XLA one process leads all devices."""
