@@ -177,3 +177,15 @@ finally:
     print(runtime.choice().name)
 """
     assert run(code) == "xla\n"
+
+
+@pytest.mark.parametrize("environment", [{"PJRT_DEVICE": "CPU"}, {"USE_TORCH_XLA": "1"}], ids=["asked for", "on"])
+def test_a_torch_xla_of_another_version_is_left_alone(tmp_path: Path, environment: dict[str, str]) -> None:
+    """It fails to be imported, and transformers would import it wherever it is installed."""
+    (tmp_path / "torch_xla.py").write_text("raise ImportError('undefined symbol')", encoding="utf-8")
+    (tmp_path / "torch_xla-1.0.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: torch_xla\nVersion: 1.0\n"
+    (tmp_path / "torch_xla-1.0.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
+    before = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import trl_tpu, transformers.trainer"
+    said = run(f"{before}\n{SAY}\nprint(runtime.choice().reason)", **environment).splitlines()
+    assert said[-2] == "native False" and "torch_xla 1.0 is of another version than torch" in said[-1]

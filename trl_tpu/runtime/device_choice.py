@@ -112,7 +112,9 @@ def settle() -> None:
         del os.environ[_SWITCH]
     facts = _facts()
     _Settled.choice = choose(facts)
-    _Settled.set_switch = _Settled.choice.name != "xla" and facts.has_torch_xla and facts.switch is None
+    # one that does not fit is off whatever was asked for: where the switch is on, transformers would fail to import it
+    asked = facts.switch is not None and (facts.misfit is None or not _is_on(facts.switch))
+    _Settled.set_switch = _Settled.choice.name != "xla" and facts.has_torch_xla and not asked
     if facts.asks_for_cpu:  # whatever a process that trains on TorchTPU, and has started this one, has told accelerate
         os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     if _Settled.set_switch:
