@@ -107,7 +107,7 @@ class Checkpointer:
     @property
     def _takes_part(self) -> bool:
         """Whether this process has tensors to write."""
-        return self._runtime.shares_mesh or self._runtime.spreads_model or self._writes
+        return self._runtime.shards_model or self._writes
 
     def wait(self) -> None:
         """Wait until what was begun is saved, or has failed."""

@@ -85,13 +85,12 @@ def reshard(model: nn.Module) -> None:
 @contextmanager
 def saves_what_it_is_given(model: Any) -> Iterator[None]:
     """Let ``save_pretrained`` write the weights that it is given: of a spread model it would gather all at once."""
-    config = (model.get_base_model() if hasattr(model, "get_base_model") else model).config
-    spread_by = vars(config).pop("distributed_config", None)
+    spread_by = vars(model.config).pop("distributed_config", None)
     try:
         yield
     finally:
         if spread_by is not None:
-            config.distributed_config = spread_by
+            model.config.distributed_config = spread_by
 
 
 def whole(value: Any) -> Any:

@@ -108,6 +108,11 @@ class Runtime:
         return self._ranks > 1
 
     @property
+    def shards_model(self) -> bool:
+        """Whether processes, or one process's devices, have parts of one model: each makes the batches of all."""
+        return self.shares_mesh or self.spreads_model
+
+    @property
     def counts_pairs(self) -> bool:
         """Whether what this process measures of its pairs counts: all processes of a `tensor` group have the same."""
         return not self.spreads_model or dist.get_rank() % self._copies == 0

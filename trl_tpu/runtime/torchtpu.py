@@ -16,9 +16,8 @@ from ..errors import UserError
 from .base import Topology
 from .native import Runtime
 
-_MOST_SHAPES = (
-    256  # that one function is compiled for; torch's own limit, of 8, is meant for code that varies by chance
-)
+# that one function is compiled for; torch's own limit, of 8, is meant for code that varies by chance
+_MOST_SHAPES = 256
 
 
 class TorchTpuRuntime(Runtime):

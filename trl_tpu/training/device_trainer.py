@@ -12,7 +12,7 @@ _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
-create_optimizer                     of parts of a model, where processes have parts
+create_optimizer                    of parts of a model, where processes have parts
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
 floating_point_ops                  the same, counted
@@ -126,6 +126,11 @@ class DeviceTrainer(Trainer):
     def __accumulates(self) -> bool:
         return self.args.gradient_accumulation_steps > 1
 
+    @property
+    def __batch_parts(self) -> int:
+        """How many parts of a batch different processes compute."""
+        return self.args.mesh_shape.batch_shards if current().spreads_model else self.accelerator.num_processes
+
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
         of_all = sum(parameter.numel() for parameter in self.model.parameters())
@@ -184,8 +189,7 @@ class DeviceTrainer(Trainer):
     def __checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
         """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
         ours = self.trl_tpu
-        parts = self.accelerator.num_processes // (1 if ours.runtime.shares_mesh else self.args.mesh_shape.tensor)
-        ours.order = order_of_pairs(self.args, parts, self.train_dataset)
+        ours.order = order_of_pairs(self.args, self.__batch_parts, self.train_dataset)
         if ours.runtime.shares_mesh and ours.agreement.count > 1:
             own = ours.order | describe_run(self.args, self.eval_dataset, resume)
             check_alike(ours.agreement.all_gather_object(own))
@@ -275,8 +279,7 @@ class DeviceTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        runtime, mesh, processes = current(), self.args.mesh_shape, self.accelerator.num_processes
-        parts = mesh.batch_shards if runtime.spreads_model else processes
+        runtime, mesh, parts = current(), self.args.mesh_shape, self.__batch_parts
         if description == "Evaluation" and (steps := self.args.max_eval_steps) is not None:
             pairs = steps * batch_size * (1 if self.accelerator.split_batches else parts)
             dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
@@ -286,10 +289,10 @@ class DeviceTrainer(Trainer):
             collate = OwnPairs(collate, batch_size, runtime.topology().process_index // mesh.tensor, parts)
             batch_size *= parts
         elif not runtime.shares_mesh:
-            if is_stream and processes > 1:
+            if is_stream and parts > 1:
                 if not is_training:
                     collate = partial(collate_marked, self._get_collator_with_removed_columns(collate, description))
-                dataset = WholeStream(dataset, None if is_training else batch_size * processes)
+                dataset = WholeStream(dataset, None if is_training else batch_size * parts)
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
             try:
                 loader = super()._get_dataloader(
@@ -322,8 +325,7 @@ class DeviceTrainer(Trainer):
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            runtime = self.trl_tpu.runtime
-            if runtime.shares_mesh or runtime.spreads_model:
+            if self.trl_tpu.runtime.shards_model:
                 epoch_that_skips_by(skip)(self, *args, **kwargs)
             else:
                 super()._run_epoch(*args, **kwargs)
@@ -497,7 +499,7 @@ class DeviceTrainer(Trainer):
 
         def write() -> None:
             weights = None
-            if runtime.shares_mesh or runtime.spreads_model:
+            if runtime.shards_model:
                 weights = whole_weights(self.model, runtime, keeps=self.args.should_save)
             if not self.args.should_save:
                 if weights is None:  # accelerate's FSDP and DeepSpeed gather them
