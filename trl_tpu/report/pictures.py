@@ -144,6 +144,8 @@ def _training(runs: Sequence[RunHistory], shown: Sequence[str]) -> Picture:
                     axes.plot(*series, "s--", color=f"C{index + number * len(runs)}", label=label)
                 for step in run.resumed_at:
                     axes.axvline(step, linestyle=":", color=f"C{index}", label=f"{name}: resumed")
+        for axes in several[len(shown) :]:  # a last one by itself has no neighbor
+            axes.set_axis_off()
         named = {
             label: line for axes in several for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
