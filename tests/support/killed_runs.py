@@ -75,6 +75,7 @@ def fork(model_folder: Path, folder: Path, settings: dict[str, Any], rank: int, 
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     status = 1
+    torch.set_num_threads(1)  # here: two threads of a fork may not both renew a pool that its parent made
     try:
         with open(folder.parent / "log.txt", "a", encoding="utf-8") as log:
             os.dup2(log.fileno(), 1)
@@ -190,5 +191,4 @@ def report(folder: Path, kills: int, environment: dict[str, str], **settings: An
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
