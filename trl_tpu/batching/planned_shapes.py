@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
@@ -19,12 +20,14 @@ def plan_rows_of(
     args: RewardConfig,
     expands: bool = False,
     multiple: int = 32,
+    drawn_BP: np.ndarray | None = None,
 ) -> RowPlan:
     """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
 
     Args:
         expands: Whether attention reads rows of whole dialogues: then what all dialogues share takes room in each.
         multiple: Lengths are multiples of this.
+        drawn_BP: Batches in the order of training, where it is not random; see `plan_shapes`.
 
     Raises:
         UserError: For too short a `row_length`.
@@ -39,6 +42,7 @@ def plan_rows_of(
         attention_crossover_length=attention_crossover_length(hidden_size),
         multiple=multiple,
         row_length=args.row_length,
+        drawn_BP=drawn_BP,
     )
 
 

@@ -64,6 +64,12 @@ RANK_LIMITS = {
     "accelerator_config=split_batches=True": "leave split_batches out, and set total_batch_size",
     "optim=bit|bnb|ademamix|layerwise|lomo": "use optim='adamw_torch', which updates each process's part",
 }
+#: The same of settings with `group_by_prompt`.
+GROUPED_LIMITS = {
+    "train_sampling_strategy=sequential|group_by_length|batch_rebalance": (
+        "leave it out: groups of pairs come in a random order of their own"
+    ),
+}
 #: Settings whose smaller values would end in an error that names none, or leave everything out.
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
@@ -101,6 +107,8 @@ def check_values(args: Any) -> None:
     except re.error as error:
         raise UserError(f"frozen_parameters={args.frozen_parameters!r} is no regular expression: {error}.") from error
     check_limits(args, LIMITS, "not supported")
+    if args.group_by_prompt:
+        check_limits(args, GROUPED_LIMITS, "impossible with group_by_prompt=True")
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
 
 

@@ -135,6 +135,10 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             expands on a TPU, where rows are of 2,048 tokens or more and the model allows it.
         max_shapes (`int`, *optional*, defaults to `4`):
             On XLA and TorchTPU, how many shapes batches may have, packed or padded: each is compiled once.
+        group_by_prompt (`bool`, *optional*, defaults to `False`):
+            Whether pairs that share a prompt come into one batch, where packed rows hold the prompt, and answers that
+            several pairs have, once: the log says how many tokens that saves. Prompts come in a random order, another
+            one in each epoch.
 
         mesh (`str`, *optional*):
             How the devices are arranged: axis sizes separated by commas, -1 meaning what is left. `fsdp` splits
@@ -208,6 +212,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     row_length: int | None = None
     packed_attention: str = "auto"
     max_shapes: int = 4
+    group_by_prompt: bool = False
 
     # the devices
     mesh: str | None = None

@@ -78,7 +78,7 @@ def measure_tables(tables: Iterable[pa.Table], columns: tuple[str, str]) -> Meas
     shared: np.ndarray | None = None
     checksums: dict[str, int] = {}  # one each, so that it does not matter where a table ends and the next begins
     for table in tables:
-        halves = {name: _flat(table[name]) for name in columns}
+        halves = {name: flat(table[name]) for name in columns}
         parts.append(_lengths(*halves.values()))
         for name, (values_T, ends_N) in halves.items():
             shared = _shared(shared, values_T, ends_N)
@@ -114,7 +114,7 @@ def lengths_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
 _Flat = tuple[np.ndarray, np.ndarray]
 
 
-def _flat(lists: pa.ChunkedArray) -> _Flat:
+def flat(lists: pa.ChunkedArray) -> _Flat:
     """Return all lists' values one after another, and where each list ends in them, from 0."""
     ends_N = np.cumsum(pc.list_value_length(lists).to_numpy(), dtype=np.int64)
     return pc.list_flatten(lists).to_numpy(), np.concatenate([[0], ends_N])

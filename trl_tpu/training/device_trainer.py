@@ -10,6 +10,7 @@ train                               resume from a whole checkpoint only; hear SI
 _build_accelerator_args             keep precision and batch dispatch out of accelerate
 _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
+_get_train_sampler                  pairs that share a prompt together
 _get_dataloader                     batches of planned shapes, split over the mesh
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_optimizer                    of parts of a model, where processes have parts
@@ -63,6 +64,7 @@ from ..data.loader import (
     training_order,
 )
 from ..data.packed_batch import micro_batches_of, tensors_of
+from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..modeling.adapters import complete_config
 from ..parallel.ranks import mesh_of, reshard, saves_what_it_is_given, spread_model, whole
@@ -270,6 +272,14 @@ class DeviceTrainer(Trainer):
 
     # ---- batches
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        args, processes = self.args, 1 if self.accelerator.split_batches else self.__batch_parts
+        if not args.group_by_prompt:
+            return super()._get_train_sampler(train_dataset)
+        pairs = args.train_batch_size * processes * args.gradient_accumulation_steps
+        groups_N = prompt_groups(self.train_dataset if train_dataset is None else train_dataset)
+        return ByPrompt(groups_N, pairs, args.seed if args.data_seed is None else args.data_seed)
+
     def _get_dataloader(
         self,
         dataset: Any,
@@ -300,6 +310,10 @@ class DeviceTrainer(Trainer):
                 )
             finally:
                 self.data_collator = own
+            if is_training and self.args.group_by_prompt:
+                own_part: Any = loader.batch_sampler
+                # accelerate tells the loader of a resumed epoch which it is only by this way
+                loader.set_sampler(getattr(own_part, "batch_sampler", own_part).sampler)
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
             inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
             return loader

@@ -11,7 +11,7 @@ from ..data.measure import id_columns, measure
 from ..errors import UserError
 
 _SETTINGS = (
-    *("seed", "data_seed", "gradient_accumulation_steps"),
+    *("seed", "data_seed", "gradient_accumulation_steps", "group_by_prompt"),
     *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *("center_rewards_coefficient", "disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
