@@ -20,8 +20,6 @@ from ..data.collators import (
     RewardDataCollatorWithPadding,
     UnpaddedRow,
 )
-from ..data.measure import measure
-from ..data.prompts import ByPrompt, prompt_groups, tokens_added
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
@@ -33,7 +31,7 @@ from ..modeling.positions import position_groups
 from ..packing.schedule import RowPlan
 from ..packing.shapes import attention_crossover_length
 from ..runtime import Runtime
-from .planned_shapes import plan_rows_of, planned_lengths
+from .planned_shapes import plan_rows_of, planned_lengths, sizes_by_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +84,9 @@ class BatchPlan:
         self._default_collator: Any = None
         self._collator = data_collator
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
-        self._grouped_BP: np.ndarray | None = None  # tokens of pairs in batches of training by `group_by_prompt`
+        self._sizes_N: np.ndarray | None = (
+            None  # of the training pairs, where `group_by_prompt` has them share batches
+        )
         self._is_unpadded = self._expands = False
         self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
         self._reads_padding = False
@@ -186,51 +186,22 @@ class BatchPlan:
         """Plan the rows of prepared datasets, choose how they attend, and see that a `row_length` holds every pair.
 
         Raises:
-            UserError: If it is too short for a pair of the training or evaluation data, and not hours into a run; or
-                if the user insists on attention that the model does not allow.
+            UserError: If it is too short for a pair of the training or evaluation data, and not hours into a run; if
+                the user insists on attention that the model does not allow; or on `group_by_prompt` of a stream.
         """
         self._train_dataset = train_dataset
         if self._args.group_by_prompt:
-            self._group(train_dataset)
+            self._sizes_N = sizes_by_prompt(train_dataset, self._args.train_batch_size)
         if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
         self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
         if self._expands:
             self._row_plans.clear()  # dialogues then take more room
-            if self._grouped_BP is not None:
-                logger.warning("group_by_prompt saves nothing after all: each dialogue has room of its own in attention.")
-                self._grouped_BP = None
         if self._args.row_length is None:
             return
         for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
             if isinstance(dataset, Dataset):
                 self.rows(dataset, self._args.eval_batch_size)
-
-    def _group(self, dataset: Any) -> None:
-        """Draw batches as `group_by_prompt` orders the pairs, and say what they save.
-
-        Raises:
-            UserError: For a stream.
-        """
-        if not isinstance(dataset, Dataset):
-            raise UserError(
-                "group_by_prompt=True puts the pairs of a dataset in another order, and train_dataset is a stream, "
-                "whose order is its own: load it as a dataset, or leave group_by_prompt out."
-            )
-        if not self.packed:
-            logger.warning("group_by_prompt saves nothing: batches are padded, not packed.")
-            return
-        count, pairs, group_N = len(dataset), min(self._args.train_batch_size, len(dataset)), prompt_groups(dataset)
-        orders = ByPrompt(group_N, pairs, seed=0).order(), np.random.default_rng(0).permutation(count)
-        grouped_BP, random_BP = (tokens_added(dataset, order_N, pairs) for order_N in orders)
-        shared = measure(dataset).shared_prefix / pairs
-        grouped, random = grouped_BP.mean() + shared, random_BP.mean() + shared
-        logger.warning(
-            f"group_by_prompt: {count:,} pairs have {len(np.unique(group_N)):,} prompts. In batches of {pairs} pairs "
-            f"{grouped:,.0f} tokens a pair are computed, {1 - grouped / random:.0%} less than the {random:,.0f} of a "
-            "random order."
-        )
-        self._grouped_BP = grouped_BP
 
     # ---- collators
 
@@ -289,9 +260,9 @@ class BatchPlan:
             multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
             shards, hidden_size = self._args.mesh_shape.batch_shards, self._hidden_size
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
-            drawn_BP = self._grouped_BP if is_training else None
+            sizes_N = self._sizes_N if is_training and not self._expands else None
             self._row_plans[key] = plan_rows_of(
-                dataset, hidden_size, batch_size, shards, self._args, self._expands, multiple, drawn_BP
+                dataset, hidden_size, batch_size, shards, self._args, self._expands, multiple, sizes_N
             )
         return self._row_plans[key]
 

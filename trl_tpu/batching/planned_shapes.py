@@ -1,5 +1,6 @@
 """Plans the shapes of a dataset's batches for a device that compiles each: rows to pack pairs in, or lengths."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,16 @@ from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
 from ..data.collators import bucket_lengths
-from ..data.measure import measure
+from ..data.measure import id_columns, measure
+from ..data.prompts import ByPrompt, prompt_groups
+from ..errors import UserError
 from ..packing.schedule import RowPlan, plan_rows
 from ..packing.shapes import attention_crossover_length
+from ..packing.trie import in_order
+
+logger = logging.getLogger(__name__)
+
+_DRAWN = 2048  # pairs
 
 
 def plan_rows_of(
@@ -20,21 +28,21 @@ def plan_rows_of(
     args: RewardConfig,
     expands: bool = False,
     multiple: int = 32,
-    drawn_BP: np.ndarray | None = None,
+    sizes_N: np.ndarray | None = None,
 ) -> RowPlan:
     """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
 
     Args:
         expands: Whether attention reads rows of whole dialogues: then what all dialogues share takes room in each.
         multiple: Lengths are multiples of this.
-        drawn_BP: Batches in the order of training, where it is not random; see `plan_shapes`.
+        sizes_N: From `sizes_by_prompt`, instead of sizes that are the pairs' own.
 
     Raises:
         UserError: For too short a `row_length`.
     """
     measured = measure(dataset)
     return plan_rows(
-        measured.sizes_N,
+        measured.sizes_N if sizes_N is None else sizes_N,
         pairs,
         shards,
         max_shapes=args.max_shapes,
@@ -42,8 +50,39 @@ def plan_rows_of(
         attention_crossover_length=attention_crossover_length(hidden_size),
         multiple=multiple,
         row_length=args.row_length,
-        drawn_BP=drawn_BP,
     )
+
+
+def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
+    """Return the tokens that pairs add to batches in the order of `ByPrompt`, and say in the log what that saves.
+
+    The last ``pairs`` are the largest pairs by themselves, so that what holds these sizes holds any batch.
+
+    Raises:
+        UserError: For a stream.
+    """
+    if not isinstance(dataset, Dataset):
+        raise UserError(
+            "group_by_prompt=True puts pairs into an order of its own, and train_dataset is a stream, whose order it "
+            "cannot change: load the data whole (dataset_streaming=False), or leave group_by_prompt out."
+        )
+    measured, columns, group_N = measure(dataset), id_columns(dataset), prompt_groups(dataset)
+    assert columns is not None  # which `measure` has read
+    order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
+    for first in range(0, min(_DRAWN, len(order_N)), pairs):
+        batch = dataset[order_N[first : first + pairs]]
+        dialogues = [np.asarray(ids) for pair in zip(*map(batch.get, columns), strict=True) for ids in pair]
+        order, shared = in_order(dialogues)
+        added_D = np.array([len(ids) for ids in dialogues])
+        added_D[order] -= [measured.shared_prefix, *shared]
+        added += added_D.reshape(-1, 2).sum(axis=1).tolist()
+    together, alone = np.mean(added), measured.sizes_N.mean() - measured.shared_prefix
+    logger.warning(
+        f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. Packed batches of {pairs} have "
+        f"{together:,.0f} tokens a pair, not {alone:,.0f} ({1 - together / alone:.0%} less), beside what all share."
+    )
+    sizes_N = np.resize(added, len(dataset)) + measured.shared_prefix
+    return np.append(sizes_N, np.sort(measured.sizes_N)[-pairs:])
 
 
 def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:

@@ -66,9 +66,7 @@ RANK_LIMITS = {
 }
 #: The same of settings with `group_by_prompt`.
 GROUPED_LIMITS = {
-    "train_sampling_strategy=sequential|group_by_length|batch_rebalance": (
-        "leave it out: groups of pairs come in a random order of their own"
-    ),
+    "train_sampling_strategy=sequential|group_by_length|batch_rebalance": "leave it out: prompts come in random order",
 }
 #: Settings whose smaller values would end in an error that names none, or leave everything out.
 AT_LEAST = {

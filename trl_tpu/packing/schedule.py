@@ -98,12 +98,11 @@ def plan_rows(
     micro_batch_work: float = 128,
     multiple: int = 32,
     row_length: int | None = None,
-    drawn_BP: np.ndarray | None = None,
 ) -> RowPlan:
     """Choose at most ``max_shapes`` shapes for the least expected work on batches drawn from the data's own sizes.
 
     Args:
-        sizes, pairs, shards, max_shapes, shared_prefix, attention_crossover_length, multiple, drawn_BP: As in
+        sizes, pairs, shards, max_shapes, shared_prefix, attention_crossover_length, multiple: As in
             `plan_shapes`.
         micro_batch_work: What one more micro-batch costs by itself on each device, in tokens: reading the weights
             again, and reading and writing the gradients.
@@ -113,17 +112,14 @@ def plan_rows(
         UserError: If ``row_length`` is too short for a pair.
     """
     if row_length is None:
-        like = shared_prefix, attention_crossover_length, multiple, drawn_BP
-        shapes = plan_shapes(sizes, pairs, shards, max_shapes, *like)
+        shapes = plan_shapes(sizes, pairs, shards, max_shapes, shared_prefix, attention_crossover_length, multiple)
     else:
         shapes = (_rows_of(row_length, sizes, pairs, shards, shared_prefix),)
     single = RowPlan(shapes, (), attention_crossover_length, micro_batch_work * shards)
     added = np.maximum(np.asarray(sizes) - shared_prefix, 0)
     if max_shapes < 2 or len(added) < pairs:
         return single
-    count = max(48, 2048 // pairs)
-    batches_BP = draw_batches(added, pairs, count) if drawn_BP is None else drawn_BP[:count]
-    batches_BP = -np.sort(-batches_BP, axis=1)
+    batches_BP = -np.sort(-draw_batches(added, pairs, max_batches=max(48, 2048 // pairs)), axis=1)
     work_B = covering_work([(shape,) for shape in single.update], single, batches_BP, shared_prefix).min(axis=0)
     work_B[np.isinf(work_B)] = single.work(single.update[-1:])  # by `zigzag`, where best fit fails
     needed = batches_BP.sum() + shared_prefix * shards * len(batches_BP)

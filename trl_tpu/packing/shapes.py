@@ -51,7 +51,6 @@ def plan_shapes(
     shared_prefix: int = 0,
     attention_crossover_length: float = 4096,
     multiple: int = 32,
-    drawn_BP: np.ndarray | None = None,
 ) -> tuple[RowShape, ...]:
     """Choose at most ``max_shapes`` shapes, in ascending order of their work, one of which every batch fits.
 
@@ -66,8 +65,6 @@ def plan_shapes(
         attention_crossover_length: The row length at which attention costs as much as everything else. For a plain
             transformer it is about six times the hidden size.
         multiple: Lengths are multiples of this.
-        drawn_BP: What pairs add to rows that begin with the shared prefix, in batches as training takes them; drawn at
-            random from ``sizes`` by default.
     """
 
     def work(shape: RowShape) -> float:
@@ -78,7 +75,7 @@ def plan_shapes(
     added = np.concatenate([added, np.zeros(max(0, pairs - len(sizes)), int)])
     worst_P = np.sort(added)[::-1][:pairs]
     largest = min(_holding_all(worst_P, shards, shared_prefix, multiple), key=work)
-    batches_BP = draw_batches(added, pairs) if drawn_BP is None else drawn_BP
+    batches_BP = draw_batches(added, pairs)
     candidates, fits_CB = _candidates(batches_BP, worst_P, shards, shared_prefix, multiple)
     works_C = np.array([work(shape) for shape in candidates])
     works_CB = np.where(fits_CB, works_C[:, None], np.inf)

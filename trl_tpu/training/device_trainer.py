@@ -273,12 +273,11 @@ class DeviceTrainer(Trainer):
     # ---- batches
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        args, processes = self.args, 1 if self.accelerator.split_batches else self.__batch_parts
+        args, dataset = self.args, self.train_dataset if train_dataset is None else train_dataset
         if not args.group_by_prompt:
-            return super()._get_train_sampler(train_dataset)
-        pairs = args.train_batch_size * processes * args.gradient_accumulation_steps
-        groups_N = prompt_groups(self.train_dataset if train_dataset is None else train_dataset)
-        return ByPrompt(groups_N, pairs, args.seed if args.data_seed is None else args.data_seed)
+            return super()._get_train_sampler(dataset)
+        pairs = args.train_batch_size * self.__batch_parts * args.gradient_accumulation_steps
+        return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
 
     def _get_dataloader(
         self,
@@ -305,15 +304,14 @@ class DeviceTrainer(Trainer):
                 dataset = WholeStream(dataset, None if is_training else batch_size * parts)
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
             try:
-                loader = super()._get_dataloader(
+                loader: Any = super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
                 )
             finally:
                 self.data_collator = own
             if is_training and self.args.group_by_prompt:
-                own_part: Any = loader.batch_sampler
-                # accelerate tells the loader of a resumed epoch which it is only by this way
-                loader.set_sampler(getattr(own_part, "batch_sampler", own_part).sampler)
+                batches = loader.batch_sampler  # of all processes, or this one's of those
+                loader.set_sampler(getattr(batches, "batch_sampler", batches).sampler)  # and be told a resumed epoch
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
             inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
             return loader
