@@ -38,6 +38,10 @@ WAYS: dict[str, tuple[Callable[[Dataset], Any], dict[str, Any]]] = {
         lambda pairs: pairs,
         {"packing": False, "accelerator_config": {"even_batches": False, "dispatch_batches": True}},
     ),
+    "grouped": (
+        lambda pairs: pairs.map(lambda _, row: {"prompt": f"Count on from {row % 7}:"}, with_indices=True),
+        {"group_by_prompt": True},
+    ),
     "streams": (lambda pairs: pairs.to_iterable_dataset(), {"logging_steps": 2}),  # not at the end of an epoch
     # files of unequal lengths, which accelerate would deal out; in epochs of other orders
     "padded streams": (
@@ -58,7 +62,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 
 def go(model: str, out: Path, way: str) -> dict[str, Any]:
-    """Train two epochs of three steps and evaluate after each, once more from within the first; and predict."""
+    """Train two epochs of three steps and evaluate after each, once more from within one of them; and predict."""
     shape, settings = WAYS[way]
     pairs = tiny.made_up_pairs(44)
     train, held_out, test = (shape(pairs.select(rows)) for rows in (range(24), range(24, 37), range(37, 44)))
@@ -70,7 +74,7 @@ def go(model: str, out: Path, way: str) -> dict[str, Any]:
 
     whole, resumed = make(), make()
     whole.train()
-    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    resumed.train(resume_from_checkpoint=str(out / f"checkpoint-{4 if way == 'grouped' else 2}"))
     predicted = resumed.predict(test)
     return {
         "packed": whole.batch_plan.packed,

@@ -41,7 +41,8 @@ IN_A_RUN = _names("""
     dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc
     ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph debug disable_dropout
     disable_tqdm enable_jit_checkpoint eos_token eval_by eval_delay eval_on_start eval_steps eval_strategy
-    fp16_full_eval full_determinism gradient_accumulation_steps greater_is_better hub_model_id ignore_data_skip
+    fp16_full_eval full_determinism gradient_accumulation_steps greater_is_better group_by_prompt hub_model_id
+    ignore_data_skip
     include_for_metrics include_num_input_tokens_seen learning_rate load_best_model_at_end log_level log_level_replica
     log_on_each_node logging_first_step logging_nan_inf_filter logging_steps logging_strategy lr_scheduler_kwargs
     lr_scheduler_type max_grad_norm max_length max_steps metric_for_best_model model_init_kwargs neftune_noise_alpha

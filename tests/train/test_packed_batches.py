@@ -119,15 +119,20 @@ def test_evaluation_and_predictions_equal_those_on_padded_rows(
     assert len({tuple(rewards) for rewards in packed_N2.round(5).tolist()}) > 6  # else any order would do
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["random", "by prompt"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_run_packs_the_same_batches(layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_resumed_run_packs_the_same_batches(
+    layout: str, grouped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     """From the middle of the second epoch: the rest of it and the third, to the bit."""
     settings = {"save_strategy": "steps", "save_steps": 8, "max_steps": 16, "per_device_train_batch_size": 4}
+    settings |= {"group_by_prompt": grouped}
     whole, resumed = (make_trainer(tokenizer, tmp_path, layout, **settings) for _ in range(2))
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert len(whole.__dict__["seen"]) == 16
     assert whole.__dict__["seen"][8:] == resumed.__dict__["seen"]
+    assert len({str(batch) for batch in whole.__dict__["seen"]}) == 16  # each epoch has an order of its own
     assert losses(whole) == losses(resumed)
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -22,6 +22,7 @@ FROZEN = "embed_tokens|layernorm"
 SETTINGS: dict[str, Any] = {
     "activation_offloading": True,
     "frozen_parameters": FROZEN,
+    "group_by_prompt": True,
     "learning_rate_end": 1e-5,
     "max_eval_steps": 2,
     "total_batch_size": 12,

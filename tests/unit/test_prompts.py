@@ -1,0 +1,116 @@
+"""Pairs that share a prompt are found by their tokens, come together, and have row shapes that they fill."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from trl_tpu import RewardConfig
+from trl_tpu.batching.planned_shapes import plan_rows_of, sizes_by_prompt
+from trl_tpu.data.measure import id_columns
+from trl_tpu.data.prompts import ByPrompt, prompt_groups
+from trl_tpu.packing.pack import pack
+from trl_tpu.packing.schedule import RowPlan
+
+SYSTEM = [9, 8, 7]
+
+
+def pairs_of(prompts: int, answers: int, columns: tuple[str, str] = ("chosen_ids", "rejected_ids")) -> Any:
+    """The best answer to each prompt with each other one, in any order; most answers begin with one of two tokens."""
+    generator = np.random.default_rng(0)
+    rows, prompt_N = [], []
+    for number in range(prompts):
+        prompt = SYSTEM + generator.integers(10, 99, generator.integers(9, 60)).tolist()
+        best, *others = (
+            [first, *generator.integers(10, 99, generator.integers(5, 30)).tolist()] for first in (1, 1, 2, 3)
+        )
+        for other in others[: answers - 1]:
+            rows.append(dict(zip(columns, (prompt + best, prompt + other), strict=True)))
+            prompt_N.append(number)
+    order = generator.permutation(len(rows))
+    return Dataset.from_list([rows[at] for at in order]), np.array(prompt_N)[order]
+
+
+@pytest.mark.parametrize("columns", [("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")])
+def test_pairs_of_a_prompt_are_one_group_though_answers_begin_alike(columns: tuple[str, str]) -> None:
+    dataset, prompt_N = pairs_of(500, 4, columns)  # read in two parts
+    assert id_columns(dataset) == columns
+    group_N = prompt_groups(dataset)
+    assert sorted(set(group_N)) == list(range(500)) == sorted(set(prompt_N))
+    assert len(set(zip(group_N, prompt_N, strict=True))) == 500
+
+
+def test_a_system_prompt_alone_is_no_group_nor_is_a_prompt_much_shorter_than_what_a_pair_shares() -> None:
+    turn = list(range(20, 50))
+    both = [
+        *[([*SYSTEM, number, 1], [*SYSTEM, 9 + number, 1]) for number in range(4)],
+        ([*SYSTEM, 60, 1], [*SYSTEM, 60, 2]),
+        ([*SYSTEM, 60, *turn, 1], [*SYSTEM, 60, *turn, 2]),  # the second turn of a chat with the same first one
+        ([*SYSTEM, 60, 1, 2], [*SYSTEM, 60, 1, 3]),
+        ([*SYSTEM, 60, *turn, 1], [*SYSTEM, 60, *turn, 1]),  # chosen and rejected are equal
+    ]
+    group_N = prompt_groups(Dataset.from_list([{"chosen_ids": one, "rejected_ids": other} for one, other in both]))
+    assert len(set(group_N[:4].tolist())) == 4 and len(set(group_N.tolist())) == 6
+    assert group_N[4] == group_N[6] != group_N[5] == group_N[7]
+
+
+def test_an_order_is_a_permutation_for_each_seed_and_epoch_in_which_groups_are_together() -> None:
+    group_N = np.repeat(np.arange(40), 3)[np.random.default_rng(0).permutation(120)]
+    orders = {(seed, epoch): list(told(ByPrompt(group_N, 9, seed), epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    assert all(sorted(order) == list(range(120)) for order in orders.values())
+    assert len(set(map(tuple, orders.values()))) == 4
+    assert orders[0, 1] == list(told(ByPrompt(group_N, 9, 0), 1))
+    for order in orders.values():
+        updates = [set(group_N[order[first : first + 9]]) for first in range(0, 120, 9)]
+        assert [len(groups) for groups in updates] == [3] * 13 + [1]  # the last update is the short one
+    sampler = ByPrompt(group_N, 9, 0)  # which nobody tells the epoch
+    assert [list(sampler) for _ in range(2)] == [orders[0, 0], orders[0, 1]] and len(sampler) == 120
+
+
+def test_updates_that_one_group_fills_do_not_follow_one_another() -> None:
+    group_N = np.array([0] * 100 + list(range(1, 301)))
+    order = np.array(list(ByPrompt(group_N, 10)))
+    filled = np.flatnonzero((group_N[order].reshape(-1, 10) == 0).all(axis=1))
+    assert 9 <= len(filled) <= 10 and np.diff(filled).max() > 3
+
+
+def told(sampler: ByPrompt, epoch: int) -> ByPrompt:
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+@pytest.mark.parametrize(("pairs", "shards"), [(8, 1), (32, 8)])
+def test_planned_rows_hold_any_batch_and_grouped_ones_tightly(
+    pairs: int, shards: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset, _ = pairs_of(150, 4)
+    args, order_N = RewardConfig(str(tmp_path), report_to="none"), list(ByPrompt(prompt_groups(dataset), pairs))
+    with caplog.at_level(logging.WARNING):
+        sizes_N = sizes_by_prompt(dataset, pairs)
+    assert "450 pairs have 150 prompts" in caplog.text
+    plans = [plan_rows_of(dataset, 512, pairs, shards, args, sizes_N=sizes) for sizes in (None, sizes_N)]
+
+    def columns(plan: RowPlan, order: Any) -> int:
+        packed = 0
+        for first in range(0, len(order), pairs):
+            batch = dataset[order[first : first + pairs]]
+            rows = pack(batch["chosen_ids"], batch["rejected_ids"], plan, pairs, 0)
+            packed += sum(each.input_ids_RL.size for each in rows)
+        return packed
+
+    plain, grouped = (columns(plan, order_N) for plan in plans)
+    assert grouped < 0.85 * plain
+    largest = np.argsort([len(row["chosen_ids"]) for row in dataset])[::-1]  # type: ignore[call-overload]
+    assert columns(plans[1], largest.tolist()) > 0 < columns(plans[1], list(range(len(dataset))))
+
+
+def test_what_cannot_be_put_into_this_order_is_refused(tmp_path: Path) -> None:
+    dataset, _ = pairs_of(4, 2)
+    with pytest.raises(ValueError, match="group_by_prompt=True .* train_dataset is a stream.*leave group_by_prompt"):
+        sizes_by_prompt(dataset.to_iterable_dataset(), 4)
+    for strategy in ("sequential", "group_by_length", "batch_rebalance"):
+        with pytest.raises(ValueError, match=f"train_sampling_strategy='{strategy}' is impossible with group_by_pro"):
+            RewardConfig(str(tmp_path), group_by_prompt=True, train_sampling_strategy=strategy)
