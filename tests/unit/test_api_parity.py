@@ -54,7 +54,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: save_interval_minutes = None": "what may be lost, as time instead of steps",
         "default of per_device_train_batch_size: 8, ours None": "not given, until made: total_batch_size may decide",
         "ours alone: total_batch_size = None": "pairs of an update, the same on any number of devices",
-        "ours alone: group_by_prompt = False": "what pairs of a prompt share is computed once, if they are in one batch",
+        "ours alone: group_by_prompt = False": "what pairs of a prompt share is computed once, in one batch",
         "ours alone: max_eval_steps = None": "an evaluation on the first batches alone",
         "ours alone: frozen_parameters = None": "parameters that do not train, by name",
         "ours alone: learning_rate_end = None": "where linear and cosine decay end, which TRL has under other names",

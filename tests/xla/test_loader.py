@@ -26,8 +26,12 @@ def test_an_error_in_a_batch_stops_training(config: Callable[..., Any], model_fo
 
 
 @pytest.mark.eight
-def test_every_pair_is_seen_once_an_epoch_in_a_new_order(config: Callable[..., Any], model_folder: str) -> None:
-    trainer = RewardTrainer(model_folder, config(packing=False), train_dataset=tiny.made_up_pairs(21))
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
+    grouped: bool, config: Callable[..., Any], model_folder: str
+) -> None:
+    args = config(packing=False, group_by_prompt=grouped)
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(21))
     loader = trainer.get_train_dataloader()
     epochs = []
     for epoch in range(2):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,9 +83,7 @@ class BatchPlan:
         self._default_collator: Any = None
         self._collator = data_collator
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
-        self._sizes_N: np.ndarray | None = (
-            None  # of the training pairs, where `group_by_prompt` has them share batches
-        )
+        self._sizes_N: Any = None  # of training pairs, where `group_by_prompt` puts them together
         self._is_unpadded = self._expands = False
         self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
         self._reads_padding = False
@@ -260,7 +257,7 @@ class BatchPlan:
             multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
             shards, hidden_size = self._args.mesh_shape.batch_shards, self._hidden_size
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
-            sizes_N = self._sizes_N if is_training and not self._expands else None
+            sizes_N = self._sizes_N if is_training and not self._expands else None  # else dialogues share no room
             self._row_plans[key] = plan_rows_of(
                 dataset, hidden_size, batch_size, shards, self._args, self._expands, multiple, sizes_N
             )

@@ -17,7 +17,7 @@ from ..packing.trie import in_order
 
 logger = logging.getLogger(__name__)
 
-_DRAWN = 2048  # pairs
+_DRAWN = 2048  # pairs whose tokens are read to know what they share
 
 
 def plan_rows_of(
@@ -63,11 +63,11 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     """
     if not isinstance(dataset, Dataset):
         raise UserError(
-            "group_by_prompt=True puts pairs into an order of its own, and train_dataset is a stream, whose order it "
-            "cannot change: load the data whole (dataset_streaming=False), or leave group_by_prompt out."
+            "group_by_prompt=True puts pairs into an order of its own, and train_dataset is a stream, which has its "
+            "order: load it whole (without dataset_streaming), or leave group_by_prompt out."
         )
-    measured, columns, group_N = measure(dataset), id_columns(dataset), prompt_groups(dataset)
-    assert columns is not None  # which `measure` has read
+    measured, group_N = measure(dataset), prompt_groups(dataset)
+    columns: Any = id_columns(dataset)  # which `measure` has read
     order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
     for first in range(0, min(_DRAWN, len(order_N)), pairs):
         batch = dataset[order_N[first : first + pairs]]
@@ -76,10 +76,10 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
         added_D = np.array([len(ids) for ids in dialogues])
         added_D[order] -= [measured.shared_prefix, *shared]
         added += added_D.reshape(-1, 2).sum(axis=1).tolist()
-    together, alone = np.mean(added), measured.sizes_N.mean() - measured.shared_prefix
+    here, alone = np.mean(added), measured.sizes_N.mean() - measured.shared_prefix
     logger.warning(
-        f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. Packed batches of {pairs} have "
-        f"{together:,.0f} tokens a pair, not {alone:,.0f} ({1 - together / alone:.0%} less), beside what all share."
+        f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. A pair in packed batches of "
+        f"{pairs} takes {here:,.0f} tokens, not {alone:,.0f} ({1 - here / alone:.0%} less), beside what all share."
     )
     sizes_N = np.resize(added, len(dataset)) + measured.shared_prefix
     return np.append(sizes_N, np.sort(measured.sizes_N)[-pairs:])

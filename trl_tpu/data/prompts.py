@@ -1,6 +1,7 @@
 """Pairs that share a prompt: found by their tokens, and handed out together."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -15,12 +16,12 @@ _MORE = 16  # the first tokens that a pair's answers may have in common, of whic
 def prompt_groups(dataset: Dataset) -> np.ndarray:
     """Number the pairs of token ids, so that those that share a prompt have the same number [N].
 
-    A pair's dialogues share the prompt, and more tokens where its answers begin alike. So a pair belongs to the
-    shortest of all such beginnings, its own or another pair's, that its own is but few tokens longer than. What all
-    dialogues of the dataset share, a system prompt say, is no prompt.
+    What a pair's dialogues share is the prompt, and some more tokens if its answers begin alike. So a prompt is what
+    the dialogues of some pair share, and its pairs are those whose dialogues share it and at most a few tokens more.
+    What all dialogues of the dataset share, a system prompt say, is none.
     """
-    measured, columns = measure(dataset), id_columns(dataset)
-    assert columns is not None  # which `measure` has read
+    measured = measure(dataset)
+    columns: Any = id_columns(dataset)  # which `measure` has read
     depth_NK = np.maximum(measured.lengths.prefix_P[:, None] - np.arange(_MORE), 0)
     hash_NK = np.zeros(depth_NK.shape, np.uint64)  # of as many first tokens
     power_L = np.cumprod(np.full(measured.longest_N.max(initial=0), _BASE))

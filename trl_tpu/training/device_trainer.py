@@ -10,8 +10,7 @@ train                               resume from a whole checkpoint only; hear SI
 _build_accelerator_args             keep precision and batch dispatch out of accelerate
 _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
-_get_train_sampler                  pairs that share a prompt together
-_get_dataloader                     batches of planned shapes, split over the mesh
+_get_dataloader                     batches of planned shapes, split over the mesh; by prompts
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_optimizer                    of parts of a model, where processes have parts
 create_scheduler                    the optimizer's state before step 1; layers as a loop
@@ -39,6 +38,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
+from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel, ProgressCallback, Trainer, get_scheduler
 from transformers.trainer_utils import HubStrategy, has_length
 
@@ -272,13 +272,6 @@ class DeviceTrainer(Trainer):
 
     # ---- batches
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        args, dataset = self.args, self.train_dataset if train_dataset is None else train_dataset
-        if not args.group_by_prompt:
-            return super()._get_train_sampler(dataset)
-        pairs = args.train_batch_size * self.__batch_parts * args.gradient_accumulation_steps
-        return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
-
     def _get_dataloader(
         self,
         dataset: Any,
@@ -294,6 +287,9 @@ class DeviceTrainer(Trainer):
             dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+        is_grouped = is_training and self.args.group_by_prompt
+        if is_grouped:
+            sampler_fn = partial(self.__by_prompt, sampler_fn)
         if runtime.spreads_model:
             collate = OwnPairs(collate, batch_size, runtime.topology().process_index // mesh.tensor, parts)
             batch_size *= parts
@@ -309,7 +305,7 @@ class DeviceTrainer(Trainer):
                 )
             finally:
                 self.data_collator = own
-            if is_training and self.args.group_by_prompt:
+            if is_grouped:
                 batches = loader.batch_sampler  # of all processes, or this one's of those
                 loader.set_sampler(getattr(batches, "batch_sampler", batches).sampler)  # and be told a resumed epoch
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
@@ -327,6 +323,14 @@ class DeviceTrainer(Trainer):
         # accelerate's loader would replicate batches, and forget its settings on resume
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
         return runtime.loader(batches, mesh.batch_axes)
+
+    def __by_prompt(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> Any:
+        """Return the order in which pairs that share a prompt are together; a subclass's own order stays."""
+        args, sampler = self.args, sampler_fn(dataset)
+        if type(sampler) is not RandomSampler:
+            return sampler
+        pairs = args.train_batch_size * self.__batch_parts * args.gradient_accumulation_steps
+        return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
