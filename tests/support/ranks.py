@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 import trl_tpu
 from trl_tpu.errors import UserError
-from trl_tpu.runtime import choice
+from trl_tpu.runtime import Runtime, choice, current, replace
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 8,
@@ -32,7 +32,6 @@ SETTINGS: dict[str, Any] = {
     "bf16": False,
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": choice().name != "xla",
 }
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "target_modules": ["q_proj", "up_proj"]}
 #: What each of several processes does, by its name: how many there are, what one process alone does, and the mesh.
@@ -44,13 +43,23 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "adapters": (2, "adapters", "fsdp=2"),
     "loaded on a mesh": (2, "plain", None),
     "not finite": (2, "not finite", "fsdp=2"),
+    "planned": (2, "plain", None),
+    "planned, padded": (2, "padded", "data=2"),
+    "planned, accumulated": (2, "accumulated", "fsdp=2"),
     "data=4": (4, "plain", "data=4"),
     "data=2,fsdp=2": (4, "accumulated", "data=2,fsdp=2"),
     "fsdp=2,tensor=2": (4, "plain", "fsdp=2,tensor=2"),
     "fsdp=8": (8, "plain", "fsdp=8"),
+    "planned of 4": (4, "plain", "fsdp=2,tensor=2"),
     "data=2,fsdp=4": (8, "plain", "data=2,fsdp=4"),
     "data=4,fsdp=2": (8, "plain", "data=4,fsdp=2"),
 }
+
+
+class Planning(Runtime):
+    """Plain torch that wants planned shapes, as TorchTPU does."""
+
+    plans_shapes = True
 
 
 class Infinite(TrainerCallback):
@@ -64,11 +73,13 @@ class Infinite(TrainerCallback):
             local.copy_(torch.full_like(local, float("inf")) if state.global_step == 2 else self.kept)
 
 
-def train(model: str, out: Path, way: str, mesh: str | None = None, is_loaded: bool = False) -> dict[str, Any]:
+def train(
+    model: str, out: Path, way: str, mesh: str | None = None, loaded_on: DistributedConfig | None = None
+) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
     pairs = tiny.made_up_pairs(39)
     train_pairs: Any = pairs.select(range(26))
-    settings, arguments = SETTINGS | {"mesh": mesh}, dict[str, Any]()
+    settings, arguments = SETTINGS | {"mesh": mesh, "use_cpu": not current().plans_shapes}, dict[str, Any]()
     if way == "accumulated":  # the last batch of an epoch by itself
         settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
         train_pairs = train_pairs.to_iterable_dataset(num_shards=3)
@@ -77,9 +88,8 @@ def train(model: str, out: Path, way: str, mesh: str | None = None, is_loaded: b
         arguments["peft_config"] = LoraConfig(**LORA)
     if way == "not finite":
         arguments["callbacks"] = [Infinite()]
-    if is_loaded:
-        config = DistributedConfig(fsdp_size=2)
-        arguments["model"] = AutoModelForSequenceClassification.from_pretrained(model, distributed_config=config)
+    if loaded_on is not None:
+        arguments["model"] = AutoModelForSequenceClassification.from_pretrained(model, distributed_config=loaded_on)
     args = trl_tpu.RewardConfig(str(out), **settings)
     arguments = {"model": model, "eval_dataset": pairs.select(range(26, 39))} | arguments
     trainer = trl_tpu.RewardTrainer(args=args, train_dataset=train_pairs, **arguments)
@@ -99,12 +109,17 @@ def main(model: str, folder: Path, count: int) -> None:
         found = {}
         for name, (processes, way, mesh) in WAYS.items():
             if processes == count:
-                found[name] = train(model, folder / name, way, mesh, is_loaded=mesh is None)
+                replace(Planning() if name.startswith("planned") else Runtime())
+                loaded_on = DistributedConfig(fsdp_size=2) if name == "loaded on a mesh" else None
+                found[name] = train(model, folder / name, way, mesh, loaded_on)
     if count == 4:
-        try:
-            train(model, folder / "tensor=4", "plain", "tensor=4")
-        except UserError as error:
-            found["tensor=4"] = {"refused": str(error)}
+        two_cuts = DistributedConfig(fsdp_size=2, tp_size=2)
+        replace(Runtime())
+        for name, mesh, loaded_on in (("tensor=4", "tensor=4", None), ("two cuts", "fsdp=2,tensor=2", two_cuts)):
+            try:
+                found[name] = train(model, folder / name, "plain", mesh, loaded_on)
+            except UserError as error:
+                found[name] = {"refused": str(error)}
     (folder / f"{rank} of {count}.json").write_text(json.dumps(found))
 
 
@@ -117,4 +132,5 @@ if __name__ == "__main__":
     else:
         for each in ranks:
             os.environ |= {"RANK": each, "LOCAL_RANK": each, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            os.environ["ACCELERATE_USE_CPU"] = "1"  # where shapes are planned, `use_cpu` is refused
         main(model_folder, Path(out), int(processes))

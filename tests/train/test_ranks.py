@@ -68,7 +68,8 @@ def test_processes_with_a_mesh_give_what_one_gives(way: str, alone: dict[str, An
         for ours, reference in zip(found["predictions"], alone[name]["predictions"], strict=True):
             assert ours == pytest.approx(reference, abs=tolerance)
         assert f"Training on {count} processes" in found["described"]
-        assert "packed" in found["described"].splitlines()[-1] or name == "padded"
+        batches = found["described"].splitlines()[-1]
+        assert "packed" in batches or name == "padded" or (way.startswith("planned") and "is a stream" in batches)
 
 
 def close(ours: dict[str, float], reference: dict[str, float], tolerance: float, only: set[str] | None = None) -> bool:
@@ -105,7 +106,7 @@ def test_processes_give_what_the_mesh_of_xla_gives(folder: Path, together: Any, 
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-@pytest.mark.parametrize(("total", "shares"), [(8, [4, 4]), (5, [4, 1]), (3, [3, 0])])
+@pytest.mark.parametrize(("total", "shares"), [(8, [4, 4]), (5, [3, 2]), (1, [1, 0])])
 def test_a_short_batch_is_shared_by_its_real_pairs(total: int, shares: list[int]) -> None:
     batches = [OwnPairs(lambda rows: {"rows": rows}, 4, index, 2)([*range(total)]) for index in range(2)]
     for share, batch in zip(shares, batches, strict=True):
@@ -148,6 +149,15 @@ def test_what_a_mesh_over_processes_cannot_honor_is_refused(
     with pytest.raises(UserError, match="impossible with a mesh over processes") as raised:
         trl_tpu.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, mesh="fsdp=2", **settings)
     assert named in str(raised.value)
+
+
+def test_a_model_that_was_read_wrongly_is_refused(alone: dict[str, Any], together: Any) -> None:
+    """On torch 2.9; on newer ones it trains as what one process has does."""
+    found = together(FEW)[0]["two cuts"]
+    if "refused" in found:
+        assert "fsdp_size=2, tp_size=2" in found["refused"] and "mesh='data=1,fsdp=2,tensor=2'" in found["refused"]
+    else:
+        assert found["predictions"][0] == pytest.approx(alone["plain"]["predictions"][0], abs=1e-6)
 
 
 def test_a_tensor_axis_through_a_head_is_refused(folder: Path, together: Any) -> None:

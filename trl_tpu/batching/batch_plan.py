@@ -19,6 +19,7 @@ from ..data.collators import (
     RewardDataCollatorWithPadding,
     UnpaddedRow,
 )
+from ..data.loader import OwnPairs
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
@@ -224,31 +225,33 @@ class BatchPlan:
         """Return what makes batches of ``dataset`` for the device.
 
         It packs rows; else, on XLA, it makes pair rows of planned lengths, or TRL's layout for a loss of the user's.
+        Where processes have parts of one model, it is given the pairs of all, and makes this one's part: of planned
+        shapes all have the same.
 
         Args:
             dataset: Of token pairs; a stream's examples may have more columns.
-            batch_size: P.
+            batch_size: P, of one part.
             user_collator: The trainer's collator, which makes padded batches.
         """
         self._look_again(user_collator)
         self._collator = user_collator
+        part, pad = self._runtime.batch_part, self._pad_token_id
+        pairs, collate = batch_size * part[1], user_collator
         if self._packs(dataset):
-            if self._is_unpadded:
-                return UnpaddedRow(self._pad_token_id, attention_crossover_length(self._hidden_size))
-            return PlannedRows(self.rows(dataset, batch_size), batch_size, self._pad_token_id, self._expands)
-        if not self._plans_lengths:
-            return user_collator
-        collate, lengths = user_collator, self._lengths_of(dataset)
-        if lengths is not None:
-            collate = PadToLengths(collate, lengths, self._pad_token_id, self.padding_side)
-        if self._reads_padded_rows() is not None:
-            return collate
-        return PairRows(collate, batch_size, self._pad_token_id, self.padding_side)
+            if not self._is_unpadded:
+                return PlannedRows(self.rows(dataset, batch_size), pairs, pad, self._expands, part)
+            collate = UnpaddedRow(pad, attention_crossover_length(self._hidden_size))
+        elif self._plans_lengths:
+            if (lengths := self._lengths_of(dataset)) is not None:
+                collate = PadToLengths(collate, lengths, pad, self.padding_side)
+            if self._reads_padded_rows() is None:
+                return PairRows(collate, pairs, pad, self.padding_side, part)
+        return collate if part[1] == 1 else OwnPairs(collate, batch_size, *part)
 
     # ---- shapes
 
     def rows(self, dataset: Dataset, batch_size: int) -> RowPlan:
-        """Return the rows of packed batches of ``dataset``, planned once for each batch size."""
+        """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size."""
         if self._fixed_rows is not None:
             return self._fixed_rows
         key = dataset._fingerprint, batch_size
@@ -256,10 +259,11 @@ class BatchPlan:
             # kernels want lengths in large multiples
             multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
             shards, hidden_size = self._args.mesh_shape.batch_shards, self._hidden_size
+            pairs = batch_size * self._runtime.batch_part[1]
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
             sizes_N = self._sizes_N if is_training and not self._expands else None  # else dialogues share no room
             self._row_plans[key] = plan_rows_of(
-                dataset, hidden_size, batch_size, shards, self._args, self._expands, multiple, sizes_N
+                dataset, hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N
             )
         return self._row_plans[key]
 

@@ -253,7 +253,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.gradient_checkpointing = False  # its True is only TRL's default
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
             self.greater_is_better = False  # transformers knows this of losses only
-        with warnings.catch_warnings():
+        with runtime.current().known_to_accelerate(), warnings.catch_warnings():
             # our own default is spelled the way TRL spells it
             warnings.filterwarnings(
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
@@ -267,12 +267,16 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
 
     def _parse_mesh(self) -> MeshShape:
-        """Return the mesh over all devices or processes; without `mesh`, but for XLA, over this process's device."""
-        chosen, spec = runtime.current(), self.mesh or "fsdp=-1"
+        """Return the mesh over all devices or processes; without `mesh`, on plain torch, over this process's device.
+
+        Where shapes are planned, all processes have to take the same, and those of DDP know no batches but their own.
+        """
+        chosen = runtime.current()
         if chosen.shares_mesh:
             topology = chosen.topology()
-            return parse_mesh(spec, topology.devices, topology.slices)
-        mesh = parse_mesh(spec, 1 if self.mesh is None else self.world_size)
+            return parse_mesh(self.mesh or "fsdp=-1", topology.devices, topology.slices)
+        is_over_all = self.mesh is not None or chosen.plans_shapes
+        mesh = parse_mesh(self.mesh or "data=-1", self.world_size if is_over_all else 1)
         if mesh.devices > 1:
             check_limits(self, RANK_LIMITS, "impossible with a mesh over processes")
         return mesh

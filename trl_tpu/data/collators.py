@@ -165,19 +165,22 @@ class PairRows:
 
     `input_ids` and `attention_mask` become [P, 2, L], a pair's two dialogues together, so that sharding the first
     dimension never parts them. `pair_mask` [P] is true for real pairs: a short last batch is filled with copies of its
-    first pair, so that it is no new shape. `margin` [P] comes along where the data has it.
+    first pair, so that it is no new shape. `margin` [P] comes along where the data has it. Of processes with a device
+    each, every one takes its part of the pairs, so that the parts' mean loss is the mean over all real pairs.
 
     Args:
         collate: Examples -> a batch in either of TRL's layouts.
         pairs: P, pairs in every batch.
         pad_token_id: Fills token ids.
         padding_side: Where ``collate`` pads.
+        part: Which pairs to take: (1, 4) are the second of every four.
     """
 
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
     pairs: int
     pad_token_id: int
     padding_side: str = "right"
+    part: tuple[int, int] = (0, 1)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         batch = self.collate(examples)
@@ -190,7 +193,11 @@ class PairRows:
         rows["pair_mask"] = torch.arange(self.pairs) < batch["input_ids"].shape[0] // 2
         if "margin" in batch:
             rows["margin"] = self._fill(batch["margin"])
-        return rows
+        index, count = self.part
+        if count == 1:
+            return rows
+        own = {key: values_P[index::count] for key, values_P in rows.items()}
+        return own | {"batch_pairs": torch.tensor([len(examples) / count])}
 
     def _fill(self, values_P: torch.Tensor) -> torch.Tensor:
         missing = self.pairs - values_P.shape[0]
@@ -206,15 +213,18 @@ class PlannedRows:
         pairs: P, pairs in every batch.
         pad_token_id: Fills what rows have left.
         expands: Whether attention reads rows of whole dialogues (see `trl_tpu.packing.expand`).
+        part: As in `pack`.
     """
 
     plan: RowPlan
     pairs: int
     pad_token_id: int
     expands: bool = False
+    part: tuple[int, int] = (0, 1)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
-        rows = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, _margins(examples), self.expands)
+        margins = _margins(examples)
+        rows = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, margins, self.expands, self.part)
         pair_mask_P = torch.arange(self.pairs) < len(examples)
         tensors = tuple(each.map_tensors(torch.from_numpy) for each in rows)
         return PackedInputs(packed=PackedBatch(tensors, pair_mask_P))

@@ -14,7 +14,8 @@ Rows and devices: of the R rows of a micro-batch on S shards, row r belongs to s
 whole in one row, and any row may hold any pair: `last_row_P2` and `last_column_P2` address all of them, in the batch's
 own order of pairs. All rows of a micro-batch have the same length and a device computes all of it, so devices have
 equal work whatever their rows hold.
-With several hosts each host packs the whole batch, which is deterministic, and keeps its own slice of rows and pairs.
+With several hosts each host packs the whole batch, which is deterministic, and keeps its own slice of rows and pairs;
+of processes with a device each, every one writes the rows of its device, its part.
 
 Letters: B batches, P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
 """
@@ -43,6 +44,7 @@ def pack(
     pad_token_id: int,
     margins: Sequence[float] | None = None,
     expands: bool = False,
+    part: tuple[int, int] = (0, 1),
 ) -> list[PackedRows[np.ndarray]]:
     """Pack one batch by the cheapest schedule of ``plan`` that holds it.
 
@@ -58,6 +60,7 @@ def pack(
         margins: The target margin of each pair.
         expands: Whether attention reads rows of whole dialogues: then the rows have their `expansion`, and pairs share
             a row only if their chosen dialogues, one after the other, fit into its length, and the rejected ones too.
+        part: Which rows of each micro-batch to write, the first having (0, count). The parts of all are its rows.
 
     Returns:
         The micro-batches in order; the last one updates.
@@ -67,13 +70,15 @@ def pack(
     """
     batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
     schedule, rows_P = _choose(batch, plan, expands)
-    micro_batches, first = [], 0
+    (index, count), micro_batches, before = part, [], 0
     for shape in schedule:
-        here_P = (first <= rows_P) & (rows_P < first + shape.rows)
+        own = RowShape(shape.rows // count, shape.length)
+        first = before + index * own.rows
+        here_P = (first <= rows_P) & (rows_P < first + own.rows)
         trees_P = np.where(here_P, rows_P - first, -1)  # one tree a row; pairs in tree -1 are elsewhere
-        rows = batch.written(np.repeat(trees_P, 2), np.arange(shape.rows), shape)
+        rows = batch.written(np.repeat(trees_P, 2), np.arange(own.rows), own, count)
         micro_batches.append(replace(rows, trees=None, expansion=expand_rows(rows) if expands else None))
-        first += shape.rows
+        before += shape.rows
     return micro_batches
 
 
@@ -137,8 +142,10 @@ class _Batch:
         shared_D = np.where(trees_D[one_D] == trees_D[next_D], self.prefix_DD[one_D, next_D], 0)
         return int(self.lengths_D.sum() - shared_D.sum())
 
-    def written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> PackedRows[np.ndarray]:
-        """Write each tree's dialogues into its row of ``shape``; those in tree -1 are elsewhere."""
+    def written(
+        self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape, parts: int = 1
+    ) -> PackedRows[np.ndarray]:
+        """Write each tree's dialogues into its row of ``shape``, one of ``parts``; those in tree -1 are elsewhere."""
         here_P = trees_D[::2] >= 0
         layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id)
 
@@ -157,7 +164,7 @@ class _Batch:
             pair_mask_P=fill(here_P, bool),
             tokens_P=fill(self.tokens_P),
             margin_P=None if self.margin_P is None else fill(self.margin_P, np.float32),
-            batch_pairs_1=np.array([len(here_P)], np.int32),
+            batch_pairs_1=np.array([len(here_P) / parts], np.float32),
             trees=layout.trees,
         )
 

@@ -55,7 +55,9 @@ class PackedRows(Generic[Array]):
     margin_P: Array | None
     """The target margin, float32; None where the data has none."""
     batch_pairs_1: Array
-    """How many real pairs the whole batch has, [1], int32: what the loss is a mean over."""
+    """How many real pairs the whole batch has, [1], float32: what the loss is a mean over.
+
+    In one of several processes it is their number a process: so the mean of all losses is that over the batch."""
     expansion: Expansion[Array] | None = None
     """Where the tokens lie in rows of whole dialogues, for models that attend there."""
     trees: tuple[Tree, ...] | None = None

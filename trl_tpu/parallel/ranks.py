@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed import DistributedConfig
 
+from ..errors import UserError
 from ..runtime import Runtime
 from .mesh import MeshShape, check_heads
 from .shard_report import ShardReport
@@ -18,6 +20,7 @@ from .sharding_plan import Placement
 
 #: What transformers calls the axes.
 _AXES = {"dp_replicate": "data", "fsdp": "fsdp", "tp": "tensor"}
+_SPREAD_HERE = "_trl_tpu_spread"  # what a model has that was whole in each process before
 
 
 def distributed_config(mesh: MeshShape) -> DistributedConfig:
@@ -39,7 +42,7 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
     All parts are of the model that process 0 has, as with DDP. Adapters are spread like what they adapt.
 
     Raises:
-        UserError: The `tensor` axis would cut through an attention head.
+        UserError: The `tensor` axis would cut through an attention head; or transformers has read the wrong rows.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if mesh_of(base) is None:
@@ -51,6 +54,14 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
             tensor.data.copy_(first)
         config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
         base.maybe_distribute_model(base, config, manager)
+        setattr(base, _SPREAD_HERE, True)
+    elif min(mesh.fsdp, mesh.tensor) > 1 and issubclass(_StridedShard, Shard) and not hasattr(base, _SPREAD_HERE):
+        raise UserError(
+            f"The model was loaded with distributed_config=DistributedConfig(fsdp_size={mesh.fsdp}, "
+            f"tp_size={mesh.tensor}), for which transformers reads the wrong rows on torch {torch.__version__}, where "
+            f"it does not tell the two cuts of a dimension apart. Give the trainer the model's name and "
+            f"mesh='{mesh}', or install a newer torch."
+        )
     reshard(model)  # packed rows may have been tried
     for tensor in (*model.parameters(), *model.buffers()):
         if not isinstance(tensor.data, DTensor):  # which no plan names

@@ -24,7 +24,7 @@ PCI_DEVICES = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x00
 SET_BY_TORCH_XLA = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "GRPC_VERBOSITY")
 
 _SWITCH = "USE_TORCH_XLA"
-_CPU = "ACCELERATE_USE_CPU"
+CPU = "ACCELERATE_USE_CPU"
 _INSTALL = 'pip install -e ".[tpu]"'
 
 
@@ -60,9 +60,9 @@ class Choice:
 def choose(facts: Facts) -> Choice:
     """Return the choice: the first rule that applies."""
     if facts.accelerator == "tpu" and facts.asks_for_cpu:
-        return Choice("native", f"{_CPU} is set")
+        return Choice("native", f"{CPU} is set")
     if facts.accelerator == "tpu":
-        return Choice("torchtpu", f"torch's accelerator is a TPU, through TorchTPU; {_CPU}=1 would choose the CPU")
+        return Choice("torchtpu", f"torch's accelerator is a TPU, through TorchTPU; {CPU}=1 would choose the CPU")
     if facts.switch is not None and not _is_on(facts.switch):
         return Choice("native", f"{_SWITCH}={facts.switch} turns PyTorch/XLA off")
     if facts.misfit is not None:
@@ -153,7 +153,7 @@ def _facts() -> Facts:
         switch=os.environ.get(_SWITCH),
         has_torch_tpu=has_torch_tpu,
         accelerator=_accelerator_of_torch() if has_torch_tpu else None,
-        asks_for_cpu=_is_on(os.environ.get(_CPU, "")),
+        asks_for_cpu=_is_on(os.environ.get(CPU, "")),
     )
 
 

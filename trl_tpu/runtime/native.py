@@ -5,7 +5,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,13 @@ class Runtime:
         """Whether `segment_attention` needs less memory than a mask for each query and key."""
         return False
 
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """Which part of a batch this process computes, and how many parts there are, where processes have parts."""
+        if not self.spreads_model:
+            return 0, 1
+        return dist.get_rank() // self._copies, self._ranks // self._copies
+
     # ---- devices and processes
 
     @property
@@ -131,11 +138,18 @@ class Runtime:
 
     def topology(self) -> Topology:
         """Return the devices and processes of the mesh, as they are now: of several, each has a part of the model."""
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+        name = self._device_name()
         if not self.spreads_model:
             return Topology(1, slices=1, process_index=0, process_count=1, description=name)
         name = f"{self._ranks} processes, each on {name}"
         return Topology(self._ranks, 1, process_index=dist.get_rank(), process_count=self._ranks, description=name)
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+
+    def known_to_accelerate(self) -> AbstractContextManager[None]:
+        """Return a context in which accelerate finds the device and the processes, where it is started."""
+        return nullcontext()
 
     def chip(self) -> str | None:
         """Return what the devices are called where TPUs are rented, such as "v6e"; None if they are none."""

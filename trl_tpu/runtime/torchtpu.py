@@ -6,14 +6,16 @@ References: https://docs.cloud.google.com/tpu/docs/pytorch-tpu
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..errors import UserError
-from .base import Topology
+from .base import PATIENCE
+from .device_choice import CPU
 from .native import Runtime
 
 # that one function is compiled for; torch's own limit, of 8, is meant for code that varies by chance
@@ -29,26 +31,30 @@ class TorchTpuRuntime(Runtime):
     def __init__(self) -> None:
         """Name the device to accelerate, which would take the CPU, and let float32 products be that.
 
-        TorchTPU's default, unlike torch's, rounds their factors to bfloat16: but that is what `bf16` says.
-
-        Raises:
-            UserError: There are several processes.
+        TorchTPU's default, unlike torch's, rounds their factors to bfloat16: but that is what `bf16` says. Several
+        processes meet, for host tensors too.
         """
-        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise UserError(
-                f"This is one of {processes} processes on TorchTPU, whose groups accelerate does not know: it would "
-                "take each for the only one, and all would write the same files. Start one process, for one chip."
-            )
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "tpu")
         torch.set_float32_matmul_precision("highest")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,tpu:tpu_dist", timeout=PATIENCE)
 
     @property
     def device(self) -> torch.device:
         return torch.device("tpu")
 
-    def topology(self) -> Topology:
-        device = torch.get_device_module("tpu").get_device_name()
-        return Topology(1, slices=1, process_index=0, process_count=1, description=f"{device} through TorchTPU")
+    def _device_name(self) -> str:
+        return f"{torch.get_device_module('tpu').get_device_name()} through TorchTPU"
+
+    @contextmanager
+    def known_to_accelerate(self) -> Iterator[None]:
+        """Let accelerate count the processes as those of CPUs: of TPUs it knows one. Their device it is told."""
+        if dist.is_initialized():
+            os.environ[CPU] = "1"  # not for longer, as it is also how a user asks for the CPU
+        try:
+            yield
+        finally:
+            os.environ.pop(CPU, None)
 
     def chip(self) -> str | None:
         name = torch.get_device_module("tpu").get_device_name().removeprefix("TPU").strip().lower()

@@ -53,7 +53,6 @@ from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
 from ..data.loader import (
-    OwnPairs,
     WholeStream,
     collate_marked,
     epoch_that_skips_by,
@@ -131,7 +130,7 @@ class DeviceTrainer(Trainer):
     @property
     def __batch_parts(self) -> int:
         """How many parts of a batch different processes compute."""
-        return self.args.mesh_shape.batch_shards if current().spreads_model else self.accelerator.num_processes
+        return current().batch_part[1] if current().spreads_model else self.accelerator.num_processes
 
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
@@ -291,7 +290,6 @@ class DeviceTrainer(Trainer):
         if is_grouped:
             sampler_fn = partial(self.__by_prompt, sampler_fn)
         if runtime.spreads_model:
-            collate = OwnPairs(collate, batch_size, runtime.topology().process_index // mesh.tensor, parts)
             batch_size *= parts
         elif not runtime.shares_mesh:
             if is_stream and parts > 1:

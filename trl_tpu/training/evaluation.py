@@ -37,6 +37,8 @@ class EvaluatedPairs:
         else:
             gather = self._accelerator.gather_for_metrics
             found = {name: gather(tensor.contiguous()) for name, tensor in found.items()}
+        if self._runtime.spreads_model:  # each of the processes has every so manieth pair
+            found = {name: _in_turn(tensor, self._accelerator.num_processes) for name, tensor in found.items()}
         self._batches.append(found)
 
     def fetch(self, first: int = 0) -> Evaluated:
@@ -49,6 +51,11 @@ class EvaluatedPairs:
         found = {name: torch.cat(host[number :: len(names)]) for number, name in enumerate(names)}
         is_real_N = found.pop("is_real").bool()
         return {name: column[is_real_N] if len(column) == len(is_real_N) else column for name, column in found.items()}
+
+
+def _in_turn(values_N: torch.Tensor, processes: int) -> torch.Tensor:
+    """Return the first of what each of the processes gave, in their order, then the second of each, and so on."""
+    return values_N.unflatten(0, (processes, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def named(name: str, value: Any) -> Evaluated:
