@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 
 from ..parallel.shard import zeros_laid_out_like
@@ -63,6 +64,18 @@ def fuse(optimizer: Optimizer) -> None:
     if isinstance(optimizer, Adam) and optimizer.defaults["fused"] is None and not optimizer.defaults["foreach"]:
         for settings in (optimizer.defaults, *optimizer.param_groups):
             settings["fused"] = True
+        optimizer.register_step_pre_hook(_leave_empty_parts_out)
+
+
+def _leave_empty_parts_out(optimizer: Optimizer, *_: object) -> None:
+    """Let the kernel have no parameter of which this process has nothing, as of a score head's one row: only count.
+
+    torch_tpu 0.2 loses the buffers of such a part, and the next step fails.
+    """
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.to_local().numel():
+            parameter.grad = None
+            state["step"] += 1 - getattr(optimizer, "found_inf", 0.0)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
