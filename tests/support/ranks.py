@@ -44,8 +44,8 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "loaded on a mesh": (2, "plain", None),
     "not finite": (2, "not finite", "fsdp=2"),
     "planned": (2, "plain", None),
-    "planned, padded": (2, "padded", "data=2"),
-    "planned, accumulated": (2, "accumulated", "fsdp=2"),
+    "planned, padded": (2, "padded", "fsdp=2"),
+    "planned, accumulated": (2, "accumulated", "data=2"),
     "data=4": (4, "plain", "data=4"),
     "data=2,fsdp=2": (4, "accumulated", "data=2,fsdp=2"),
     "fsdp=2,tensor=2": (4, "plain", "fsdp=2,tensor=2"),
@@ -108,8 +108,10 @@ def main(model: str, folder: Path, count: int) -> None:
     else:
         found = {}
         for name, (processes, way, mesh) in WAYS.items():
-            if processes == count:
-                replace(Planning() if name.startswith("planned") else Runtime())
+            plans = name.startswith("planned")
+            if processes == count and (plans or choice().name == "native"):
+                if choice().name == "native":
+                    replace(Planning() if plans else Runtime())
                 loaded_on = DistributedConfig(fsdp_size=2) if name == "loaded on a mesh" else None
                 found[name] = train(model, folder / name, way, mesh, loaded_on)
     if count == 4:
@@ -132,5 +134,6 @@ if __name__ == "__main__":
     else:
         for each in ranks:
             os.environ |= {"RANK": each, "LOCAL_RANK": each, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-            os.environ["ACCELERATE_USE_CPU"] = "1"  # where shapes are planned, `use_cpu` is refused
+            if choice().name == "native":
+                os.environ["ACCELERATE_USE_CPU"] = "1"  # where shapes are planned, `use_cpu` is refused
         main(model_folder, Path(out), int(processes))

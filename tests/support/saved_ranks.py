@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "bf16": False,
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": choice().name != "xla",
+    "use_cpu": choice().name == "native",
 }
 
 

@@ -254,16 +254,16 @@ class BatchPlan:
         """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size."""
         if self._fixed_rows is not None:
             return self._fixed_rows
-        key = dataset._fingerprint, batch_size
+        shards = self._args.mesh_shape.batch_shards
+        pairs = batch_size if self._runtime.shares_mesh else batch_size * shards
+        key = dataset._fingerprint, pairs
         if key not in self._row_plans:
             # kernels want lengths in large multiples
             multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
-            shards, hidden_size = self._args.mesh_shape.batch_shards, self._hidden_size
-            pairs = batch_size * self._runtime.batch_part[1]
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
             sizes_N = self._sizes_N if is_training and not self._expands else None  # else dialogues share no room
             self._row_plans[key] = plan_rows_of(
-                dataset, hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N
+                dataset, self._hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N
             )
         return self._row_plans[key]
 
