@@ -1,0 +1,71 @@
+"""Several processes on TorchTPU train as one on the CPU does, and resume to the bit.
+
+The CPU plugin knows one process. So each has one of its own, and collectives go over gloo: see `tpu_dist_on_gloo`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from apart import free_port
+from places import ROOT, SUPPORT
+
+COUNT = 2
+
+
+def run_all(script: str, *words: str) -> None:
+    """Run a script with these words, and its place behind them, in each of the processes."""
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SUPPORT / "torchtpu_ranks.py"), script, *words, str(COUNT)]
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, str(rank)], env=os.environ | meet, capture_output=True, text=True, timeout=600
+        )
+
+    with ThreadPoolExecutor(COUNT) as pool:
+        for done in pool.map(run, range(COUNT)):
+            assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pairs = tiny.made_up_pairs(64)
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [text for row in pairs for text in row.values()])
+
+
+def test_processes_give_what_one_gives(model: str, tmp_path: Path) -> None:
+    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": str(ROOT)}
+    words = [str(SUPPORT / "ranks.py"), model, str(tmp_path), "1"]
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    run_all("ranks.py", model, str(tmp_path))
+    alone = json.loads((tmp_path / "alone of 1.json").read_text())
+    for rank in range(COUNT):
+        found = json.loads((tmp_path / f"{rank} of {COUNT}.json").read_text())
+        for way, one in {"planned": alone["plain"], "planned, padded": alone["padded"]}.items():
+            assert f"Training on {COUNT} processes, each on TPU through TorchTPU" in found[way]["described"]
+            for name in ("loss", "eval_loss", "grad_norm", "mean_reward", "eval_accuracy", "num_tokens"):
+                assert logged(found[way], name) == pytest.approx(logged(one, name), rel=0, abs=1e-6)
+            assert logged(found[way], "loss")
+            for ours, reference in zip(found[way]["predictions"], one["predictions"], strict=True):
+                assert ours == pytest.approx(reference, rel=0, abs=1e-6)
+
+
+def logged(run: dict[str, Any], name: str) -> list[float]:
+    return [logs[name] for logs in run["logged"] if name in logs]
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(model: str, tmp_path: Path) -> None:
+    settings = {"output_dir": str(tmp_path / "whole"), "mesh": f"fsdp={COUNT}", "max_steps": 4}
+    run_all("saved_ranks.py", model, json.dumps(settings))
+    resumed = {"output_dir": str(tmp_path / "resumed"), "resume": str(tmp_path / "whole" / "checkpoint-2")}
+    run_all("saved_ranks.py", model, json.dumps(settings | resumed))
+    for name in ("model.safetensors", *(f"{rank}.json" for rank in range(COUNT))):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "resumed" / name).read_bytes()
