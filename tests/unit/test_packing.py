@@ -214,6 +214,25 @@ def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing:
             assert rows_.margin_P is not None and rows_.margin_P[index] == margins[index]
 
 
+@given(batches, st.integers(2, 3), st.booleans())
+def test_parts_are_the_rows_of_the_whole(pairs: list[Any], parts: int, expands: bool) -> None:
+    """All have the same shapes, in which each pair is in one part, and a loss whose mean is that of the whole."""
+    longest = max(pair_size(*pair) for pair in pairs)
+    plan = RowPlan((RowShape(parts, longest), RowShape(2 * parts, 8)), (RowShape(parts, longest),))
+    whole = micro_batches(pairs, plan, expands=expands)
+    of_parts = [micro_batches(pairs, plan, expands=expands, part=(index, parts)) for index in range(parts)]
+    for rows, *own in zip(whole, *of_parts, strict=True):
+        for name in ("input_ids_RL", "position_ids_RL", "subtree_end_RL"):
+            assert (np.concatenate([getattr(each, name) for each in own]) == getattr(rows, name)).all()
+        assert sum(each.pair_mask_P.astype(int) for each in own).tolist() == rows.pair_mask_P.tolist()
+        assert sum(each.tokens_P for each in own).tolist() == rows.tokens_P.tolist()
+        for each in own:
+            assert each.input_ids_RL.shape[0] * parts == rows.input_ids_RL.shape[0]
+            assert each.batch_pairs_1 * parts == pytest.approx(rows.batch_pairs_1)
+            for index in np.flatnonzero(each.pair_mask_P):
+                assert [read_back(each, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
+
+
 @given(batches, st.integers(1, 3))
 def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pair(pairs: list[Any], rows: int) -> None:
     longest = max(pair_size(*pair) for pair in pairs)
