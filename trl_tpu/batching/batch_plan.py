@@ -189,7 +189,7 @@ class BatchPlan:
         """
         self._train_dataset = train_dataset
         if self._args.group_by_prompt:
-            self._sizes_N = sizes_by_prompt(train_dataset, self._args.train_batch_size)
+            self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(self._args.train_batch_size))
         if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
         self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
@@ -254,8 +254,7 @@ class BatchPlan:
         """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size."""
         if self._fixed_rows is not None:
             return self._fixed_rows
-        shards = self._args.mesh_shape.batch_shards
-        pairs = batch_size if self._runtime.shares_mesh else batch_size * shards
+        shards, pairs = self._args.mesh_shape.batch_shards, self._pairs_together(batch_size)
         key = dataset._fingerprint, pairs
         if key not in self._row_plans:
             # kernels want lengths in large multiples
@@ -266,6 +265,11 @@ class BatchPlan:
                 dataset, self._hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N
             )
         return self._row_plans[key]
+
+    def _pairs_together(self, batch_size: int) -> int:
+        """Return how many pairs are packed together: of planned rows, those of all processes on the mesh."""
+        is_of_all = self._runtime.plans_shapes and not self._runtime.shares_mesh
+        return batch_size * self._args.mesh_shape.batch_shards if is_of_all else batch_size
 
     @property
     def _training_rows(self) -> RowPlan:

@@ -173,7 +173,7 @@ class PairRows:
         pairs: P, pairs in every batch.
         pad_token_id: Fills token ids.
         padding_side: Where ``collate`` pads.
-        part: Which pairs to take: (1, 4) are the second of every four.
+        part: Which pairs to take: (1, 4) are the second quarter.
     """
 
     collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
@@ -196,7 +196,7 @@ class PairRows:
         index, count = self.part
         if count == 1:
             return rows
-        own = {key: values_P[index::count] for key, values_P in rows.items()}
+        own = {key: values_P.chunk(count)[index] for key, values_P in rows.items()}
         return own | {"batch_pairs": torch.tensor([len(examples) / count])}
 
     def _fill(self, values_P: torch.Tensor) -> torch.Tensor:

@@ -119,12 +119,13 @@ def collate_marked(collate: Callable[[list[Any]], Any], examples: Sequence[tuple
 class OwnPairs:
     """Collates this process's part of a batch of all, so that the parts' mean loss is the mean over all real pairs.
 
-    It is every ``count``-th pair. A short batch is filled up with its first pair, which `pair_mask` leaves out.
+    A short batch is filled up with its first pair, which `pair_mask` leaves out.
 
     Args:
         collate: Makes a batch of the part, packed in one micro-batch or padded.
         pairs: P, pairs of a part.
-        index, count: Which pairs those are: 1 and 4 name the second of every four.
+        index: Of this process's part, in the order of pairs.
+        count: How many parts there are.
     """
 
     collate: Callable[[list[Any]], Any]
@@ -133,7 +134,7 @@ class OwnPairs:
     count: int
 
     def __call__(self, examples: list[Any]) -> Any:
-        own = examples[self.index :: self.count]
+        own = examples[self.index * self.pairs :][: self.pairs]
         batch = self.collate([*own, *examples[:1] * (self.pairs - len(own))])
         if len(examples) == self.pairs * self.count:
             return batch

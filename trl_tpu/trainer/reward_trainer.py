@@ -344,7 +344,7 @@ class RewardTrainer(DeviceTrainer):
             for inputs in dataloader:
                 if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
                     of_last_batch(is_last=False)
-                pairs.add(*self.__evaluated_batch(model, inputs, ignore_keys))
+                pairs.add(*self.__evaluated_batch(model, inputs, ignore_keys), is_packed="packed" in inputs)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
                 if may_stop and ours.agreement.any_in_evaluation(len(pairs), told):

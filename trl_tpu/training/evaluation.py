@@ -28,8 +28,11 @@ class EvaluatedPairs:
         """Return how many batches there are."""
         return len(self._batches)
 
-    def add(self, found: Evaluated, mask_P: torch.Tensor) -> None:
-        """Add a batch of all processes; ``mask_P`` is true for the pairs that are no filling."""
+    def add(self, found: Evaluated, mask_P: torch.Tensor, is_packed: bool = False) -> None:
+        """Add a batch of all processes; ``mask_P`` is true for the pairs that this one has, and that are no filling.
+
+        Where shapes are planned, each process has those of a packed batch's pairs that are in its rows.
+        """
         found = found | {"is_real": mask_P.int() * self._runtime.counts_pairs}
         if self._accelerator.num_processes == 1:  # on XLA one process a host leads all its devices
             constrain = self._runtime.constrain
@@ -37,7 +40,7 @@ class EvaluatedPairs:
         else:
             gather = self._accelerator.gather_for_metrics
             found = {name: gather(tensor.contiguous()) for name, tensor in found.items()}
-        if self._runtime.spreads_model:  # each of the processes has every so manieth pair
+        if self._runtime.spreads_model and self._runtime.plans_shapes and is_packed:
             found = {name: _in_turn(tensor, self._accelerator.num_processes) for name, tensor in found.items()}
         self._batches.append(found)
 
