@@ -81,7 +81,7 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
         for batch in test_batches:
             with precision:
                 found = evaluation_step(model, batch, settings, use_cache=False)
-            sums.update(found.rewards_P2, found.mask_P, found.tokens)
+            sums.update(found.rewards_PK, found.mask_P, found.tokens)
         runtime.step_boundary()
         return {f"eval_{name}": value for name, value in on_host(runtime.fetch(sums.device_sums)).metrics().items()}
 

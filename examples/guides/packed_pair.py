@@ -67,7 +67,7 @@ def picture() -> str:
     words = [*PROMPT, *CHOSEN, *REJECTED]
     ids = list(range(1, 1 + len(words)))
     prompt, chosen, rejected = ids[: len(PROMPT)], ids[len(PROMPT) : -len(REJECTED)], ids[-len(REJECTED) :]
-    packed = pack_unpadded([prompt + chosen], [prompt + rejected], pad_token_id=0)
+    packed = pack_unpadded([[prompt + chosen, prompt + rejected]], pad_token_id=0)
     (row_L,), (position_L,), (end_L,) = packed.input_ids_RL, packed.position_ids_RL, packed.subtree_end_RL
     parts = ["prompt"] * len(PROMPT) + ["chosen"] * len(CHOSEN) + ["rejected"] * len(REJECTED)
     tokens = [(words[token - 1], parts[token - 1]) for token in row_L]
@@ -77,7 +77,7 @@ def picture() -> str:
         [*((word, "prompt") for word in PROMPT), *((word, "rejected") for word in REJECTED)]
         + [("pad", "padding")] * missing,
     ]
-    scored = ["reward" if column in packed.last_column_P2 else "" for column in range(len(tokens))]
+    scored = ["reward" if column in packed.last_column_PK else "" for column in range(len(tokens))]
     below = 332
     side = LEFT + 9 * SQUARE + 40
     shapes = [

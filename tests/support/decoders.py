@@ -119,7 +119,7 @@ def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
 
 def in_rows(pairs: Pairs, *shapes: RowShape) -> PackedRows[torch.Tensor]:
     """The pairs in one micro-batch of the first shape that holds them, with their expansion."""
-    (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), len(pairs), PAD, expands=True)
+    (rows,) = pack(pairs, RowPlan(shapes), len(pairs), PAD, expands=True)
     return rows.map_tensors(torch.from_numpy)
 
 

@@ -201,7 +201,7 @@ def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_pr
     silent = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": []}
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     for row in (asked, silent, {"chosen": [calls], "rejected": [calls]}):
-        check_raw_row(row, "Row 0")
+        check_raw_row(row, {half: row[half] for half in ("chosen", "rejected")}, "Row 0")
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint64", "float16", "float64"])

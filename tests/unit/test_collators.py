@@ -157,8 +157,7 @@ def test_rewards_by_pair_are_the_same_in_every_layout(
     batch, rewards = read_and_score(model, collate(in_old_columns(rows) if "old" in layout else rows), side)
     assert batch.interleaved == ("pair rows" in layout)
     torch.testing.assert_close(rewards[:5], alone, atol=1e-5, rtol=1e-5)
-    assert batch.margin_P is not None
-    assert batch.margin_P[:5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert batch.labels["margin"][:5].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert batch.tokens.dtype == torch.int32
     assert batch.tokens.item() == sum(len(row[key]) for row in rows for key in ("chosen_ids", "rejected_ids"))
     if layout == "short pair rows":

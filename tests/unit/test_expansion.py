@@ -28,7 +28,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 
 def packed(pairs: Sequence[Pair], *shapes: RowShape, size: int | None = None) -> PackedRows[np.ndarray]:
-    (rows,) = pack(*zip(*pairs, strict=True), RowPlan(shapes), size or len(pairs), PAD)
+    (rows,) = pack(pairs, RowPlan(shapes), size or len(pairs), PAD)
     return rows
 
 
@@ -54,7 +54,7 @@ def test_each_dialogue_lies_whole_in_the_row_of_its_half(pairs: list[Any], missi
     expected: dict[tuple[int, int], list[list[int]]] = {}
     for index, dialogues in enumerate(pairs):
         for half, ids in enumerate(dialogues):
-            expected.setdefault((int(rows.last_row_P2[index, half]), half), []).append(list(ids))
+            expected.setdefault((int(rows.last_row_PK[index, half]), half), []).append(list(ids))
     assert found == expected
 
 

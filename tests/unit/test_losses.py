@@ -62,7 +62,7 @@ def test_each_margin_counts_for_its_own_pair_only() -> None:
 
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     ids = torch.ones(2 * len(values), 1, dtype=torch.long)
-    return PairBatch(ids, ids, None, mask, True).mean(values)
+    return PairBatch(ids, ids, {}, mask, 2, True).mean(values)
 
 
 def test_the_mean_is_over_the_pairs_that_the_mask_keeps() -> None:

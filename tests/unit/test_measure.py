@@ -54,9 +54,10 @@ def test_pairs_are_measured_once_in_the_columns_of_either_api(columns: tuple[str
     dataset = Dataset.from_list([dict(zip(columns, pair, strict=True)) for pair in pairs] * 500)  # read in two parts
     measured = measure(dataset)
     lengths = measured.lengths
-    found = np.stack([lengths.prefix_P, lengths.chosen_P, lengths.rejected_P], axis=1)
+    found = np.column_stack([lengths.prefix_P, lengths.tails_PK])
     assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
-    assert measured.dialogues_N2.tolist() == [[3, 4], [1, 1], [2, 1]] * 500
+    dialogues_N2 = measured.lengths.prefix_P[:, None] + measured.lengths.tails_PK
+    assert dialogues_N2.tolist() == [[3, 4], [1, 1], [2, 1]] * 500
     assert measured.longest_N.tolist() == [4, 1, 2] * 500
     assert measure(dataset) is measured
     assert len(measure(dataset.select([])).lengths) == 0

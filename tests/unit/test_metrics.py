@@ -125,7 +125,7 @@ def test_the_scale_is_of_the_last_pairs_and_of_an_evaluation_where_there_was_one
         close(metrics)
     assert metrics.scale is not None
     assert metrics.scale.rewards == 1200 and metrics.scale.mean == 1.0  # the last two have 512 pairs together
-    metrics.evaluated = scale_of(RewardSums(pairs=1, reward=2.0, squares=4.0), "the evaluation set")
+    metrics.evaluated = scale_of(RewardSums(answers=2, reward=2.0, squares=4.0), "the evaluation set")
     assert (metrics.scale.mean, metrics.scale.std) == (1.0, 1.0)
     for sums in (RewardSums(), sums_of(np.ones((3, 2))), sums_of(np.array([[1.0, np.inf]]))):
         assert scale_of(sums, "what cannot be divided by") is None

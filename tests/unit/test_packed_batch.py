@@ -98,5 +98,4 @@ def test_both_layouts_are_read_alike() -> None:
     losses_P = torch.tensor([1.0, 2.0, 6.0])
     assert ours.mean(losses_P) == theirs.mean(losses_P) == 3.0
     assert ours.tokens == theirs.tokens == 4 + 3 + 9 + 1 + 4 + 1
-    assert ours.margin_P is not None and theirs.margin_P is not None
-    assert ours.margin_P.tolist() == theirs.margin_P.tolist() == [0.5, 1.5, 2.5]
+    assert ours.labels["margin"].tolist() == theirs.labels["margin"].tolist() == [0.5, 1.5, 2.5]

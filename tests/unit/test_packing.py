@@ -30,8 +30,7 @@ def pair_size(one: list[int], other: list[int]) -> int:
 
 
 def micro_batches(pairs: list[Any], plan: RowPlan, size: int | None = None, **kwargs: Any) -> list[Rows]:
-    chosen, rejected = zip(*pairs, strict=True)
-    return pack(chosen, rejected, plan, size or len(pairs), PAD, **kwargs)
+    return pack(pairs, plan, size or len(pairs), PAD, **kwargs)
 
 
 def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> Rows:
@@ -43,7 +42,7 @@ def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwar
 
 
 def unpadded(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
-    return pack_unpadded(*zip(*pairs, strict=True), PAD, attention_crossover_length=attention_crossover_length)
+    return pack_unpadded(pairs, PAD, attention_crossover_length=attention_crossover_length)
 
 
 def tree_count(pairs: list[Any], attention_crossover_length: float) -> int:
@@ -56,7 +55,7 @@ def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
 
 
 def read_back(batch: Rows, pair: int, half: int) -> list[int]:
-    row, column = batch.last_row_P2[pair, half], batch.last_column_P2[pair, half]
+    row, column = batch.last_row_PK[pair, half], batch.last_column_PK[pair, half]
     return batch.input_ids_RL[row, seen_by(batch, row, column)].tolist()
 
 
@@ -66,7 +65,7 @@ def test_the_last_token_of_a_dialogue_sees_that_dialogue_and_nothing_else(layout
     batch = layout(pairs)
     for index, dialogues in enumerate(pairs):
         assert [read_back(batch, index, half) for half in (0, 1)] == list(map(list, dialogues))
-        assert batch.last_row_P2[index, 0] == batch.last_row_P2[index, 1]
+        assert batch.last_row_PK[index, 0] == batch.last_row_PK[index, 1]
 
 
 @pytest.mark.parametrize("layout", [packed, unpadded])
@@ -87,7 +86,7 @@ def test_every_token_sees_the_path_to_it_at_positions_from_zero(layout: Any, pai
 def test_a_row_holds_each_beginning_once_and_then_padding_that_sees_itself(pairs: list[Any]) -> None:
     batch = packed(pairs)
     for row, ids in enumerate(batch.input_ids_RL):
-        here = [pair for index, pair in enumerate(pairs) if batch.last_row_P2[index, 0] == row]
+        here = [pair for index, pair in enumerate(pairs) if batch.last_row_PK[index, 0] == row]
         beginnings = {tuple(ids[: end + 1]) for pair in here for ids in pair for end in range(len(ids))}
         used = len(beginnings)
         assert (ids[:used] != PAD).all() and (ids[used:] == PAD).all()
@@ -110,16 +109,15 @@ def test_a_dialogue_is_scored_at_its_last_token_that_is_not_the_pad_token(ids: l
 def test_a_short_batch_has_the_shapes_of_a_full_one(pairs: list[Any], missing: int) -> None:
     count, size = len(pairs), len(pairs) + missing
     margins = [index - 1.5 for index in range(count)]
-    batch = packed(pairs, size=size, margins=margins)
-    assert batch.last_row_P2.shape == batch.last_column_P2.shape == (size, 2)
+    batch = packed(pairs, size=size, labels={"margin": np.array(margins)})
+    assert batch.last_row_PK.shape == batch.last_column_PK.shape == (size, 2)
     assert batch.pair_mask_P.tolist() == [True] * count + [False] * missing
-    assert batch.margin_P is not None
-    assert batch.margin_P.tolist() == margins + [0.0] * missing
+    assert batch.labels["margin"].tolist() == margins + [0.0] * missing
     assert batch.tokens_P.tolist() == [len(one) + len(other) for one, other in pairs] + [0] * missing
-    assert not batch.last_row_P2[count:].any() and not batch.last_column_P2[count:].any()
-    integers = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_P2", "last_column_P2", "tokens_P")
+    assert not batch.last_row_PK[count:].any() and not batch.last_column_PK[count:].any()
+    integers = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_PK", "last_column_PK", "tokens_P")
     assert {getattr(batch, name).dtype for name in integers} == {np.dtype(np.int32)}
-    assert packed(pairs).margin_P is None
+    assert packed(pairs).labels == {}
 
 
 def test_a_batch_gets_the_first_shape_that_holds_it() -> None:
@@ -202,7 +200,7 @@ def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing:
     longest = max(pair_size(*pair) for pair in pairs)
     plan = RowPlan((RowShape(rows, longest), RowShape(rows + 1, 8)), (RowShape(rows, longest), RowShape(1, 6)))
     margins = [float(index) for index in range(len(pairs))]
-    some = micro_batches(pairs, plan, len(pairs) + missing, margins=margins)
+    some = micro_batches(pairs, plan, len(pairs) + missing, labels={"margin": np.array(margins)})
     assert [RowShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
     assert RowShape(*some[-1].input_ids_RL.shape) in plan.update
     assert sum(rows.pair_mask_P.astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
@@ -211,7 +209,7 @@ def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing:
         assert (rows_.tokens_P > 0).tolist() == rows_.pair_mask_P.tolist()
         for index in np.flatnonzero(rows_.pair_mask_P):
             assert [read_back(rows_, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
-            assert rows_.margin_P is not None and rows_.margin_P[index] == margins[index]
+            assert rows_.labels["margin"][index] == margins[index]
 
 
 @given(batches, st.integers(2, 3), st.booleans())
@@ -240,6 +238,6 @@ def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pai
     for some in micro_batches(pairs, plan, expands=True):
         lengths_P2 = np.array([[len(ids) for ids in pair] for pair in pairs])
         for row in range(rows):
-            here = some.pair_mask_P & (some.last_row_P2[:, 0] == row)
+            here = some.pair_mask_P & (some.last_row_PK[:, 0] == row)
             assert (lengths_P2[here].sum(axis=0) <= longest).all()
         assert some.expansion is not None

@@ -37,7 +37,7 @@ def pairs_of(prompts: int, answers: int, columns: tuple[str, str] = ("chosen_ids
 @pytest.mark.parametrize("columns", [("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")])
 def test_pairs_of_a_prompt_are_one_group_though_answers_begin_alike(columns: tuple[str, str]) -> None:
     dataset, prompt_N = pairs_of(500, 4, columns)  # read in two parts
-    assert id_columns(dataset) == columns
+    assert id_columns(dataset.column_names) == columns
     group_N = prompt_groups(dataset)
     assert sorted(set(group_N)) == list(range(500)) == sorted(set(prompt_N))
     assert len(set(zip(group_N, prompt_N, strict=True))) == 500
@@ -97,7 +97,7 @@ def test_planned_rows_hold_any_batch_and_grouped_ones_tightly(
         packed = 0
         for first in range(0, len(order), pairs):
             batch = dataset[order[first : first + pairs]]
-            rows = pack(batch["chosen_ids"], batch["rejected_ids"], plan, pairs, 0)
+            rows = pack(list(zip(batch["chosen_ids"], batch["rejected_ids"], strict=True)), plan, pairs, 0)
             packed += sum(each.input_ids_RL.size for each in rows)
         return packed
 

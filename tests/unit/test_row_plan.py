@@ -42,7 +42,7 @@ def test_every_batch_of_the_data_is_covered(
     drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
     # nothing shared between pairs, the worst case: token ids tell pairs apart
     chosen, rejected = [[index + 1] * sizes[index] for index in drawn], [[index + 1] for index in drawn]
-    some = pack(chosen, rejected, plan, pairs, 0)
+    some = pack(list(zip(chosen, rejected, strict=True)), plan, pairs, 0)
     assert sum(rows.pair_mask_P.sum() for rows in some) == len(drawn)
 
 
@@ -74,8 +74,12 @@ def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, m
     order = np.random.default_rng(1).permutation(len(both))
     for first in range(0, len(order) - pairs + 1, pairs):
         chosen, rejected = zip(*(both[index] for index in order[first : first + pairs]), strict=True)
-        columns += sum(packed.input_ids_RL.size for packed in pack(chosen, rejected, plan, pairs, 0))
-        unpadded += pack_unpadded(chosen, rejected, 0, attention_crossover_length=6 * 1024).input_ids_RL.size
+        columns += sum(
+            packed.input_ids_RL.size for packed in pack(list(zip(chosen, rejected, strict=True)), plan, pairs, 0)
+        )
+        unpadded += pack_unpadded(
+            list(zip(chosen, rejected, strict=True)), 0, attention_crossover_length=6 * 1024
+        ).input_ids_RL.size
         real += sum(map(len, chosen)) + sum(map(len, rejected))
     assert columns / real <= most_tokens
     assert unpadded / real <= 0.64

@@ -293,7 +293,7 @@ def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
             shapes.append(tuple(rows.input_ids_RL.shape))
             for pair in np.flatnonzero(rows.pair_mask_P):
                 for half, member in enumerate(members_N2[pair]):
-                    row, column = rows.last_row_P2[pair, half], rows.last_column_P2[pair, half]
+                    row, column = rows.last_row_PK[pair, half], rows.last_column_PK[pair, half]
                     seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
                     assert rows.input_ids_RL[row, seen].tolist() == dialogues[member].tolist()
                     found.add(int(member))

@@ -59,9 +59,9 @@ def packed(model: nn.Module, pairs: list[Any], layout: str = "one micro-batch", 
     plan = LAYOUTS[layout]
     chosen, rejected = zip(*pairs, strict=True)
     if plan is None:
-        some = [pack_unpadded(chosen, rejected, PAD, attention_crossover_length=20)]
+        some = [pack_unpadded(list(zip(chosen, rejected, strict=True)), PAD, attention_crossover_length=20)]
     else:
-        some = pack(chosen, rejected, plan, len(pairs), PAD)
+        some = pack(list(zip(chosen, rejected, strict=True)), plan, len(pairs), PAD)
     read = [rows.map_tensors(torch.from_numpy) for rows in some]
     parts = [torch.where(rows.pair_mask_P[:, None], packed_rewards(model, rows, **kwargs), 0.0) for rows in read]
     return torch.stack(parts).sum(dim=0)

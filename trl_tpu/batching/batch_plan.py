@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
@@ -20,6 +21,7 @@ from ..data.collators import (
     UnpaddedRow,
 )
 from ..data.loader import OwnPairs
+from ..data.measure import answers_in, is_ranked
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
@@ -192,7 +194,9 @@ class BatchPlan:
             self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(self._args.train_batch_size))
         if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
-        self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
+        every = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
+        if not any(map(is_ranked, every)):  # of rankings there are more dialogues than a row's two halves hold
+            self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
         if self._expands:
             self._row_plans.clear()  # dialogues then take more room
         if self._args.row_length is None:
@@ -235,12 +239,15 @@ class BatchPlan:
         """
         self._look_again(user_collator)
         self._collator = user_collator
+        answers = answers_in(dataset)
+        if user_collator is self._default_collator and is_ranked(dataset):
+            user_collator = replace(user_collator, answers=answers)
         part, pad = self._runtime.batch_part, self._pad_token_id
         pairs, collate = batch_size * part[1], user_collator
         if self._packs(dataset):
             if not self._is_unpadded:
-                return PlannedRows(self.rows(dataset, batch_size), pairs, pad, self._expands, part)
-            collate = UnpaddedRow(pad, attention_crossover_length(self._hidden_size))
+                return PlannedRows(self.rows(dataset, batch_size), pairs, pad, answers, self._expands, part)
+            collate = UnpaddedRow(pad, attention_crossover_length(self._hidden_size), answers)
         elif self._plans_lengths:
             if (lengths := self._lengths_of(dataset)) is not None:
                 collate = PadToLengths(collate, lengths, pad, self.padding_side)

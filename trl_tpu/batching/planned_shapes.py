@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
 from ..data.collators import bucket_lengths
-from ..data.measure import id_columns, measure
+from ..data.measure import id_columns, is_ranked, measure
 from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..packing.schedule import RowPlan, plan_rows
@@ -59,15 +59,16 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     The last ``pairs`` are the largest pairs by themselves, so that what holds these sizes holds any batch.
 
     Raises:
-        UserError: For a stream.
+        UserError: For a stream, and for rankings.
     """
-    if not isinstance(dataset, Dataset):
+    if not isinstance(dataset, Dataset) or is_ranked(dataset):
         raise UserError(
-            "group_by_prompt=True puts pairs into an order of its own, and train_dataset is a stream, which has its "
-            "order: load it whole (without dataset_streaming), or leave group_by_prompt out."
+            "group_by_prompt=True puts pairs into an order of its own, but train_dataset is a stream, which has its "
+            "order, or has rankings, whose prompts are together: load a stream whole (without dataset_streaming), or "
+            "leave group_by_prompt out."
         )
     measured, group_N = measure(dataset), prompt_groups(dataset)
-    columns: Any = id_columns(dataset)  # which `measure` has read
+    columns: Any = id_columns(dataset.column_names)  # which `measure` has read
     order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
     for first in range(0, min(_DRAWN, len(order_N)), pairs):
         batch = dataset[order_N[first : first + pairs]]

@@ -72,7 +72,7 @@ GROUPED_LIMITS = {
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("max_length", "row_length", "max_shapes", "pad_to_multiple_of"), 1),
-    **dict.fromkeys(("total_batch_size", "max_eval_steps"), 1),
+    **dict.fromkeys(("total_batch_size", "max_eval_steps", "ranking_top_k"), 1),
     **dict.fromkeys(("nonfinite_limit", "num_train_epochs", "save_interval_minutes"), 0),
 }
 
@@ -100,6 +100,18 @@ def check_values(args: Any) -> None:
         raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
     if args.truncation_mode not in (None, "keep_start", "keep_end"):
         raise UserError(f"truncation_mode must be 'keep_start' or 'keep_end', got {args.truncation_mode!r}.")
+    if args.loss_type not in ("sigmoid", "plackett_luce"):
+        raise UserError(f"loss_type must be 'sigmoid' or 'plackett_luce', got {args.loss_type!r}.")
+    if args.ties not in (None, "skip"):
+        raise UserError(f"ties must be 'skip', or be left out, got {args.ties!r}.")
+    if not 0 <= args.label_smoothing < 0.5:
+        raise UserError(f"label_smoothing must be at least 0 and below 0.5, got {args.label_smoothing!r}.")
+    if args.loss_type == "plackett_luce":
+        for setting in ("margin_scale", "label_smoothing"):
+            if getattr(args, setting):
+                raise UserError(f"{setting} is of comparisons: leave it out, or set loss_type='sigmoid'.")
+    elif args.ranking_top_k is not None:
+        raise UserError("ranking_top_k is of an order: leave it out, or set loss_type='plackett_luce'.")
     try:
         re.compile(args.frozen_parameters or "")
     except re.error as error:

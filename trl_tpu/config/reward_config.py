@@ -98,6 +98,20 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             `lr_scheduler_kwargs`.
         center_rewards_coefficient (`float`, *optional*):
             Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
+        loss_type (`str`, *optional*, defaults to `"sigmoid"`):
+            Of rankings: `"sigmoid"` is the mean over all comparisons of a prompt's answers
+            (https://huggingface.co/papers/2203.02155), `"plackett_luce"` the likelihood of their whole order. Two
+            answers are the pairwise loss by both.
+        ranking_top_k (`int`, *optional*):
+            How many of the best answers `"plackett_luce"` draws; by default all.
+        margin_scale (`float`, *optional*):
+            Makes the differences of scores, times this, target margins of a ranking's comparisons
+            (https://huggingface.co/papers/2307.09288).
+        label_smoothing (`float`, *optional*, defaults to `0.0`):
+            How likely it is that a label, of a pair or a comparison, is wrong. In pairs the column
+            `chosen_probability` says how likely the chosen answer is the better one.
+        ties (`str`, *optional*):
+            `"skip"` does not compare answers of equal scores or ranks; without it such rows are refused.
         eval_by (`str`, *optional*):
             A column of the evaluation data, such as "source": evaluation logs the accuracy of each of its labels, as
             `eval_accuracy/LABEL`, and their mean, `eval_mean_accuracy_over_groups`.
@@ -200,6 +214,11 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     total_batch_size: int | None = None
     learning_rate_end: float | None = None
     center_rewards_coefficient: float | None = None
+    loss_type: str = "sigmoid"
+    ranking_top_k: int | None = None
+    margin_scale: float | None = None
+    label_smoothing: float = 0.0
+    ties: str | None = None
     eval_by: str | None = None
     max_eval_steps: int | None = None
     training_time_limit: str | None = None

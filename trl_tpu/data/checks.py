@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 RAW_COLUMNS = ("chosen", "rejected")
 TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
-_OPTIONAL_COLUMNS = ("prompt", "margin", "tools", "chat_template_kwargs")
+_OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
 _RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
 _LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
     "`margin`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and `rejected_ids`, optionally "
-    "with `margin`."
+    "with `margin`. Rankings have `completions` (a list of answers), with `scores` or `ranks` of them."
 )
 
 
@@ -75,13 +75,14 @@ def check_columns(columns: list[str], name: str) -> None:
 # ---- raw rows
 
 
-def check_raw_row(row: Mapping[str, Any], where: str) -> None:
+def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str) -> None:
     """Check one row's texts or messages.
 
     An answer may be empty where a prompt makes the dialogue non-empty (a model may have said nothing).
 
     Args:
-        row: The values by column.
+        row: The values by column, perhaps with a prompt.
+        answers: Its answers by their places in it, their columns say.
         where: How errors begin, see `row_of`.
 
     Raises:
@@ -89,7 +90,7 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
             and messages, answers that end with different roles.
         UserTypeError: Neither text nor a list of messages.
     """
-    parts = {key: row[key] for key in ("prompt", *RAW_COLUMNS) if key in row}
+    parts = {key: row[key] for key in ("prompt",) if key in row} | dict(answers)
     for key, value in parts.items():
         check_dialogue(value, f"{where}: `{key}`")
     if len({type(value) for value in parts.values()}) > 1:
@@ -97,14 +98,16 @@ def check_raw_row(row: Mapping[str, Any], where: str) -> None:
             f"{where} mixes text and lists of messages in {', '.join(f'`{key}`' for key in parts)}. If the dialogues "
             "already hold the prompt, drop it: `dataset.remove_columns('prompt')`."
         )
-    for key in RAW_COLUMNS:
+    for key in answers:
         if not parts.get("prompt") and not parts[key]:
             raise UserError(f"{where}: `{key}` is empty, and there is no prompt. Remove such rows.")
-    roles = [parts[key][-1]["role"] for key in RAW_COLUMNS if isinstance(parts[key], list) and parts[key]]
-    if len(set(roles)) > 1:
+    roles = {key: value[-1]["role"] for key, value in answers.items() if isinstance(value, list) and value}
+    if len(set(roles.values())) > 1:
+        (first, role), *others = roles.items()
+        other, its_role = next(each for each in others if each[1] != role)
         raise UserError(
-            f"{where}: `chosen` ends with a message of the role {roles[0]!r}, but `rejected` with one of the role "
-            f"{roles[1]!r}; their last tokens are compared, so both must be answers. Correct the roles, or remove "
+            f"{where}: `{first}` ends with a message of the role {role!r}, but `{other}` with one of the role "
+            f"{its_role!r}; their last tokens are compared, so both must be answers. Correct the roles, or remove "
             "such rows."
         )
 
@@ -238,7 +241,7 @@ def check_id_column(column: pa.ChunkedArray, key: str, first: int, name: str, nu
 # ---- margins
 
 
-def check_margin(value: Any, columns: tuple[str, str], where: str) -> None:
+def check_margin(value: Any, columns: tuple[str, ...], where: str) -> None:
     """Check one target margin: a finite number, or in TRL's old ``columns`` also a list of one.
 
     Raises:
@@ -254,7 +257,7 @@ def check_margin(value: Any, columns: tuple[str, str], where: str) -> None:
         )
 
 
-def check_margins(dataset: Dataset | IterableDataset, columns: tuple[str, str], name: str) -> None:
+def check_margins(dataset: Dataset | IterableDataset, columns: tuple[str, ...], name: str) -> None:
     """Check every row of a dataset as `check_margin` does, where it has the column ``margin``; nothing of a stream."""
     if isinstance(dataset, IterableDataset) or "margin" not in dataset.column_names:
         return

@@ -14,6 +14,8 @@ from ..errors import UserError
 from ..packing.pack import pack, pack_unpadded
 from ..packing.schedule import RowPlan
 from ..packing.shapes import round_up
+from .judgements import LABELS, answers_in, labels_of
+from .measure import dialogues_in
 from .packed_batch import PackedBatch, PackedInputs
 
 LEGACY_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
@@ -30,22 +32,25 @@ class DataCollatorForPreference(DataCollatorMixin):
         pad_token_id: The id to pad with.
         pad_to_multiple_of: Round the batch's length up to a multiple of this.
         return_tensors: Only ``"pt"``.
+        answers: K, of rankings: then there are KP rows, all first answers and so on, with copies of a row's first
+            answer in place of those that it does not have.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
+    answers: int = 2
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        rows = [example["chosen_ids"] for example in examples] + [example["rejected_ids"] for example in examples]
+        dialogues = list(map(dialogues_in, examples))
+        rows = [each[k] if k < len(each) else each[0] for k in range(self.answers) for each in dialogues]
         length = round_up(max(len(ids) for ids in rows), self.pad_to_multiple_of or 1)
         batch = {
             "input_ids": torch.tensor([[*ids, *[self.pad_token_id] * (length - len(ids))] for ids in rows]),
             "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in rows]),
         }
-        if "margin" in examples[0]:
-            batch["margin"] = torch.tensor([example["margin"] for example in examples], dtype=torch.float)
-        return batch
+        labels = labels_of(examples, self.answers)
+        return batch | {name: torch.from_numpy(values_P) for name, values_P in labels.items()}
 
 
 @dataclass
@@ -108,7 +113,7 @@ def join_halves(batch: Mapping[str, Any], pad_token_id: int, padding_side: str) 
         return torch.cat([lengthen(rows, length, fill, padding_side) for rows in halves])
 
     joined = {"input_ids": join("input_ids", pad_token_id), "attention_mask": join("attention_mask", 0)}
-    return joined | ({"margin": batch["margin"]} if "margin" in batch else {})
+    return joined | {name: batch[name] for name in batch if name in LABELS}
 
 
 def lengthen(rows_RL: torch.Tensor, length: int, fill: int, padding_side: str) -> torch.Tensor:
@@ -186,13 +191,13 @@ class PairRows:
         batch = self.collate(examples)
         if "input_ids_chosen" in batch:
             batch = join_halves(batch, self.pad_token_id, self.padding_side)
-        length = batch["input_ids"].shape[1]
+        answers, (rows_of_all, length) = answers_in(batch), batch["input_ids"].shape
         rows = {
-            key: self._fill(batch[key].view(2, -1, length).transpose(0, 1)) for key in ("input_ids", "attention_mask")
+            key: self._fill(batch[key].view(answers, -1, length).transpose(0, 1))
+            for key in ("input_ids", "attention_mask")
         }
-        rows["pair_mask"] = torch.arange(self.pairs) < batch["input_ids"].shape[0] // 2
-        if "margin" in batch:
-            rows["margin"] = self._fill(batch["margin"])
+        rows["pair_mask"] = torch.arange(self.pairs) < rows_of_all // answers
+        rows |= {name: self._fill(batch[name]) for name in batch if name in LABELS}
         index, count = self.part
         if count == 1:
             return rows
@@ -212,6 +217,7 @@ class PlannedRows:
         plan: From `plan_rows`.
         pairs: P, pairs in every batch.
         pad_token_id: Fills what rows have left.
+        answers: K, the most dialogues of an example: 2 of pairs.
         expands: Whether attention reads rows of whole dialogues (see `trl_tpu.packing.expand`).
         part: As in `pack`.
     """
@@ -219,12 +225,13 @@ class PlannedRows:
     plan: RowPlan
     pairs: int
     pad_token_id: int
+    answers: int = 2
     expands: bool = False
     part: tuple[int, int] = (0, 1)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
-        margins = _margins(examples)
-        rows = pack(*_ids(examples), self.plan, self.pairs, self.pad_token_id, margins, self.expands, self.part)
+        dialogues, labels = list(map(dialogues_in, examples)), labels_of(examples, self.answers)
+        rows = pack(dialogues, self.plan, self.pairs, self.pad_token_id, labels, self.answers, self.expands, self.part)
         pair_mask_P = torch.arange(self.pairs) < len(examples)
         tensors = tuple(each.map_tensors(torch.from_numpy) for each in rows)
         return PackedInputs(packed=PackedBatch(tensors, pair_mask_P))
@@ -237,20 +244,15 @@ class UnpaddedRow:
     Args:
         pad_token_id: Texts end before it.
         attention_crossover_length: As in `pack_unpadded`.
+        answers: As in `PlannedRows`.
     """
 
     pad_token_id: int
     attention_crossover_length: float
+    answers: int = 2
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
-        row = pack_unpadded(*_ids(examples), self.pad_token_id, _margins(examples), self.attention_crossover_length)
+        dialogues, labels = list(map(dialogues_in, examples)), labels_of(examples, self.answers)
+        row = pack_unpadded(dialogues, self.pad_token_id, labels, self.answers, self.attention_crossover_length)
         tensors = row.map_tensors(torch.from_numpy)
         return PackedInputs(packed=PackedBatch((tensors,), tensors.pair_mask_P))
-
-
-def _ids(examples: Sequence[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
-    return [example["chosen_ids"] for example in examples], [example["rejected_ids"] for example in examples]
-
-
-def _margins(examples: Sequence[Mapping[str, Any]]) -> list[float] | None:
-    return [example["margin"] for example in examples] if "margin" in examples[0] else None

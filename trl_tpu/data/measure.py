@@ -1,7 +1,8 @@
 """Measures what batches must know of a whole dataset before training starts, once, from its arrow columns."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -12,7 +13,8 @@ from datasets import Dataset
 
 from ..packing.lengths import PairLengths
 
-_COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")
+_COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected"), ("answer_ids",)
+_LABELS = ("margin", "chosen_probability", "grades")
 
 
 @dataclass(frozen=True)
@@ -35,14 +37,14 @@ class Measured:
         return self.lengths.sizes_P
 
     @property
-    def dialogues_N2(self) -> np.ndarray:
-        """Tokens of each dialogue, the chosen one first."""
-        return self.lengths.prefix_P[:, None] + np.stack([self.lengths.chosen_P, self.lengths.rejected_P], axis=1)
+    def longest_N(self) -> np.ndarray:
+        """Tokens of the longest dialogue of each pair."""
+        return self.lengths.longest_P
 
     @property
-    def longest_N(self) -> np.ndarray:
-        """Tokens of the longer dialogue of each pair."""
-        return self.dialogues_N2.max(axis=1)
+    def answers(self) -> int:
+        """K, the most dialogues of a row: 2 of pairs."""
+        return self.lengths.tails_PK.shape[1]
 
 
 _MEASURED: WeakKeyDictionary[Dataset, Measured] = WeakKeyDictionary()
@@ -55,10 +57,10 @@ def measure(dataset: Dataset) -> Measured:
         ValueError: It has no such columns.
     """
     if dataset not in _MEASURED:
-        columns = id_columns(dataset)
+        columns = id_columns(dataset.column_names)
         if columns is None:
             raise ValueError(f"no pairs of token ids in the columns {dataset.column_names}")
-        remember(dataset, measure_tables(tables_of(dataset, with_margin(columns, dataset)), columns))
+        remember(dataset, measure_tables(tables_of(dataset, with_labels(columns, dataset)), columns))
     return _MEASURED[dataset]
 
 
@@ -67,38 +69,58 @@ def remember(dataset: Dataset, measured: Measured) -> None:
     _MEASURED[dataset] = measured
 
 
-def measure_tables(tables: Iterable[pa.Table], columns: tuple[str, str]) -> Measured:
+def measure_tables(tables: Iterable[pa.Table], columns: Sequence[str]) -> Measured:
     """Measure the token pairs of arrow tables, one after another.
 
     Args:
-        tables: They have ``columns``, and perhaps ``margin``.
-        columns: The names of the chosen and of the rejected token ids.
+        tables: They have ``columns``, and perhaps labels.
+        columns: The names of the chosen and of the rejected token ids, or that of all answers'.
     """
-    parts: list[np.ndarray] = []
+    parts: list[PairLengths] = []
     shared: np.ndarray | None = None
     checksums: dict[str, int] = {}  # one each, so that it does not matter where a table ends and the next begins
+
+    def check(name: str, content: Any) -> None:
+        checksums[name] = crc32(content, checksums.get(name, 0))
+
     for table in tables:
-        halves = {name: flat(table[name]) for name in columns}
-        parts.append(_lengths(*halves.values()))
-        for name, (values_T, ends_N) in halves.items():
-            shared = _shared(shared, values_T, ends_N)
-            for key, numbers in ((name, values_T), (f"lengths of {name}", np.diff(ends_N))):
-                checksums[key] = crc32(np.ascontiguousarray(numbers, dtype=np.int64).data, checksums.get(key, 0))
-        if "margin" in table.column_names:
-            margins = "".join(f"{margin}," for margin in table["margin"].to_pylist())
-            checksums["margin"] = crc32(margins.encode(), checksums.get("margin", 0))
-    lengths = PairLengths(*np.concatenate(parts, axis=1)) if parts else PairLengths.of([])
+        lists = {name: flat(each) for name, each in dialogues_of(table, columns).items()}
+        parts.append(_lengths([*lists.values()], rows_of(table, columns)))
+        for name, (values_T, ends_D) in lists.items():
+            shared = _shared(shared, values_T, ends_D)
+            check(name, np.ascontiguousarray(values_T, dtype=np.int64).data)
+            check(f"lengths of {name}", np.ascontiguousarray(np.diff(ends_D), dtype=np.int64).data)
+        for label in set(_LABELS) & set(table.column_names):
+            check(label, "".join(f"{value}," for value in table[label].to_pylist()).encode())
+    lengths = PairLengths.joined(parts)
     return Measured(lengths, 0 if shared is None else len(shared), crc32(repr(sorted(checksums.items())).encode()))
 
 
-def id_columns(dataset: Dataset) -> tuple[str, str] | None:
-    """Name the columns of token ids, chosen and rejected, of either API; None where there are none."""
-    return next((names for names in _COLUMNS if set(names) <= set(dataset.column_names)), None)
+def is_ranked(dataset: Any) -> bool:
+    """Tell whether a prepared dataset's rows are rankings, and not pairs."""
+    return isinstance(dataset, Dataset) and "answer_ids" in dataset.column_names
 
 
-def with_margin(columns: tuple[str, str], dataset: Dataset) -> tuple[str, ...]:
-    """Add the column of target margins, where the dataset has it."""
-    return (*columns, "margin") if "margin" in dataset.column_names else columns
+def answers_in(dataset: Any) -> int:
+    """Return K, the most answers of a prepared dataset's rows."""
+    return measure(dataset).answers if is_ranked(dataset) else 2
+
+
+def dialogues_in(row: Mapping[str, Any]) -> Sequence[Sequence[int]]:
+    """Return the token ids of a row's dialogues, chosen first."""
+    columns = id_columns(row)
+    assert columns is not None, f"no token ids in the columns {list(row)}"
+    return [row[column] for column in columns] if len(columns) == 2 else row[columns[0]]
+
+
+def id_columns(columns: Iterable[str]) -> tuple[str, ...] | None:
+    """Name the columns of token ids, chosen and rejected of either API or all answers'; None where there are none."""
+    return next((names for names in _COLUMNS if set(names) <= set(columns)), None)
+
+
+def with_labels(columns: tuple[str, ...], dataset: Dataset) -> tuple[str, ...]:
+    """Add the columns of labels that the dataset has."""
+    return (*columns, *(label for label in _LABELS if label in dataset.column_names))
 
 
 def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
@@ -106,8 +128,30 @@ def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
     return dataset.with_format("arrow", columns=list(columns)).iter(batch_size=1000)
 
 
+def dialogues_of(table: pa.Table, columns: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+    """Return the token ids of each column, a list a dialogue; a column of all answers has several a row."""
+    lists = {column: table[column] for column in columns}
+    return lists if len(columns) == 2 else {column: pc.list_flatten(each) for column, each in lists.items()}
+
+
+def rows_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
+    """Return the row of each dialogue, those of one column after another [D]."""
+    rows_N = np.arange(len(table))
+    return np.tile(rows_N, 2) if len(columns) == 2 else np.repeat(rows_N, lengths_of(table, columns)[0])
+
+
+def longest_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
+    """Return how many tokens the longest dialogue of each row has, [N]."""
+    longest_N = np.zeros(len(table), np.int64)
+    lengths_D = np.concatenate(
+        [pc.list_value_length(each).to_numpy() for each in dialogues_of(table, columns).values()]
+    )
+    np.maximum.at(longest_N, rows_of(table, columns), lengths_D)
+    return longest_N
+
+
 def lengths_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
-    """Return how many tokens each dialogue of each column has, [columns, N]."""
+    """Return the lengths of each column's lists, [columns, N]: tokens, or answers of a column of all."""
     return np.stack([pc.list_value_length(table[column]).to_numpy() for column in columns])
 
 
@@ -120,24 +164,34 @@ def flat(lists: pa.ChunkedArray) -> _Flat:
     return pc.list_flatten(lists).to_numpy(), np.concatenate([[0], ends_N])
 
 
-def _lengths(chosen: _Flat, rejected: _Flat) -> np.ndarray:
-    """Return each pair's common prefix and both tails, [3, N]."""
-    (chosen_T, chosen_ends_N), (rejected_T, rejected_ends_N) = chosen, rejected
-    chosen_N, rejected_N = np.diff(chosen_ends_N), np.diff(rejected_ends_N)
-    shorter_N = np.minimum(chosen_N, rejected_N)
-    # token by token through the common length of all pairs at once; first differences end the prefixes
-    starts_N = np.cumsum(shorter_N) - shorter_N
-    within_T = np.arange(shorter_N.sum()) - np.repeat(starts_N, shorter_N)
+def _lengths(lists: Sequence[_Flat], rows_D: np.ndarray) -> PairLengths:
+    """Return each row's common prefix and the tails after it, of dialogues [D] that lie one after another."""
+    values_T = np.concatenate([values_T for values_T, _ in lists])
+    lengths_D = np.concatenate([np.diff(ends_D) for _, ends_D in lists])
+    starts_D = np.cumsum(lengths_D) - lengths_D
+    by_row_D = np.argsort(rows_D, kind="stable")
+    _, firsts_N, answers_N = np.unique(rows_D[by_row_D], return_index=True, return_counts=True)
+    answer_D = np.arange(len(rows_D)) - np.repeat(firsts_N, answers_N)
+    first_D = by_row_D[np.repeat(firsts_N, answers_N)]
+    other_M, first_M = by_row_D[answer_D > 0], first_D[answer_D > 0]
+    # token by token through the common length of all at once; first differences end the prefixes
+    shorter_M = np.minimum(lengths_D[first_M], lengths_D[other_M])
+    begins_M = np.cumsum(shorter_M) - shorter_M
+    within_T = np.arange(shorter_M.sum()) - np.repeat(begins_M, shorter_M)
     same_T = (
-        chosen_T[np.repeat(chosen_ends_N[:-1], shorter_N) + within_T]
-        == (rejected_T[np.repeat(rejected_ends_N[:-1], shorter_N) + within_T])
+        values_T[np.repeat(starts_D[first_M], shorter_M) + within_T]
+        == values_T[np.repeat(starts_D[other_M], shorter_M) + within_T]
     )
-    first_T = np.where(same_T, np.repeat(shorter_N, shorter_N), within_T)
-    prefix_N = np.zeros_like(shorter_N)
-    some = shorter_N > 0
+    first_T = np.where(same_T, np.repeat(shorter_M, shorter_M), within_T)
+    prefix_M = np.zeros_like(shorter_M)
+    some = shorter_M > 0
     if some.any():
-        prefix_N[some] = np.minimum.reduceat(first_T, starts_N[some])
-    return np.stack([prefix_N, chosen_N - prefix_N, rejected_N - prefix_N])
+        prefix_M[some] = np.minimum.reduceat(first_T, begins_M[some])
+    prefix_N = lengths_D[by_row_D[firsts_N]]
+    np.minimum.at(prefix_N, rows_D[other_M], prefix_M)
+    tails_NK = np.zeros((len(prefix_N), answers_N.max(initial=2)), np.int64)
+    tails_NK[rows_D[by_row_D], answer_D] = lengths_D[by_row_D] - np.repeat(prefix_N, answers_N)
+    return PairLengths(prefix_N, tails_NK)
 
 
 def _shared(shared: np.ndarray | None, values_T: np.ndarray, ends_N: np.ndarray) -> np.ndarray | None:

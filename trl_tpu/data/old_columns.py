@@ -68,7 +68,7 @@ def prepare_legacy_dataset(
 
 def _render(row: dict[str, Any], index: int, processing_class: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
     where = checks.row_of(index, name)
-    checks.check_raw_row(row, where)
+    checks.check_raw_row(row, {column: row[column] for column in checks.RAW_COLUMNS}, where)
     with checks.rendering(where):
         return maybe_apply_chat_template(dict(row), processing_class)
 

@@ -21,7 +21,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     What all dialogues of the dataset share, a system prompt say, is none.
     """
     measured = measure(dataset)
-    columns: Any = id_columns(dataset)  # which `measure` has read
+    columns: Any = id_columns(dataset.column_names)  # which `measure` has read
     depth_NK = np.maximum(measured.lengths.prefix_P[:, None] - np.arange(_MORE), 0)
     hash_NK = np.zeros(depth_NK.shape, np.uint64)  # of as many first tokens
     power_L = np.cumprod(np.full(measured.longest_N.max(initial=0), _BASE))

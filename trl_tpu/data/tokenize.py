@@ -2,8 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .chat import apply_template, read_tools, template_variables
-from .measure import lengths_of, measure_tables, remember, tables_of, with_margin
+from .judgements import Judgement, Pairs, Rankings, is_ranking
+from .measure import dialogues_in, dialogues_of, longest_of, measure_tables, remember, tables_of, with_labels
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ def prepare_preference_dataset(
     num_proc: int | None,
     name: str,
     truncation_mode: str | None = None,
+    skips_ties: bool = False,
 ) -> Dataset | IterableDataset:
     """Check the rows, tokenize them, and cut or leave out the pairs that are too long.
 
@@ -49,9 +52,11 @@ def prepare_preference_dataset(
         num_proc: Worker processes for a dataset (not for a stream).
         name: What errors and logs call the dataset, "train" say.
         truncation_mode: See `keep_fitting`.
+        skips_ties: Whether ranked answers may have equal scores or ranks.
 
     Returns:
-        The dataset with the columns ``chosen_ids`` and ``rejected_ids``, already measured: see `measure.measure`.
+        The dataset with the columns ``chosen_ids`` and ``rejected_ids``, or ``answer_ids`` and ``grades`` of ranked
+        answers, already measured: see `measure.measure`.
 
     Raises:
         UserTypeError: No dataset, or a value of the wrong type.
@@ -69,17 +74,30 @@ def prepare_preference_dataset(
         for old, new in _OLD_TOKEN_COLUMNS.items():
             dataset = dataset.rename_column(old, new)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
-    checks.check_columns(columns, name)
-    checks.check_margins(dataset, checks.TOKEN_COLUMNS, name)
-    if not set(checks.TOKEN_COLUMNS) <= set(columns):
+    judgement = judgement_of(dataset, columns, skips_ties)
+    if isinstance(judgement, Rankings) and isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make it "
+            "a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
+        )
+    if isinstance(judgement, Pairs):
+        checks.check_columns(columns, name)
+        checks.check_margins(dataset, checks.TOKEN_COLUMNS, name)
+    if not set(judgement.id_columns) <= set(columns):
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
-        settings = {"processing_class": processing_class, "name": name}
+        settings = {"processing_class": processing_class, "name": name, "judgement": judgement}
         dataset = map_rows(
             dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, fn_kwargs=settings
         )
     more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
-    return keep_fitting(dataset, checks.TOKEN_COLUMNS, num_embeddings=num_embeddings, name=name, **more)
+    return keep_fitting(dataset, judgement.id_columns, num_embeddings=num_embeddings, name=name, **more)
+
+
+def judgement_of(dataset: Dataset | IterableDataset, columns: Sequence[str], skips_ties: bool) -> Judgement:
+    """Tell by the columns, or by the first row, what the rows of a dataset judge."""
+    first = dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns)
+    return Rankings(skips_ties=skips_ties) if is_ranking(first) else Pairs()
 
 
 def map_rows(
@@ -115,23 +133,33 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _tokenize_rows(
-    batch: Mapping[str, Any], indices: list[int], processing_class: PreTrainedTokenizerBase, name: str
-) -> dict[str, list[list[int]]]:
+    batch: Mapping[str, Any],
+    indices: list[int],
+    processing_class: PreTrainedTokenizerBase,
+    name: str,
+    judgement: Judgement,
+) -> dict[str, list[Any]]:
     rows = _rows(batch)
-    for index, row in zip(indices, rows, strict=True):
-        checks.check_raw_row(row, checks.row_of(index, name))
-    output = {}
-    for answer, key in zip(checks.RAW_COLUMNS, checks.TOKEN_COLUMNS, strict=True):
-        ended = [with_eos(row[answer], processing_class) for row in rows]
-        dialogues = [row["prompt"] + end if "prompt" in row else end for row, end in zip(rows, ended, strict=True)]
-        if all(isinstance(dialogue, str) for dialogue in dialogues):
-            output[key] = processing_class(text=dialogues, return_attention_mask=False)["input_ids"]
-        else:  # a stream may have rows of both forms
-            output[key] = [
-                tokenize_dialogue(dialogue, processing_class, row, checks.row_of(index, name, answer))
-                for index, row, dialogue in zip(indices, rows, dialogues, strict=True)
-            ]
-    return output
+    answers = [
+        judgement.raw_answers(row, checks.row_of(index, name)) for index, row in zip(indices, rows, strict=True)
+    ]
+    dialogues = [
+        (with_prompt(with_eos(answer, processing_class), row), row, checks.row_of(index, name, place))
+        for index, row, places in zip(indices, rows, answers, strict=True)
+        for place, answer in places.items()
+    ]
+    if all(isinstance(dialogue, str) for dialogue, *_ in dialogues):
+        texts = [dialogue for dialogue, *_ in dialogues]
+        ids = iter(processing_class(text=texts, return_attention_mask=False)["input_ids"])
+    else:  # a stream may have rows of both forms
+        ids = (tokenize_dialogue(dialogue, processing_class, row, where) for dialogue, row, where in dialogues)
+    prepared = [judgement.prepared(row, list(islice(ids, len(each)))) for row, each in zip(rows, answers, strict=True)]
+    return {column: [row[column] for row in prepared] for column in prepared[0]}
+
+
+def with_prompt(dialogue: Any, row: Mapping[str, Any]) -> Any:
+    """Put a row's prompt, if it has one, before one of its answers."""
+    return row["prompt"] + dialogue if "prompt" in row else dialogue
 
 
 def with_eos(dialogue: Any, processing_class: PreTrainedTokenizerBase) -> Any:
@@ -170,7 +198,7 @@ def tokenize_dialogue(
 
 def keep_fitting(
     dataset: Dataset | IterableDataset,
-    columns: tuple[str, str],
+    columns: tuple[str, ...],
     *,
     num_embeddings: int,
     max_length: int | None,
@@ -182,7 +210,7 @@ def keep_fitting(
 
     Args:
         dataset: Tokenized pairs. A stream is checked, its margins too, as it is read, and nothing is logged of it.
-        columns: The names of the chosen and of the rejected token ids.
+        columns: The names of the chosen and of the rejected token ids, or that of all answers'.
         num_embeddings: Rows of the model's embedding table.
         max_length: The most tokens a dialogue may have; None keeps all.
         name: What the log calls the dataset.
@@ -208,10 +236,10 @@ def keep_fitting(
 
     def fitting() -> Iterator[pa.Table]:
         first = 0
-        for table in tables_of(dataset, with_margin(columns, dataset)):
-            for key in columns:
-                checks.check_id_column(table[key], key, first, name, num_embeddings)
-            longest.append(lengths_of(table, columns).max(axis=0))
+        for table in tables_of(dataset, with_labels(columns, dataset)):
+            for key, dialogues in dialogues_of(table, columns).items():
+                checks.check_id_column(dialogues, key, first, name, num_embeddings)
+            longest.append(longest_of(table, columns))
             first += len(table)
             yield table if max_length is None else table.filter(pa.array(longest[-1] <= max_length))
 
@@ -232,7 +260,7 @@ def keep_fitting(
         )
         dataset = dataset.select(np.flatnonzero(longest_N <= max_length))
     if truncation_mode is not None and max_length is not None:
-        longest_N = np.concatenate([lengths_of(table, columns).max(axis=0) for table in tables_of(whole, columns)])
+        longest_N = np.concatenate([longest_of(table, columns) for table in tables_of(whole, columns)])
         cut = (longest_N > max_length).sum() - dropped
         logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
     if same := int((measured.sizes_N == measured.lengths.prefix_P).sum()):
@@ -244,19 +272,21 @@ def keep_fitting(
     return dataset
 
 
-def _cut(row: Mapping[str, Any], columns: tuple[str, str], max_length: int, truncation_mode: str) -> dict[str, Any]:
+def _cut(row: Mapping[str, Any], columns: tuple[str, ...], max_length: int, truncation_mode: str) -> dict[str, Any]:
     """Return what is kept of a pair's token ids, and of their masks in the old columns; nothing if it stays as it is.
 
     So it does where nothing would be left that tells the dialogues apart, and is then left out; and where it is no
     pair, which its check says.
     """
-    dialogues = [() if row[key] is None else row[key] for key in columns]
+    dialogues = [() if ids is None else ids for ids in dialogues_in(row)]
     excess = max(map(len, dialogues)) - max_length
     first = excess if truncation_mode == "keep_end" else 0
     kept = slice(first, first + max_length)
-    chosen, rejected = (list(ids[kept]) for ids in dialogues)
-    if excess <= 0 or not chosen or not rejected or chosen == rejected:
+    cut = [list(ids[kept]) for ids in dialogues]
+    if excess <= 0 or not all(cut) or all(ids == cut[0] for ids in cut):
         return {}
+    if len(columns) == 1:
+        return {columns[0]: cut}
     names = [*columns, *(key.replace("input_ids", "attention_mask") for key in columns)]
     return {key: row[key][kept] for key in names if key in row}
 
@@ -264,14 +294,14 @@ def _cut(row: Mapping[str, Any], columns: tuple[str, str], max_length: int, trun
 def _fits(
     row: Mapping[str, Any],
     index: int,
-    columns: tuple[str, str],
+    columns: tuple[str, ...],
     num_embeddings: int,
     max_length: int | None,
     name: str,
 ) -> bool:
     """Check a streamed pair, and tell whether it is short enough."""
-    for key in columns:
+    for key in columns:  # of a stream, which has pairs
         checks.check_ids(row[key], checks.row_of(index, name, key), num_embeddings)
     if "margin" in row:
         checks.check_margin(row["margin"], columns, checks.row_of(index, name, "margin"))
-    return max_length is None or max(len(row[key]) for key in columns) <= max_length
+    return max_length is None or max(map(len, dialogues_in(row))) <= max_length

@@ -2,43 +2,47 @@
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
-from ..data.measure import id_columns, lengths_of, tables_of
+from ..data.measure import id_columns, measure
 from ..errors import UserError
 from .proportion import check_groups, label_of
+from .ranking import judge_rankings
 from .verdict import Verdict, judge_pairs
 
 logger = logging.getLogger(__name__)
 
 
-def judge(rewards_N2: np.ndarray, dataset: Any, eval_by: str | None) -> Verdict | None:
+def judge(rewards_NK: np.ndarray, dataset: Any, eval_by: str | None, *grades: Any) -> Verdict | None:
     """Return the verdict on the rewards of an evaluation; None if no pair has two finite ones.
 
     Args:
+        rewards_NK: Of pairs, chosen first, or of ranked answers.
         dataset: Whose first N pairs they are of, in order; None where that is not known.
         eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
+        grades: Of rankings, what `judge_rankings` takes after the rewards.
     """
-    if not np.isfinite(rewards_N2).all(axis=-1).any():
+    if not np.isfinite(rewards_NK).all(axis=-1).any():
         return None
+    judge_rows: Any = partial(judge_rankings, rewards_NK, *grades) if grades else partial(judge_pairs, rewards_NK)
     if not isinstance(dataset, Dataset):
         if eval_by is not None:
             logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
-        return judge_pairs(rewards_N2)
-    columns = id_columns(dataset)
-    lengths_N2 = None
-    if columns is not None:
-        parts = [lengths_of(table, columns) for table in tables_of(dataset, columns)]
-        lengths_N2 = np.concatenate(parts, axis=1).T[: len(rewards_N2)]
+        return judge_rows()
+    has_ids, lengths_NK = id_columns(dataset.column_names) is not None, None
+    if has_ids:
+        lengths = measure(dataset).lengths
+        lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[: len(rewards_NK)]
     try:
-        groups = None if eval_by is None else _labels(dataset, eval_by)[: len(rewards_N2)]
-        return judge_pairs(rewards_N2, lengths_N2, groups=groups)
+        groups = None if eval_by is None else _labels(dataset, eval_by)[: len(rewards_NK)]
+        return judge_rows(lengths_NK, groups=groups)
     except UserError as reason:  # the data of a later call; what the trainer was given has been checked
         logger.warning("The metrics are without groups. %s", reason)
-        return judge_pairs(rewards_N2, lengths_N2)
+        return judge_rows(lengths_NK)
 
 
 def _labels(dataset: Dataset, column: str) -> list[str]:

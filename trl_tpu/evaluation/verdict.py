@@ -28,6 +28,9 @@ class Verdict:
         groups: Accuracy by label, in the labels' order.
         mean_over_groups: Each group counting the same; None without groups.
         worst: Indices of the pairs that went most wrong, the worst first; none that is right.
+        top1_accuracy: Of rankings, how often the highest reward is of an answer with the highest grade. Their pairs
+            are comparisons: see `trl_tpu.evaluation.ranking.judge_rankings`.
+        kendall_tau: Of rankings, the mean over prompts.
     """
 
     pairs: int
@@ -42,6 +45,8 @@ class Verdict:
     groups: dict[str, Proportion]
     mean_over_groups: float | None
     worst: tuple[int, ...]
+    top1_accuracy: Proportion | None = None
+    kendall_tau: float | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log, by the names that evaluation gives them, less its prefix."""
@@ -53,6 +58,8 @@ class Verdict:
             "length_only_accuracy": None if self.length is None else self.length.length_only,
             "length_controlled_accuracy": None if self.length is None else self.length.controlled,
             "mean_accuracy_over_groups": self.mean_over_groups,
+            "top1_accuracy": None if self.top1_accuracy is None else self.top1_accuracy.value,
+            "kendall_tau": self.kendall_tau,
             **{f"accuracy/{name}": each.value for name, each in self.groups.items()},
         }
         return {name: value for name, value in named.items() if value is not None}

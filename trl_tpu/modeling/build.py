@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
-from ..data.measure import measure
+from ..data.measure import dialogues_in, measure
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
@@ -179,7 +180,9 @@ def build_dataset(
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
-    prepare = prepare_legacy_dataset if old_columns else prepare_preference_dataset
+    prepare: Any = prepare_legacy_dataset
+    if not old_columns:
+        prepare = partial(prepare_preference_dataset, skips_ties=args.ties == "skip")
     prepared = prepare(
         dataset,
         processing_class,
@@ -189,7 +192,7 @@ def build_dataset(
         name=name,
         truncation_mode=args.truncation_mode,
     )
-    return _check_positions(prepared, model, name, OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)
+    return _check_positions(prepared, model, name)
 
 
 def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
@@ -208,21 +211,21 @@ def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
             yield prompt + answer, row
 
 
-def _check_positions(dataset: Any, model: PreTrainedModel, name: str, columns: tuple[str, str]) -> Any:
+def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
     """Refuse a dialogue with more tokens than the model has learned positions for; a stream's as it is read."""
     limit = learned_positions(model)
     if limit is None:
         return dataset
     if not isinstance(dataset, Dataset):
-        settings = {"limit": limit, "name": name, "columns": columns}
+        settings = {"limit": limit, "name": name}
         return dataset.map(_check_length, with_indices=True, fn_kwargs=settings)
     longest = int(measure(dataset).longest_N.argmax())
-    _check_length(dataset[longest], longest, limit, name, columns)
+    _check_length(dataset[longest], longest, limit, name)
     return dataset
 
 
-def _check_length(row: dict[str, Any], index: int, limit: int, name: str, columns: tuple[str, str]) -> dict[str, Any]:
-    length = max(len(row[column]) for column in columns)
+def _check_length(row: dict[str, Any], index: int, limit: int, name: str) -> dict[str, Any]:
+    length = max(map(len, dialogues_in(row)))
     if length > limit:
         raise UserError(
             f"The {name} dataset has a dialogue of {length} tokens (row {index} of those kept), but the model was "

@@ -8,21 +8,23 @@ import torch
 from torch import nn
 
 from ..data.collators import LEGACY_KEYS, join_halves
+from ..data.judgements import LABELS, answers_in
 from ..packing.rows import PackedRows
 from .attention.masked import packed_rewards
 
 
 @dataclass(frozen=True)
 class PairBatch:
-    """The dialogues of P pairs as 2P rows, and how to find a pair's two rows.
+    """The dialogues of P pairs, or of P prompts of K answers, as rows, and how to find a pair's rows.
 
-    `interleaved` rows are c0 r0 c1 r1 ... (pair rows, [P, 2, L]); otherwise c0 c1 ... r0 r1 ... (TRL's layout).
+    `interleaved` rows are c0 r0 c1 r1 ... (pair rows, [P, K, L]); otherwise c0 c1 ... r0 r1 ... (TRL's layout).
     """
 
     input_ids_RL: torch.Tensor
     attention_mask_RL: torch.Tensor
-    margin_P: torch.Tensor | None
+    labels: dict[str, torch.Tensor]
     mask_P: torch.Tensor
+    answers: int
     interleaved: bool
     batch_pairs_1: torch.Tensor | None = None
     """What the loss is a mean over, where it is not the real pairs: a process's share of those of a batch of all."""
@@ -36,19 +38,23 @@ class PairBatch:
         interleaved = input_ids.dim() == 3
         if interleaved:
             input_ids, attention_mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
-        all_P = torch.ones(len(input_ids) // 2, dtype=torch.bool, device=input_ids.device)
+        answers = answers_in(inputs)
+        all_P = torch.ones(len(input_ids) // answers, dtype=torch.bool, device=input_ids.device)
         mask_P, pairs_1 = inputs.get("pair_mask", all_P), inputs.get("batch_pairs")
-        return cls(input_ids, attention_mask, inputs.get("margin"), mask_P, interleaved, pairs_1)
+        labels = {name: inputs[name] for name in inputs if name in LABELS}
+        return cls(input_ids, attention_mask, labels, mask_P, answers, interleaved, pairs_1)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """Compute the rewards [P, 2] by the model's pooling; also return its outputs."""
+        """Compute the rewards [P, K] by the model's pooling; also return its outputs."""
         outputs = model(input_ids=self.input_ids_RL, attention_mask=self.attention_mask_RL, **extras)
         return self.by_pair(outputs.logits), outputs
 
     def by_pair(self, logits_R1: torch.Tensor) -> torch.Tensor:
-        """Return the model's logits as float32 rewards, [P, 2]: chosen, rejected."""
-        rewards_R = logits_R1.squeeze(-1).float()
-        return rewards_R.view(-1, 2) if self.interleaved else rewards_R.view(2, -1).T
+        """Return the model's logits as float32 rewards, [P, K]: chosen, rejected."""
+        return self._by_pair(logits_R1.squeeze(-1).float())
+
+    def _by_pair(self, values_R: torch.Tensor) -> torch.Tensor:
+        return values_R.view(-1, self.answers) if self.interleaved else values_R.view(self.answers, -1).T
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return the batch's loss: the mean over the pairs that are no padding; 0 where all are."""
@@ -58,9 +64,9 @@ class PairBatch:
     @property
     def tokens(self) -> torch.Tensor:
         """How many tokens the real pairs have, not counting padding: an int32 scalar."""
-        tokens_R = self.attention_mask_RL.sum(-1, dtype=torch.int32)
-        tokens_P2 = tokens_R.view(-1, 2) if self.interleaved else tokens_R.view(2, -1).T
-        return (tokens_P2 * self.mask_P[:, None]).sum(dtype=torch.int32)
+        tokens_PK = self._by_pair(self.attention_mask_RL.sum(-1, dtype=torch.int32))
+        mask_PK = self.mask_P[:, None] & self.labels.get("is_there", self.mask_P[:, None])
+        return (tokens_PK * mask_PK).sum(dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,11 @@ class PackedPairs:
     """The pairs of a batch that are in one micro-batch of packed rows."""
 
     rows: PackedRows[torch.Tensor]
-    margin_P: torch.Tensor | None
+    labels: dict[str, torch.Tensor]
     mask_P: torch.Tensor
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
-        """Compute the rewards [P, 2]; the model's own outputs, one a row, mean nothing."""
+        """Compute the rewards [P, K]; the model's own outputs, one a row, mean nothing."""
         return packed_rewards(model, self.rows, **extras), None
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
@@ -87,7 +93,8 @@ class PackedPairs:
 
 OWN_KEYS = frozenset(
     {
-        *("packed", "rows", "input_ids", "attention_mask", "margin", "pair_mask", "batch_pairs", "return_loss"),
+        *("packed", "rows", "input_ids", "attention_mask", "pair_mask", "batch_pairs", "return_loss"),
+        *LABELS,
         *LEGACY_KEYS,
     }
 )
@@ -104,16 +111,18 @@ def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) 
     """
     if "rows" in inputs:
         rows: PackedRows[torch.Tensor] = inputs["rows"]
-        return PackedPairs(rows, rows.margin_P, rows.pair_mask_P)
+        return PackedPairs(rows, rows.labels, rows.pair_mask_P)
     return PairBatch.read(inputs, pad_token_id, padding_side)
 
 
 def rewards_of(outputs: Any, inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) -> torch.Tensor | None:
     """Read rewards [P, 2] from what a loss returns beside itself; None where there are none to be read.
 
-    They are the ``logits`` of a micro-batch's pairs; else two tensors of a reward a pair, chosen first, whatever their
-    names.
+    They are ``rewards`` [P, K], or the ``logits`` of a micro-batch's pairs; else two tensors of a reward a pair,
+    chosen first, whatever their names.
     """
+    if isinstance(outputs, Mapping) and getattr(outputs.get("rewards"), "ndim", 0) == 2:
+        return outputs["rewards"]
     if isinstance(outputs, Mapping) and "logits" in outputs:
         is_read = "input_ids" in inputs or "input_ids_chosen" in inputs  # not a batch of the user's own making
         batch = read_batch(inputs, pad_token_id, padding_side) if is_read else None

@@ -25,9 +25,9 @@ def expand_rows(packed: PackedRows[np.ndarray]) -> Expansion[np.ndarray]:
     """
     rows, length = packed.subtree_end_RL.shape
     here_P = packed.pair_mask_P
-    half_D = (packed.last_row_P2[here_P] * 2 + [0, 1]).T.ravel()
+    half_D = (packed.last_row_PK[here_P] * 2 + [0, 1]).T.ravel()
     order = np.argsort(half_D, kind="stable")
-    half_D, last_D = half_D[order], packed.last_column_P2[here_P].T.ravel()[order]
+    half_D, last_D = half_D[order], packed.last_column_PK[here_P].T.ravel()[order]
 
     sees_DL = packed.subtree_end_RL[half_D // 2] > last_D[:, None]
     sees_DL &= np.arange(length) <= last_D[:, None]

@@ -1,6 +1,6 @@
 """Pairs by their lengths: how many tokens have to be computed, and who attends to whom. numpy only."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,15 +8,26 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PairLengths:
-    """Tokens of each pair's common prefix, and of the two tails after it."""
+    """Tokens of each pair's common prefix, and of its dialogues' tails after it: of two, or of K ranked answers."""
 
     prefix_P: np.ndarray
-    chosen_P: np.ndarray
-    rejected_P: np.ndarray
+    tails_PK: np.ndarray
+    """0 for answers that a prompt does not have."""
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int, int]]) -> "PairLengths":
-        return cls(*np.array(list(pairs), dtype=np.int64).reshape(-1, 3).T)
+        """Return pairs of which each is given as the tokens of its prefix, its chosen and its rejected tail."""
+        lengths_P3 = np.array(list(pairs), dtype=np.int64).reshape(-1, 3)
+        return cls(lengths_P3[:, 0], lengths_P3[:, 1:])
+
+    @classmethod
+    def joined(cls, parts: Sequence["PairLengths"]) -> "PairLengths":
+        """Return the pairs of all parts, one after another."""
+        if not parts:
+            return cls.of([])
+        most = max(part.tails_PK.shape[1] for part in parts)
+        tails = [np.pad(part.tails_PK, ((0, 0), (0, most - part.tails_PK.shape[1]))) for part in parts]
+        return cls(np.concatenate([part.prefix_P for part in parts]), np.concatenate(tails))
 
     @classmethod
     def of_size(cls, size: int) -> "PairLengths":
@@ -27,7 +38,7 @@ class PairLengths:
     def drawn(self, count: int) -> "PairLengths":
         """Return ``count`` pairs, drawn from these with replacement and always alike."""
         drawn_P = np.random.default_rng(0).integers(0, len(self), count)
-        return PairLengths(self.prefix_P[drawn_P], self.chosen_P[drawn_P], self.rejected_P[drawn_P])
+        return PairLengths(self.prefix_P[drawn_P], self.tails_PK[drawn_P])
 
     def __len__(self) -> int:
         return len(self.prefix_P)
@@ -35,11 +46,16 @@ class PairLengths:
     @property
     def sizes_P(self) -> np.ndarray:
         """Unique tokens of each pair: the prefix counts once."""
-        return self.prefix_P + self.chosen_P + self.rejected_P
+        return self.prefix_P + self.tails_PK.sum(axis=1)
 
     @property
     def longest_dialogue(self) -> int:
-        return int((self.prefix_P + np.maximum(self.chosen_P, self.rejected_P)).max())
+        return int(self.longest_P.max())
+
+    @property
+    def longest_P(self) -> np.ndarray:
+        """Tokens of the longest dialogue of each pair."""
+        return self.prefix_P + self.tails_PK.max(axis=1, initial=0)
 
     @property
     def tokens(self) -> int:
@@ -53,7 +69,7 @@ class PairLengths:
             window: How many tokens a token sees at most, itself among them.
         """
         shared_P = _seen(self.prefix_P, window)
-        tails = (_seen(self.prefix_P + tail_P, window) - shared_P for tail_P in (self.chosen_P, self.rejected_P))
+        tails = (_seen(self.prefix_P + tail_P, window) - shared_P for tail_P in self.tails_PK.T)
         return int((shared_P + sum(tails)).sum())
 
 

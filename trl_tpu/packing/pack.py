@@ -1,27 +1,30 @@
-"""Packs the token pairs of one batch into rows that hold every shared prefix once. numpy only.
+"""Packs the dialogues of one batch into rows that hold every shared prefix once. numpy only.
 
 `pack` writes rows of a few planned shapes, for a device that compiles each; `pack_unpadded` writes one row without
 padding, for a device that takes any shape.
 
 The dialogues of a row form a trie. Written depth first, with the dialogues in lexicographic order, each dialogue adds
 the tokens that its predecessor does not share, so a pair becomes ``prefix | one tail | other tail``, and pairs that
-share their prompt, or only a system prompt, share its tokens too. A position id is the depth in the trie, which is the
+share their prompt, or only a system prompt, share its tokens too. What is said of pairs holds for prompts with more
+answers: they are a pair's two dialogues or more. A position id is the depth in the trie, which is the
 token's index in its own dialogue. One integer a token says who sees whom: ``subtree_end[k]`` is the column where the
 tokens that continue k's text end, and the token in column q sees the one in k exactly when
 ``k <= q < subtree_end[k]``. That also isolates pairs that only share a row.
 
 Rows and devices: of the R rows of a micro-batch on S shards, row r belongs to shard ``r // (R / S)``. A pair lies
-whole in one row, and any row may hold any pair: `last_row_P2` and `last_column_P2` address all of them, in the batch's
+whole in one row, and any row may hold any pair: `last_row_PK` and `last_column_PK` address all of them, in the batch's
 own order of pairs. All rows of a micro-batch have the same length and a device computes all of it, so devices have
 equal work whatever their rows hold.
 With several hosts each host packs the whole batch, which is deterministic, and keeps its own slice of rows and pairs;
 of processes with a device each, every one writes the rows of its device, its part.
 
-Letters: B batches, P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
+Letters: B batches, P pairs, K answers of each, D dialogues (those of a pair one after another), R rows, L length of a
+row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -36,13 +39,17 @@ from .trie import common_prefixes, lay_out, tree_sizes
 _TOKENS_PER_FREE_TOKEN = 4
 
 
+Dialogues = Sequence[Sequence[Sequence[int]]]
+"""The token ids of each pair's dialogues, the chosen one first, or of each prompt's answers."""
+
+
 def pack(
-    chosen: Sequence[Sequence[int]],
-    rejected: Sequence[Sequence[int]],
+    pairs: Dialogues,
     plan: RowPlan,
-    pairs: int,
+    most_pairs: int,
     pad_token_id: int,
-    margins: Sequence[float] | None = None,
+    labels: Mapping[str, np.ndarray] | None = None,
+    answers: int = 2,
     expands: bool = False,
     part: tuple[int, int] = (0, 1),
 ) -> list[PackedRows[np.ndarray]]:
@@ -52,12 +59,12 @@ def pack(
     only where texts contain the pad token, cannot influence that score and are left out.
 
     Args:
-        chosen: Token ids of the chosen dialogue of each pair.
-        rejected: Token ids of the rejected one.
+        pairs: Token ids.
         plan: From `plan_rows`.
-        pairs: P. A batch may have fewer, but not more.
+        most_pairs: P. A batch may have fewer, but not more.
         pad_token_id: Fills what rows have left.
-        margins: The target margin of each pair.
+        labels: What the data says of each pair, [pairs, ...].
+        answers: K. A pair may have fewer dialogues, but not more.
         expands: Whether attention reads rows of whole dialogues: then the rows have their `expansion`, and pairs share
             a row only if their chosen dialogues, one after the other, fit into its length, and the rejected ones too.
         part: Which rows of each micro-batch to write, the first having (0, count). The parts of all are its rows.
@@ -68,7 +75,7 @@ def pack(
     Raises:
         UserError: If a pair is longer than the longest row, there are too many, or the batch fits no shape.
     """
-    batch = _Batch.read(chosen, rejected, pairs, pad_token_id, margins)
+    batch = _Batch.read(pairs, most_pairs, answers, pad_token_id, labels or {})
     schedule, rows_P = _choose(batch, plan, expands)
     (index, count), micro_batches, before = part, [], 0
     for shape in schedule:
@@ -76,17 +83,17 @@ def pack(
         first = before + index * own.rows
         here_P = (first <= rows_P) & (rows_P < first + own.rows)
         trees_P = np.where(here_P, rows_P - first, -1)  # one tree a row; pairs in tree -1 are elsewhere
-        rows = batch.written(np.repeat(trees_P, 2), np.arange(own.rows), own, count)
+        rows = batch.written(trees_P[batch.pair_D], np.arange(own.rows), own, count)
         micro_batches.append(replace(rows, trees=None, expansion=expand_rows(rows) if expands else None))
         before += shape.rows
     return micro_batches
 
 
 def pack_unpadded(
-    chosen: Sequence[Sequence[int]],
-    rejected: Sequence[Sequence[int]],
+    pairs: Dialogues,
     pad_token_id: int,
-    margins: Sequence[float] | None = None,
+    labels: Mapping[str, np.ndarray] | None = None,
+    answers: int = 2,
     attention_crossover_length: float = 4096,
 ) -> PackedRows[np.ndarray]:
     """Pack one batch into a single row without padding, tree after tree.
@@ -95,42 +102,46 @@ def pack_unpadded(
     the larger tree costs.
 
     Args:
-        chosen, rejected, pad_token_id, margins: As in `pack`.
+        pairs, pad_token_id, labels, answers: As in `pack`.
         attention_crossover_length: The length at which attention costs as much as everything else.
     """
-    batch = _Batch.read(chosen, rejected, len(chosen), pad_token_id, margins)
+    batch = _Batch.read(pairs, len(pairs), answers, pad_token_id, labels or {})
     trees_D = _grow_trees(batch, attention_crossover_length)
     return batch.written(trees_D, np.zeros(len(trees_D), int), RowShape(1, batch.tokens_in(trees_D)))
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The dialogues of a batch, chosen and rejected in turn, and what any two of them share."""
+    """The dialogues of a batch, those of a pair one after another, and what any two of them share."""
 
     dialogues: list[np.ndarray]
+    firsts_P: np.ndarray
+    """The first dialogue of each pair."""
+    shape: tuple[int, int]
+    """P and K."""
     order: np.ndarray
     prefix_DD: np.ndarray
     tokens_P: np.ndarray
-    margin_P: np.ndarray | None
-    pairs: int
+    labels: Mapping[str, np.ndarray]
     pad_token_id: int
 
     @classmethod
     def read(
-        cls,
-        chosen: Sequence[Sequence[int]],
-        rejected: Sequence[Sequence[int]],
-        pairs: int,
-        pad_token_id: int,
-        margins: Sequence[float] | None,
+        cls, pairs: Dialogues, most_pairs: int, answers: int, pad_token_id: int, labels: Mapping[str, np.ndarray]
     ) -> "_Batch":
-        if len(chosen) > pairs:
-            raise UserError(f"A batch has at most {pairs} pairs, as its shapes were planned; got {len(chosen)}.")
-        whole = [np.asarray(ids, np.int32) for pair in zip(chosen, rejected, strict=True) for ids in pair]
+        if len(pairs) > most_pairs:
+            raise UserError(f"A batch has at most {most_pairs} pairs, as its shapes were planned; got {len(pairs)}.")
+        whole = [np.asarray(ids, np.int32) for dialogues in pairs for ids in dialogues]
+        firsts_P = np.cumsum([0, *map(len, pairs)])[:-1]
+        tokens_P = np.add.reduceat(np.array([len(ids) for ids in whole], np.int32), firsts_P)
         dialogues = [up_to_scored(ids, pad_token_id) for ids in whole]
-        tokens_P = np.array([len(ids) for ids in whole], np.int32).reshape(-1, 2).sum(axis=1)
-        margin_P = None if margins is None else np.asarray(margins, np.float32)
-        return cls(dialogues, *common_prefixes(dialogues), tokens_P, margin_P, pairs, pad_token_id)
+        order, prefix_DD = common_prefixes(dialogues)
+        return cls(dialogues, firsts_P, (most_pairs, answers), order, prefix_DD, tokens_P, labels, pad_token_id)
+
+    @property
+    def pair_D(self) -> np.ndarray:
+        """The pair of each dialogue."""
+        return np.searchsorted(self.firsts_P, np.arange(len(self.dialogues)), side="right") - 1
 
     @property
     def lengths_D(self) -> np.ndarray:
@@ -146,24 +157,31 @@ class _Batch:
         self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape, parts: int = 1
     ) -> PackedRows[np.ndarray]:
         """Write each tree's dialogues into its row of ``shape``, one of ``parts``; those in tree -1 are elsewhere."""
-        here_P = trees_D[::2] >= 0
+        here_P, here_D = trees_D[self.firsts_P] >= 0, trees_D >= 0
+        pair_D, (pairs, _) = self.pair_D, self.shape
+        answer_D = np.arange(len(pair_D)) - self.firsts_P[pair_D]
         layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id)
 
-        def fill(values: np.ndarray, dtype: type = np.int32) -> np.ndarray:
+        def fill(values_P: np.ndarray, dtype: Any = None) -> np.ndarray:
             """Put zeros for the pairs that are elsewhere, and up to P."""
-            filled = np.zeros((self.pairs, *values.shape[1:]), dtype)
-            filled[: len(values)][here_P] = values[here_P]
+            filled = np.zeros((pairs, *values_P.shape[1:]), dtype or values_P.dtype)
+            filled[: len(values_P)][here_P] = values_P[here_P]
             return filled
+
+        def by_answer(values_D: np.ndarray) -> np.ndarray:
+            filled_PK = np.zeros(self.shape, np.int32)
+            filled_PK[pair_D[here_D], answer_D[here_D]] = values_D[here_D]
+            return filled_PK
 
         return PackedRows(
             layout.input_ids_RL,
             layout.position_ids_RL,
             layout.subtree_end_RL,
-            last_row_P2=fill(row_of_tree[trees_D].reshape(-1, 2)),
-            last_column_P2=fill(layout.last_column_D.reshape(-1, 2)),
-            pair_mask_P=fill(here_P, bool),
-            tokens_P=fill(self.tokens_P),
-            margin_P=None if self.margin_P is None else fill(self.margin_P, np.float32),
+            last_row_PK=by_answer(row_of_tree[trees_D]),
+            last_column_PK=by_answer(layout.last_column_D),
+            pair_mask_P=fill(here_P),
+            tokens_P=fill(self.tokens_P, np.int32),
+            labels={name: fill(values_P) for name, values_P in self.labels.items()},
             batch_pairs_1=np.array([len(here_P) / parts], np.float32),
             trees=layout.trees,
         )
@@ -179,7 +197,7 @@ def up_to_scored(ids: np.ndarray, pad_token_id: int) -> np.ndarray:
 
 def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
-    sizes_P, shared_PP = tree_sizes(batch.prefix_DD)
+    sizes_P, shared_PP = tree_sizes(batch.order, batch.prefix_DD, batch.firsts_P)
     lengths_P2 = batch.lengths_D.reshape(-1, 2) if expands else None
     fewest = batch.tokens_in(np.zeros(len(batch.dialogues), int))  # in one trie
     if sizes_P.max() > plan.longest:

@@ -3,7 +3,8 @@
 Packing makes them of numpy arrays, the collator maps these to torch tensors, and a loader those to tensors on the
 device. `trl_tpu.packing.pack` and `trl_tpu.packing.expand` tell what the numbers mean.
 
-Letters: P pairs, R rows, L length of a row, 2 chosen and rejected.
+Letters: P pairs, or prompts of ranked answers; K answers of each, 2 of a pair, the chosen one first; R rows, L length
+of a row, 2 chosen and rejected.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class PackedRows(Generic[Array]):
 
     Rows of one `RowShape` have tensors of the same shapes, whatever they hold. Padding columns hold the pad token at
     position 0 and see only themselves. Pairs of the batch that are not in these rows, and those that a short batch
-    lacks, have a false `pair_mask_P`, last tokens (0, 0), no tokens and margin 0.
+    lacks, have a false `pair_mask_P`, last tokens (0, 0), no tokens and labels 0.
     """
 
     input_ids_RL: Array
@@ -44,16 +45,16 @@ class PackedRows(Generic[Array]):
     """The index of each token in its dialogue, int32."""
     subtree_end_RL: Array
     """Token q sees token k exactly when ``k <= q < subtree_end[k]``, int32."""
-    last_row_P2: Array
-    """The row of the token that scores the chosen and the rejected dialogue, int32."""
-    last_column_P2: Array
+    last_row_PK: Array
+    """The row of the token that scores each answer's dialogue, int32."""
+    last_column_PK: Array
     """Its column, int32."""
     pair_mask_P: Array
     """True for the pairs in these rows."""
     tokens_P: Array
-    """How many tokens the pair's two dialogues have, as if nothing were shared, int32."""
-    margin_P: Array | None
-    """The target margin, float32; None where the data has none."""
+    """How many tokens the pair's dialogues have, as if nothing were shared, int32."""
+    labels: dict[str, Array]
+    """What the data says of each pair, [P, ...], such as its target `margin`: see `trl_tpu.data.judgements`."""
     batch_pairs_1: Array
     """How many real pairs the whole batch has, [1], float32: what the loss is a mean over.
 
@@ -65,16 +66,17 @@ class PackedRows(Generic[Array]):
 
     @property
     def last(self) -> tuple[Array, Array]:
-        """The row and the column of the token that scores each dialogue, [P, 2]."""
-        return self.last_row_P2, self.last_column_P2
+        """The row and the column of the token that scores each dialogue, [P, K]."""
+        return self.last_row_PK, self.last_column_PK
 
     def named_tensors(self) -> dict[str, Array]:
         """Return all tensors that are there by their fields' names."""
         own = {name: value for name, value in vars(self).items() if hasattr(value, "dtype")}
-        return own if self.expansion is None else own | self.expansion._asdict()
+        return own | self.labels | ({} if self.expansion is None else self.expansion._asdict())
 
     def map_tensors(self, function: Callable[[Array], Other]) -> "PackedRows[Other]":
         """Return the same rows with ``function`` of each tensor in its place."""
         own: dict[str, Any] = {name: function(value) for name, value in vars(self).items() if hasattr(value, "dtype")}
+        own["labels"] = {name: function(value) for name, value in self.labels.items()}
         expansion = None if self.expansion is None else Expansion(*map(function, self.expansion))
         return PackedRows(**{**vars(self), **own, "expansion": expansion})

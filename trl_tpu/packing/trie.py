@@ -1,6 +1,6 @@
 """Prefix trees (tries) of dialogues: what any two share, and rows that hold each prefix once. numpy only.
 
-Letters: P pairs, D dialogues (2P: chosen, rejected, chosen, ...), R rows, L length of a row.
+Letters: P pairs, D dialogues (those of a pair one after another), R rows, L length of a row.
 """
 
 from collections import defaultdict
@@ -42,16 +42,22 @@ def common_prefixes(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray
     return order, prefix_DD
 
 
-def tree_sizes(prefix_DD: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the size of each pair's trie [P], and how many tokens the tries of any two pairs share [P, P]."""
-    count = len(prefix_DD) // 2
-    prefix_P2P2 = prefix_DD.reshape(count, 2, count, 2)
-    each = np.arange(count)
-    prefix_P = prefix_P2P2[each, 0, each, 1]
-    sizes_P = prefix_P2P2[each, 0, each, 0] + prefix_P2P2[each, 1, each, 1] - prefix_P
-    chosen_PP, rejected_PP = prefix_P2P2.max(axis=3).swapaxes(0, 1)
-    in_both_PP = np.minimum(np.minimum(chosen_PP, rejected_PP), prefix_P[:, None])
-    return sizes_P, chosen_PP + rejected_PP - in_both_PP
+def tree_sizes(order: np.ndarray, prefix_DD: np.ndarray, firsts_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the size of each pair's trie [P], and how many tokens the tries of any two pairs share [P, P].
+
+    Args:
+        order, prefix_DD: From `common_prefixes`.
+        firsts_P: The first dialogue of each pair; the others follow it.
+    """
+    pair_D = np.searchsorted(firsts_P, np.arange(len(order)), side="right")
+    by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # pair by pair, each in lexicographic order
+    one_D, next_D = by_pair_D[:-1], by_pair_D[1:]
+    common_D = np.where(pair_D[one_D] == pair_D[next_D], prefix_DD[one_D, next_D], 0)
+    in_trie_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[by_pair_D]  # first tokens that are in a trie
+    before_DP = np.minimum(np.minimum(in_trie_DP[:-1], in_trie_DP[1:]), common_D[:, None])
+    shared_PP = np.add.reduceat(in_trie_DP, firsts_P, axis=0)
+    shared_PP -= np.add.reduceat(np.pad(before_DP, ((0, 1), (0, 0))), firsts_P, axis=0)
+    return shared_PP.diagonal().copy(), shared_PP
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,8 @@ _OF_PAIRS: Any = (
     ("pairs", lambda verdict: f"{verdict.pairs:,}", "with finite rewards"),
     ("accuracy", lambda verdict: _share(verdict.accuracy), "chosen above rejected; interval of 95 %"),
     ("mean over groups", lambda verdict: _number(verdict.mean_over_groups), "of accuracies"),
+    ("top-1 accuracy", lambda verdict: _share(verdict.top1_accuracy), "the best reward is a best answer's"),
+    ("Kendall's tau", lambda verdict: _number(verdict.kendall_tau), "of a prompt's order; 1 is right, 0 by chance"),
     ("ties", lambda verdict: f"{verdict.ties:,}", "equal rewards, which count as wrong"),
     ("loss", lambda verdict: _number(verdict.loss), "-log sigmoid(margin); 0.6931 is no knowledge"),
     ("mean margin", lambda verdict: _number(verdict.margins.mean), "chosen less rejected reward"),

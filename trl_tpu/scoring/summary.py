@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..evaluation.ranking import judge_rankings, rankings_of
 from ..evaluation.reward_sums import RewardSums, sums_of
 from .forms import REASON
+
+_OF_RANKINGS = ("top1_accuracy", "kendall_tau")
 
 
 @dataclass
@@ -24,6 +27,8 @@ class Summary:
     pairs: RewardSums = field(default_factory=RewardSums)
     by_column: defaultdict[str, RewardSums] = field(default_factory=lambda: defaultdict(RewardSums))
     """The sums of each column, as if each of its rewards were a pair with itself."""
+    ranked: list[dict[str, Any]] = field(default_factory=list)
+    """The rewards of rows of answers, with their scores or ranks."""
     without: int = 0
     """Rows that lack a reward."""
     reason: str | None = None
@@ -38,6 +43,9 @@ class Summary:
         both = [(row.get("reward_chosen"), row.get("reward_rejected")) for row in rows]
         pairs = [pair for pair in both if all(isinstance(reward, float) for reward in pair)]
         self.pairs += sums_of(np.array(pairs))
+        for row in rows:
+            if row[REASON] is None and "rewards" in row and {"scores", "ranks"} & row.keys():
+                self.ranked.append({key: row[key] for key in ("rewards", "scores", "ranks") if key in row})
         reasons = [row[REASON] for row in rows if row[REASON] is not None]
         self.without += len(reasons)
         self.reason = self.reason or next(iter(reasons), None)
@@ -53,6 +61,10 @@ class Summary:
             yield f"accuracy         {found['accuracy']:.4f}"
             yield f"ties             {self.pairs.ties}"
             yield f"mean margin      {found['margin']:.4f}"
+        if self.ranked:
+            verdict = judge_rankings(*rankings_of(self.ranked, [row["rewards"] for row in self.ranked]))
+            yield f"rankings         {len(self.ranked)}"
+            yield from (f"{name:<16} {value:.4f}" for name, value in verdict.metrics().items() if name in _OF_RANKINGS)
         for column, sums in self.by_column.items():
             if found := sums.metrics():
                 mean, least, largest = (found[f"{which}_reward"] for which in ("mean", "min", "max"))

@@ -20,7 +20,7 @@ from trl_tpu.errors import UserError
 
 #: How the names of a model and a dataset begin that are made here.
 PREFIX = "synthetic:"
-MODEL, DATASET = f"{PREFIX}tiny", f"{PREFIX}numbers"
+MODEL, DATASET, RANKINGS = f"{PREFIX}tiny", f"{PREFIX}numbers", f"{PREFIX}rankings"
 SEED = 0
 
 NUMBERS = range(10, 50)
@@ -37,9 +37,9 @@ CHAT_TEMPLATE = (
 Message = dict[str, Any]
 
 
-def question(word: str, first: int, second: int) -> list[Message]:
+def question(word: str, *numbers: int) -> list[Message]:
     """Make the prompt: one user message."""
-    return [{"role": "user", "content": f"Which is {word}, {first} or {second}?"}]
+    return [{"role": "user", "content": f"Which is {word}, {' or '.join(map(str, numbers))}?"}]
 
 
 def answer(number: int) -> list[Message]:
@@ -99,11 +99,16 @@ def load_dataset(name: str) -> datasets.DatasetDict:
     A pair of numbers belongs to one split with all its questions, so that no test question repeats a trained
     comparison in another order or with the other word.
 
+    Or rankings, of `RANKINGS`, in splits of the same sizes: prompt, completions and scores; a prompt names four
+    numbers, and the score of each is how many of the others are a worse answer.
+
     Raises:
-        UserError: `name` is not `DATASET`.
+        UserError: `name` is neither.
     """
+    if name == RANKINGS:
+        return _rankings()
     if name != DATASET:
-        raise UserError(f"There is no synthetic dataset {name!r}; there is {DATASET}.")
+        raise UserError(f"There is no synthetic dataset {name!r}; there are {DATASET} and {RANKINGS}.")
     pairs = [(low, high) for low, high in combinations(NUMBERS, 2) if high - low >= SMALLEST_GAP]
     shuffler = random.Random(SEED)
     shuffler.shuffle(pairs)
@@ -122,6 +127,20 @@ def load_dataset(name: str) -> datasets.DatasetDict:
         shuffler.shuffle(rows)
         splits[split] = datasets.Dataset.from_list(rows)
     return datasets.DatasetDict(splits)
+
+
+def _rankings() -> datasets.DatasetDict:
+    chooser, rows = random.Random(SEED), []
+    for word in QUESTION_WORDS * (2 * TRAIN_NUMBER_PAIRS + 2 * TEST_NUMBER_PAIRS):
+        numbers = chooser.sample(NUMBERS[::SMALLEST_GAP], 4)
+        scores = [
+            sum((other < number) == (word == "larger") for other in numbers if other != number) for number in numbers
+        ]
+        rows.append({"prompt": question(word, *numbers), "completions": list(map(answer, numbers)), "scores": scores})
+    test = len(rows) // 5
+    return datasets.DatasetDict(
+        test=datasets.Dataset.from_list(rows[:test]), train=datasets.Dataset.from_list(rows[test:])
+    )
 
 
 def resolve_model(name: str, folder: str) -> str:

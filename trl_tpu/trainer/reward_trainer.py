@@ -32,10 +32,11 @@ from ..config.reward_config import RewardConfig
 from ..data.chat import date_written
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
+from ..data.judgements import RANKED_COLUMNS, RANKED_LABELS, Pairs
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..evaluation.judge import check_eval_by, judge
-from ..evaluation.reward_sums import sums_of
+from ..evaluation.ranking import judged_sums
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import (
     build_dataset,
@@ -237,8 +238,8 @@ class RewardTrainer(DeviceTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            columns = list(LEGACY_KEYS) if self.__old_columns else ["chosen_ids", "rejected_ids"]
-            self._signature_columns = [*columns, "margin"]  # type: ignore[assignment]
+            columns = LEGACY_KEYS if self.__old_columns else (*TOKEN_COLUMNS, *RANKED_COLUMNS)
+            self._signature_columns = [*columns, *Pairs.label_columns]  # type: ignore[assignment]
 
     # ---- the loss
 
@@ -257,27 +258,38 @@ class RewardTrainer(DeviceTrainer):
         """
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
-        pad_token_id, coefficient = self.processing_class.pad_token_id, self.args.center_rewards_coefficient
-        settings = LossSettings(pad_token_id, self.__plan.padding_side, coefficient)
+        args = self.args
+        settings = LossSettings(
+            self.processing_class.pad_token_id,
+            self.__plan.padding_side,
+            center_rewards_coefficient=args.center_rewards_coefficient,
+            loss_type=args.loss_type,
+            ranking_top_k=args.ranking_top_k,
+            margin_scale=args.margin_scale,
+            label_smoothing=args.label_smoothing,
+        )
         found = training_step(model, inputs, settings, **extras)
         # a step's program would return what is kept, so it is where somebody may read it
         if not self.model.training or not self.__is_own("compute_loss"):
             self.__computed = found.detach()
         if self.model.training:
-            self.__reward_metrics.update(found.rewards_P2, found.mask_P, found.tokens)
+            self.__reward_metrics.update(found.rewards_PK, found.mask_P, found.tokens, found.labels)
         if not return_outputs:
             return found.loss
+        if "grade" in found.labels and found.outputs is None:
+            return found.loss, {"rewards": found.rewards_PK}
         if self.__old_columns or found.outputs is None:
-            return found.loss, {"rewards_chosen": found.rewards_P2[:, 0], "rewards_rejected": found.rewards_P2[:, 1]}
+            return found.loss, {"rewards_chosen": found.rewards_PK[:, 0], "rewards_rejected": found.rewards_PK[:, 1]}
         return found.loss, found.outputs
 
     def __read_last_metrics(self) -> dict[str, float]:
         """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
         if (last := self.__computed) is None:
             return {}
-        on_device = [last.rewards_P2, last.mask_P, *self.__reward_metrics.device_sums]
-        rewards_P2, mask_P, *sums = self.trl_tpu.runtime.fetch(on_device)
-        metrics = sums_of(rewards_P2[mask_P].numpy()).metrics()
+        on_device = [last.rewards_PK, last.mask_P, *last.labels.values(), *self.__reward_metrics.device_sums]
+        rewards_PK, mask_P, *others = self.trl_tpu.runtime.fetch(on_device)
+        labels, sums = dict(zip(last.labels, others, strict=False)), others[len(last.labels) :]
+        metrics = judged_sums(rewards_PK, mask_P, labels).metrics()
         return metrics | {"num_tokens": self.__reward_metrics.tokens_so_far([sums])}
 
     # ---- evaluation
@@ -291,6 +303,7 @@ class RewardTrainer(DeviceTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the loss, the rewards [P, 2] and labels [P], zeros, of a batch; in the old API the rewards' softmax.
 
+        Of rankings the rewards are [P, K], NaN where there is no answer, and the labels are the grades.
         No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
         """
         inputs = self._prepare_inputs(inputs)
@@ -308,6 +321,8 @@ class RewardTrainer(DeviceTrainer):
             self.__computed = StepResult(loss, losses_P, rewards_P2, labels_P == 0, labels_P.sum())
         if prediction_loss_only:
             return loss, None, None
+        if "grade" in (labels := self.__computed.labels):
+            return loss, torch.where(labels["is_there"], rewards_P2, torch.nan), labels["grade"]
         return loss, rewards_P2.softmax(-1) if self.__old_columns else rewards_P2, labels_P
 
     def evaluation_loop(
@@ -394,7 +409,8 @@ class RewardTrainer(DeviceTrainer):
             predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
         found = named("predictions", predictions) | named("labels", labels)
         if computed is not None:  # whatever a prediction step of the user's returns
-            found["rewards"] = computed.rewards_P2
+            found["rewards"] = computed.rewards_PK
+            found |= {name: computed.labels[name].float() for name in RANKED_LABELS if name in computed.labels}
         rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
         if loss is not None:
             loss = loss.mean()
@@ -413,13 +429,15 @@ class RewardTrainer(DeviceTrainer):
             own["num_tokens"] = tokens  # which a loss of the user's does not count
         if "rewards" not in found and found:
             return own
-        rewards_N2 = found["rewards"].double().numpy() if found else np.zeros((0, 2))
-        sums = sums_of(rewards_N2)
+        rewards_NK = found["rewards"] if found else torch.zeros((0, 2))
+        labels = {"grade": found["grade"], "is_there": found["is_there"].bool()} if "grade" in found else {}
+        sums = judged_sums(rewards_NK, torch.ones(len(rewards_NK), dtype=torch.bool), labels)
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
             self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
-        pairs = self.__evaluated_pairs(len(rewards_N2))
-        if (verdict := judge(rewards_N2, pairs, self.args.eval_by)) is not None:
+        pairs = self.__evaluated_pairs(len(rewards_NK))
+        grades = [label.numpy() for label in labels.values()]
+        if (verdict := judge(rewards_NK.double().numpy(), pairs, self.args.eval_by, *grades)) is not None:
             self.__reward_metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own

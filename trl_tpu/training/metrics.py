@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..config.metric_names import REWARD_METRICS
+from ..data.judgements import Comparisons
 from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
 from ..evaluation.verdict import Verdict
 from ..modeling.engines import RewardScale, saved_scale, set_scale
@@ -25,11 +26,11 @@ def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
         sums: Over them.
         of: What they are rewards of, for the model card.
     """
-    if not sums.pairs:
+    if not sums.answers:
         return None
-    mean = sums.reward / (2 * sums.pairs)
-    variance = sums.squares / (2 * sums.pairs) - mean**2
-    return RewardScale(mean, variance**0.5, 2 * sums.pairs, of) if variance > 0 else None
+    mean = sums.reward / sums.answers
+    variance = sums.squares / sums.answers - mean**2
+    return RewardScale(mean, variance**0.5, sums.answers, of) if variance > 0 else None
 
 
 class AddedMetrics(defaultdict[str, list[float]]):
@@ -87,19 +88,26 @@ class RewardMetrics:
         ]
 
     @torch.no_grad()
-    def update(self, rewards_P2: torch.Tensor, mask_P: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add a batch's rewards, [P, 2], of the pairs that ``mask_P`` keeps, and its token count, at most 2**30."""
+    def update(
+        self,
+        rewards_PK: torch.Tensor,
+        mask_P: torch.Tensor,
+        tokens: torch.Tensor,
+        labels: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Add a batch's rewards of the pairs or prompts that ``mask_P`` keeps, and its token count, at most 2**30."""
         if not self._runtime.counts_pairs:
             return
         add = self._runtime.compiled(_added)
-        self.device_sums = add(self.device_sums, rewards_P2.detach().float(), mask_P, tokens, self._skips_nonfinite)
+        rewards_PK = rewards_PK.detach().float()
+        self.device_sums = add(self.device_sums, rewards_PK, mask_P, tokens, labels or {}, self._skips_nonfinite)
 
     def start(self, step: int, parts: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
         """Begin a run, or go on after ``step`` from the ``parts`` that each process had saved.
 
         Where there is another ``count`` of processes now, the first takes all sums.
         """
-        everyone = [RewardSums(**part["open"]) for part in parts]
+        everyone = [RewardSums(**_of_pairs(part["open"]) | part["open"]) for part in parts]
         before, peak = sum(everyone, RewardSums()), peak_flops_of(self._runtime.chip())
         peak = None if peak is None else peak * self._runtime.topology().devices
         self._throughput.start(self.work_of_a_pair, peak, before, step)
@@ -147,29 +155,42 @@ class RewardMetrics:
         return {"num_tokens": self.num_tokens, "open": vars(on_host(self._runtime.fetch(self.device_sums)))}
 
 
+def _of_pairs(sums: Mapping[str, Any]) -> dict[str, int]:
+    """Return what checkpoints from before 0.2 lack, which knew only pairs."""
+    return {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"]}
+
+
 def _added(
-    sums: list[torch.Tensor], rewards_P2: torch.Tensor, mask_P: torch.Tensor, tokens: torch.Tensor, finite_only: bool
+    sums: list[torch.Tensor],
+    rewards_PK: torch.Tensor,
+    mask_P: torch.Tensor,
+    tokens: torch.Tensor,
+    labels: Mapping[str, torch.Tensor],
+    finite_only: bool,
 ) -> list[torch.Tensor]:
     """Return `RewardMetrics.device_sums` with those of a batch."""
     counts, (high, low), totals, lowest, highest = sums[0], sums[1].unbind(), *sums[2:]
     if finite_only:
-        mask_P = mask_P & torch.isfinite(rewards_P2).all(-1)
-    chosen_P, rejected_P = rewards_P2.unbind(-1)
+        mask_P = mask_P & torch.isfinite(rewards_PK).all(-1)
+    compared = Comparisons.of(rewards_PK, mask_P, labels)
+    mask_PK = mask_P[:, None] & labels.get("is_there", torch.ones_like(rewards_PK, dtype=torch.bool))
+    better, worse = compared.better, compared.worse
 
-    def count(of_P: torch.Tensor) -> torch.Tensor:
-        return (of_P & mask_P).sum(dtype=torch.int32)
+    def count(are: torch.Tensor, among: torch.Tensor = compared.are_there) -> torch.Tensor:
+        return (are & among).sum(dtype=torch.int32)
 
-    def total(of_P: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_P, of_P, 0.0).sum()
+    def total(values_PK: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_PK, values_PK, 0.0).sum(-1).sum()
 
-    counts = counts + torch.stack([count(mask_P), count(chosen_P > rejected_P), count(chosen_P == rejected_P)])
     low = low + tokens
     carry = (low >= _CARRY).int()
-    squares_P = chosen_P.square() + rejected_P.square()
-    totals = totals + torch.stack([total(chosen_P + rejected_P), total(chosen_P - rejected_P), total(squares_P)])
-    lowest_P = torch.where(mask_P, rewards_P2.amin(-1), float("inf"))
-    highest_P = torch.where(mask_P, rewards_P2.amax(-1), float("-inf"))
-    lowest, highest = torch.minimum(lowest, lowest_P.min()), torch.maximum(highest, highest_P.max())
+    counted = [count(mask_P, mask_P), count(better > worse), count(better == worse)]
+    counts = counts + torch.stack([*counted, count(compared.are_there), count(mask_PK, mask_PK)])
+    margins = torch.where(compared.are_there, better - worse, 0.0).sum()
+    totals = totals + torch.stack([total(rewards_PK), margins, total(rewards_PK.square())])
+    lowest_PK = torch.where(mask_PK, rewards_PK, float("inf"))
+    highest_PK = torch.where(mask_PK, rewards_PK, float("-inf"))
+    lowest, highest = torch.minimum(lowest, lowest_PK.min()), torch.maximum(highest, highest_PK.max())
     return [counts, torch.stack([high + carry, low - carry * _CARRY]), totals, lowest, highest]
 
 

@@ -14,6 +14,7 @@ _SETTINGS = (
     *("seed", "data_seed", "gradient_accumulation_steps", "group_by_prompt"),
     *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("loss_type", "ranking_top_k", "margin_scale", "label_smoothing"),
     *("center_rewards_coefficient", "disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
 )
 
@@ -60,7 +61,7 @@ def digest(dataset: Any) -> Any:
     """Return how many pairs there are, and a checksum of all; None for a stream; of a dict, this of each dataset."""
     if isinstance(dataset, dict):
         return {name: digest(part) for name, part in dataset.items()}
-    if not isinstance(dataset, Dataset) or id_columns(dataset) is None:
+    if not isinstance(dataset, Dataset) or id_columns(dataset.column_names) is None:
         return None
     return f"{len(dataset)} pairs ({measure(dataset).checksum:08x})"
 

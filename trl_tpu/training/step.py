@@ -3,54 +3,54 @@
 `RewardTrainer.compute_loss` calls it, and so can a loop of your own, which calls `backward` on the loss it returns.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..data.packed_batch import micro_batches_of
-from ..modeling.losses import pairwise_losses
+from ..modeling.losses import Loss
 from ..modeling.rewards import OWN_KEYS, read_batch
 from ..runtime import current
 
 
 @dataclass(frozen=True)
-class LossSettings:
-    """What the loss of pairs depends on beside the model and the batch.
+class LossSettings(Loss):
+    """What a step depends on beside the model and the batch: the `Loss`, and how batches are padded.
 
     Args:
         pad_token_id: What padded rows are padded with.
         padding_side: On which side they are.
-        center_rewards_coefficient: As in `pairwise_losses`.
     """
 
     pad_token_id: int
     padding_side: str = "right"
-    center_rewards_coefficient: float | None = None
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step computed of the P pairs of a batch, on the device."""
+    """What a step computed of the P pairs of a batch, or of its P prompts of K answers, on the device."""
 
     loss: torch.Tensor
     """The mean over the batch's real pairs; of one of several micro-batches its part, which add up to it."""
     losses_P: torch.Tensor
-    rewards_P2: torch.Tensor
-    """Of the chosen and the rejected dialogue, float32."""
+    rewards_PK: torch.Tensor
+    """Of the chosen and the rejected dialogue, or of each answer, float32."""
     mask_P: torch.Tensor
     """True for the pairs that were computed and are no filling."""
     tokens: torch.Tensor
     """How many tokens these pairs' dialogues have: an int32 scalar."""
+    labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the data says of each pair, [P, ...]: see `trl_tpu.data.judgements`."""
     outputs: Any = None
     """The model's, where a row is a dialogue."""
 
     def detach(self) -> "StepResult":
         """Return what can be kept without keeping a graph alive."""
-        loss, losses_P, rewards_P2 = self.loss.detach(), self.losses_P.detach(), self.rewards_P2.detach()
-        return StepResult(loss, losses_P, rewards_P2, self.mask_P, self.tokens)
+        loss, losses_P, rewards_PK = self.loss.detach(), self.losses_P.detach(), self.rewards_PK.detach()
+        return StepResult(loss, losses_P, rewards_PK, self.mask_P, self.tokens, self.labels)
 
 
 def training_step(model: nn.Module, batch: dict[str, Any], settings: LossSettings, **extras: Any) -> StepResult:
@@ -79,9 +79,9 @@ evaluation_step = torch.no_grad()(training_step)
 def _compute(model: nn.Module, rows: dict[str, Any], settings: LossSettings, extras: dict[str, Any]) -> StepResult:
     pairs = read_batch(rows, settings.pad_token_id, settings.padding_side)
     others = {key: value for key, value in rows.items() if key not in OWN_KEYS}
-    rewards_P2, outputs = pairs.rewards(model, **others | extras)
-    losses_P = pairwise_losses(rewards_P2, pairs.margin_P, settings.center_rewards_coefficient)
-    return StepResult(pairs.mean(losses_P), losses_P, rewards_P2, pairs.mask_P, pairs.tokens, outputs)
+    rewards_PK, outputs = pairs.rewards(model, **others | extras)
+    losses_P = settings.losses_of(rewards_PK, pairs.labels)
+    return StepResult(pairs.mean(losses_P), losses_P, rewards_PK, pairs.mask_P, pairs.tokens, pairs.labels, outputs)
 
 
 def _join(parts: Sequence[StepResult]) -> StepResult:
@@ -94,5 +94,7 @@ def _join(parts: Sequence[StepResult]) -> StepResult:
 
     loss, tokens, masks_MP = stacked("loss").sum(), stacked("tokens").sum(dtype=torch.int32), stacked("mask_P")
     losses_P = torch.where(masks_MP, stacked("losses_P"), 0.0).sum(0)
-    rewards_P2 = torch.where(masks_MP[..., None], stacked("rewards_P2"), 0.0).sum(0)
-    return StepResult(loss, losses_P, rewards_P2, masks_MP.any(0), tokens)
+    rewards_PK = torch.where(masks_MP[..., None], stacked("rewards_PK"), 0.0).sum(0)
+    part_P, each_P = masks_MP.int().argmax(0), torch.arange(masks_MP.shape[1], device=loss.device)
+    labels = {name: torch.stack([part.labels[name] for part in parts])[part_P, each_P] for name in parts[0].labels}
+    return StepResult(loss, losses_P, rewards_PK, masks_MP.any(0), tokens, labels)

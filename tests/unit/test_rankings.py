@@ -1,0 +1,172 @@
+"""Ranked answers: losses and gradients are their papers' formulas in float64, and rows say what is wrong with them."""
+
+import math
+from itertools import combinations, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from trl_tpu.data.judgements import labels_of
+from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.evaluation.ranking import judge_rankings, judged_sums
+from trl_tpu.modeling.losses import Loss
+from trl_tpu.packing.pack import pack_unpadded
+
+K = 5
+answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # reward, grade
+prompts = st.lists(st.lists(answers, min_size=2, max_size=K), min_size=1, max_size=4)
+
+
+def tensors_of(some: list[list[tuple[float, int]]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    labels = labels_of([{"grades": [grade for _, grade in each]} for each in some], K)
+    rewards_PK = torch.full((len(some), K), 7.5)  # of answers that are not there
+    for rewards_K, each in zip(rewards_PK, some, strict=True):
+        rewards_K[: len(each)] = torch.tensor([reward for reward, _ in each])
+    return rewards_PK.requires_grad_(), {name: torch.from_numpy(values) for name, values in labels.items()}
+
+
+def instruct_gpt(each: list[tuple[float, int]], scale: float, smoothing: float, center: float) -> float:
+    """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over a prompt's comparisons."""
+    losses = [
+        (1 - smoothing) * np.logaddexp(0, -d) + smoothing * np.logaddexp(0, d) + center * (r + s) ** 2
+        for (r, a), (s, b) in permutations(each, 2)
+        if a > b
+        for d in [r - s - scale * (a - b)]
+    ]
+    return float(np.mean(losses)) if losses else 0.0
+
+
+def plackett_luce(each: list[tuple[float, int]], top_k: int) -> float:
+    """Draw the best of those that are left, by the softmax of their rewards."""
+    left, total = sorted(each, key=lambda one: -one[1]), 0.0
+    for _ in range(min(top_k, len(left))):
+        total += float(np.logaddexp.reduce([reward for reward, _ in left]) - left[0][0])
+        left = left[1:]
+    return total
+
+
+def slopes(formula: Any, each: list[tuple[float, int]]) -> list[float]:
+    """Differentiate a formula by each reward, in float64."""
+    step = 1e-6
+    moved = lambda n, by: [(r + by * (n == i), g) for i, (r, g) in enumerate(each)]  # noqa: E731
+    return [(formula(moved(n, step)) - formula(moved(n, -step))) / (2 * step) for n in range(len(each))]
+
+
+@given(prompts, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.01]))
+def test_all_comparisons_of_a_prompt_are_its_one_loss(
+    some: Any, scale: float, smoothing: float, center: float
+) -> None:
+    rewards_PK, labels = tensors_of(some)
+    loss = Loss(margin_scale=scale or None, label_smoothing=smoothing, center_rewards_coefficient=center or None)
+    losses_P = loss.losses_of(rewards_PK, labels)
+    losses_P.sum().backward()
+    for loss_of_one, gradient_K, each in zip(losses_P.tolist(), rewards_PK.grad.tolist(), some, strict=True):  # type: ignore[union-attr]
+        assert loss_of_one == pytest.approx(instruct_gpt(each, scale, smoothing, center), rel=1e-5, abs=1e-5)
+        expected = slopes(lambda moved: instruct_gpt(moved, scale, smoothing, center), each)
+        assert gradient_K == pytest.approx(expected + [0.0] * (K - len(each)), rel=1e-4, abs=1e-4)
+
+
+@given(prompts, st.sampled_from([None, 1, 2]))
+def test_an_order_is_drawn_answer_by_answer(some: Any, top_k: int | None) -> None:
+    ordered = [[(reward, -place) for place, (reward, _) in enumerate(each)] for each in some]
+    rewards_PK, labels = tensors_of(ordered)
+    losses_P = Loss(loss_type="plackett_luce", ranking_top_k=top_k).losses_of(rewards_PK, labels)
+    losses_P.sum().backward()
+    for loss_of_one, gradient_K, each in zip(losses_P.tolist(), rewards_PK.grad.tolist(), ordered, strict=True):  # type: ignore[union-attr]
+        assert loss_of_one == pytest.approx(plackett_luce(each, top_k or K), rel=1e-5, abs=1e-5)
+        expected = slopes(lambda moved: plackett_luce(moved, top_k or K), each)
+        assert gradient_K == pytest.approx(expected + [0.0] * (K - len(each)), rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"loss_type": "plackett_luce"}, {"label_smoothing": 0.1}])
+def test_two_answers_are_a_pair(settings: Any) -> None:
+    rewards_P2 = torch.tensor([[1.0, -0.5], [0.2, 3.0]])
+    loss = Loss(center_rewards_coefficient=0.1, **settings)
+    ranked = {name: torch.from_numpy(each) for name, each in labels_of([{"grades": [2, 1]}] * 2, 2).items()}
+    torch.testing.assert_close(loss.losses_of(rewards_P2, ranked), loss.losses_of(rewards_P2, {}))
+
+
+@given(st.floats(-20, 20, width=32), st.floats(0, 1, width=32), st.sampled_from([0.0, 0.2]))
+def test_a_pair_may_say_how_likely_it_is_right(difference: float, probability: float, smoothing: float) -> None:
+    rewards_P2 = torch.tensor([[difference, 0.0]])
+    labels = {"chosen_probability": torch.tensor([probability])}
+    found = Loss(label_smoothing=smoothing).losses_of(rewards_P2, labels).item()
+    target = probability * (1 - smoothing) + (1 - probability) * smoothing
+    expected = target * np.logaddexp(0, -difference) + (1 - target) * np.logaddexp(0, difference)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@given(prompts)
+def test_metrics_count_each_comparison_once(some: Any) -> None:
+    rewards_PK, labels = tensors_of(some)
+    sums = judged_sums(rewards_PK.detach(), torch.ones(len(some), dtype=torch.bool), labels)
+    compared = [(r, s) for each in some for (r, a), (s, b) in permutations(each, 2) if a > b]
+    assert sums.comparisons == len(compared)
+    if not compared:
+        return
+    assert sums.pairs == len(some)
+    assert sums.correct == sum(r > s for r, s in compared) and sums.answers == sum(map(len, some))
+    grades = (label.numpy() for label in labels.values())
+    found = judge_rankings(rewards_PK.detach().double().numpy(), *grades).metrics()
+    signs = [[np.sign(r - s) * np.sign(a - b) for (r, a), (s, b) in combinations(each, 2) if a != b] for each in some]
+    assert found["kendall_tau"] == pytest.approx(np.mean([np.mean(each) for each in signs if each]))
+    best = [
+        max(each, key=lambda one: one[0])[1] == max(grade for _, grade in each)
+        for each, compared in zip(some, signs, strict=True)
+        if compared
+    ]
+    assert found["top1_accuracy"] == pytest.approx(np.mean(best))
+
+
+def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
+    prompts = [[*range(10, 110)], [*range(10, 60), *range(200, 250)]]
+    rows = [
+        [[*prompt, 1000 + answer, 7] for answer in range(count)] for prompt, count in zip(prompts, (8, 3), strict=True)
+    ]
+    labels = labels_of([{"grades": list(range(len(row)))} for row in rows], 8)
+    packed = pack_unpadded(rows, 0, labels, 8, attention_crossover_length=1e6)
+    assert packed.input_ids_RL.size == 150 + 2 * 11  # both prompts' first 50 tokens once, too
+    for row, answers, rewards in zip(packed.last_row_PK, packed.last_column_PK, rows, strict=True):
+        assert [packed.input_ids_RL[r, c] for r, c in zip(row, answers, strict=True)][: len(rewards)] == [7] * len(
+            rewards
+        )
+    assert packed.labels["is_there"].sum(axis=1).tolist() == [8, 3]
+
+
+TWO = {"prompt": "a", "completions": ["b", "c"]}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({**TWO, "scores": [1.0, 1.0]}, "Row 0 .*`scores` is .* no answer is better"),
+    ({**TWO, "completions": ["b", "c", "d"], "ranks": [1, 2, 2]}, "Row 0 .*`ranks` .*ties=None.*ties='skip'"),
+    ({**TWO, "scores": [1.0, math.nan]}, "Row 0 .*`scores` holds nan"),
+    ({**TWO, "scores": [1.0]}, "Row 0 .*`scores` .*a number for each of 2 answers"),
+    ({**TWO, "completions": ["b"], "scores": [1.0]}, "Row 0 .*1 answers; there must be 2 to 64"),
+    ({**TWO, "completions": ["b", None], "scores": [1, 2]}, r"Row 0 .*`completions\[1\]` is null"),
+    (TWO, "Row 0 .*neither `scores` nor `ranks`"),
+]
+
+
+def prepare(*rows: dict[str, Any], **settings: Any) -> Any:
+    defaults: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
+    return prepare_preference_dataset(Dataset.from_list(list(rows)), tiny_tokenizer(["a b c"]), **defaults | settings)
+
+
+@pytest.mark.parametrize(("row", "text"), BAD)
+def test_bad_rankings_are_refused_with_row_and_column(row: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        prepare(row)
+
+
+def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:
+    rows = [{**TWO, "completions": ["b", "c", "d" * 9], "ranks": [2, 1, 2]}, {**TWO, "ranks": [1, 2]}]
+    assert prepare(*rows, skips_ties=True)["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]
+    assert prepare(*rows, skips_ties=True, max_length=4)["grades"] == [[-1.0, -2.0]]
+    cut = prepare(*rows, skips_ties=True, max_length=4, truncation_mode="keep_start")["answer_ids"]
+    assert [[len(ids) for ids in row] for row in cut] == [[3, 3, 4], [3, 3]]
+    chosen = prepare({"prompt": "a", "chosen": "b", "rejected": ["c", "d"]})
+    assert chosen["grades"] == [[1.0, 0.0, 0.0]] and [len(ids) for ids in chosen["answer_ids"][0]] == [3, 3, 3]

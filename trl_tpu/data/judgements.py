@@ -1,0 +1,168 @@
+"""What the rows of a dataset judge: two answers to a prompt, or several that are ranked or graded.
+
+A row is a prompt with answers, of which a batch holds the token ids, and labels that say which is the better one; the
+loss and the metrics read them by name (`trl_tpu.modeling.losses`). A pair is the case of two answers, chosen first.
+
+Letters: P pairs or prompts of a batch, K answers of each.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import UserError, UserTypeError
+from . import checks
+
+MOST_ANSWERS = 64
+_HALVES = checks.RAW_COLUMNS
+RANKED_COLUMNS = ("answer_ids", "grades")
+RANKED_LABELS = ("grade", "is_there")
+LABELS = frozenset({"margin", "chosen_probability", *RANKED_LABELS})
+"""The names of all labels."""
+
+Row = Mapping[str, Any]
+
+
+class Pairs:
+    """A chosen and a rejected answer, perhaps with the `margin` that is asked for.
+
+    Or with the `chosen_probability` that the chosen one is the better one.
+    """
+
+    id_columns: tuple[str, ...] = checks.TOKEN_COLUMNS
+    """What preparing the data makes."""
+    label_columns = ("margin", "chosen_probability")
+    """What may stand beside them."""
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        """Check a raw row, and return its answers by the words for their places in it.
+
+        Args:
+            where: How errors begin, see `checks.row_of`.
+        """
+        answers = {column: row[column] for column in checks.RAW_COLUMNS}
+        checks.check_raw_row(row, answers, where)
+        return answers
+
+    def prepared(self, row: Row, ids: list[list[int]]) -> Row:
+        """Return the columns that preparing a raw row makes of the token ids of its dialogues."""
+        return dict(zip(self.id_columns, ids, strict=True))
+
+
+@dataclass(frozen=True)
+class Rankings:
+    """Two to 64 answers with `scores` or `ranks`, or one chosen and several rejected ones.
+
+    Their `grades` are higher the better they are. Of two answers with one grade none is the better one.
+
+    Args:
+        skips_ties: Whether rows may have equal scores or ranks.
+    """
+
+    skips_ties: bool = False
+    id_columns = RANKED_COLUMNS[:1]
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        if "completions" not in row:
+            given: dict[str, Any] = {"chosen": [row.get("chosen")], "rejected": row.get("rejected")}
+        else:
+            given = {"completions": row["completions"]}
+        for column, values in given.items():
+            if not isinstance(values, list) or not values:
+                raise UserTypeError(f"{where}: `{column}` must be a list of answers, got {values!r:.80}.")
+        answers = {
+            f"{column}[{place}]": value for column, values in given.items() for place, value in enumerate(values)
+        }
+        if not 2 <= len(answers) <= MOST_ANSWERS:
+            raise UserError(f"{where} has {len(answers)} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
+        checks.check_raw_row(row, answers, where)
+        self._grades(row, where)
+        return answers
+
+    def prepared(self, row: Row, ids: list[list[int]]) -> Row:
+        return {"answer_ids": ids, "grades": self._grades(row, "")}
+
+    def _grades(self, row: Row, where: str) -> list[float]:
+        if "completions" not in row:
+            return [1.0] + [0.0] * len(row["rejected"])
+        column = next((name for name in ("scores", "ranks") if name in row), None)
+        if column is None:
+            raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
+        values, answers = row[column], len(row["completions"])
+        if not isinstance(values, list) or len(values) != answers:
+            raise UserError(
+                f"{where}: `{column}` is {values!r:.80}, but must be a list of a number for each of {answers} answers."
+            )
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(f"{where}: `{column}` holds {value!r}; each must be a finite number.")
+        if len(set(values)) == 1:
+            raise UserError(f"{where}: `{column}` is {values!r:.80}, by which no answer is better than another.")
+        if len(set(values)) < answers and not self.skips_ties:
+            raise UserError(
+                f"{where}: `{column}` is {values!r:.80}, in which answers are equal, and ties=None says that there "
+                "are no ties. Set ties='skip' not to compare such answers, or remove such rows."
+            )
+        return grades_of(row)
+
+
+Judgement = Pairs | Rankings
+"""One form of rows, from raw ones to those that batches are made of."""
+
+
+def labels_of(rows: Sequence[Row], answers: int) -> dict[str, np.ndarray]:
+    """Return the labels of prepared rows by name, of pairs [P], of ranked answers [P, K]."""
+    if "grades" not in rows[0]:
+        names = [name for name in Pairs.label_columns if name in rows[0]]
+        return {name: np.array([row[name] for row in rows], np.float32) for name in names}
+    grade_PK = np.zeros((len(rows), answers), np.float32)
+    is_there_PK = np.zeros(grade_PK.shape, bool)
+    for grades_K, is_there_K, row in zip(grade_PK, is_there_PK, rows, strict=True):
+        grades_K[: len(row["grades"])] = row["grades"]
+        is_there_K[: len(row["grades"])] = True
+    return {"grade": grade_PK, "is_there": is_there_PK}
+
+
+def answers_in(batch: Mapping[str, Any]) -> int:
+    """Return K of a padded batch."""
+    return batch["is_there"].shape[-1] if "is_there" in batch else 2
+
+
+def grades_of(row: Row) -> list[float]:
+    """Return the grades of a row's answers, higher the better they are, from its scores or ranks."""
+    return [float(score) for score in row["scores"]] if "scores" in row else [-float(rank) for rank in row["ranks"]]
+
+
+def is_ranking(row: Row) -> bool:
+    """Tell whether a raw or prepared row has more answers than a pair."""
+    lists = [isinstance(row.get(half), list) and not isinstance(next(iter(row[half]), {}), dict) for half in _HALVES]
+    return lists == [False, True] or "completions" in row or set(RANKED_COLUMNS) <= set(row)
+
+
+def is_above(grade_PK: torch.Tensor, is_there_PK: torch.Tensor) -> torch.Tensor:
+    """Return which answers are judged better than which, [P, K, K]: i than j."""
+    both_PKK = is_there_PK[:, :, None] & is_there_PK[:, None, :]
+    return both_PKK & (grade_PK[:, :, None] > grade_PK[:, None, :])
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """Rewards of two answers of which one was judged better, in tensors of one shape."""
+
+    better: torch.Tensor
+    worse: torch.Tensor
+    are_there: torch.Tensor
+
+    @classmethod
+    def of(cls, rewards_PK: torch.Tensor, mask_P: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> "Comparisons":
+        """Return the comparisons of pairs, [P], or those of ranked answers, [P, K, K]."""
+        if "grade" not in labels:
+            better_P, worse_P = rewards_PK.unbind(-1)
+            return cls(better_P, worse_P, mask_P)
+        above_PKK = is_above(labels["grade"], labels["is_there"]) & mask_P[:, None, None]
+        better_PKK, worse_PKK = torch.broadcast_tensors(rewards_PK[:, :, None], rewards_PK[:, None, :])
+        return cls(better_PKK, worse_PKK, above_PKK)

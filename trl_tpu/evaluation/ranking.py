@@ -1,0 +1,86 @@
+"""How well rewards order ranked answers, on the host.
+
+Letters: N prompts, K answers of each, M comparisons, J prompts that have any.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..data.judgements import Comparisons, grades_of
+from .proportion import by_group, mean_of, proportion
+from .reward_sums import RewardSums, sums_of
+from .verdict import Verdict, judge_pairs
+
+
+def judged_sums(rewards_NK: torch.Tensor, mask_N: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> RewardSums:
+    """Return the sums over the pairs or ranked answers that ``mask_N`` keeps."""
+    compared = Comparisons.of(rewards_NK, mask_N, labels)
+    there = compared.are_there
+    compared_M2 = torch.stack([compared.better[there], compared.worse[there]], dim=-1).numpy()
+    if "is_there" not in labels:
+        return sums_of(compared_M2)
+    return sums_of(compared_M2, rewards_NK[labels["is_there"] & mask_N[:, None]].numpy(), int(mask_N.sum()))
+
+
+def judge_rankings(
+    rewards_NK: np.ndarray,
+    grade_NK: np.ndarray,
+    is_there_NK: np.ndarray,
+    lengths_NK: np.ndarray | None = None,
+    groups: Sequence[str] | None = None,
+) -> Verdict:
+    """Judge a model by its rewards of ranked answers: by all comparisons of those with different grades.
+
+    A prompt's comparisons are not independent, so shares are means over prompts and their intervals count prompts.
+    Kendall's tau is how many comparisons are right less how many are wrong, of all (tau-a where no grades are equal,
+    https://doi.org/10.1093/biomet/30.1-2.81).
+
+    Args:
+        rewards_NK, grade_NK: Of each answer.
+        is_there_NK: Which answers a prompt has.
+        lengths_NK: The tokens of each.
+        groups: The label of each prompt.
+
+    Raises:
+        UserError: As `judge_pairs`.
+    """
+    is_judged_N = (np.isfinite(rewards_NK) | ~is_there_NK).all(axis=1)
+    above_NKK = (grade_NK[:, :, None] > grade_NK[:, None, :]) & is_there_NK[:, :, None] & is_there_NK[:, None, :]
+    prompt_M, better_M, worse_M = np.nonzero(above_NKK & is_judged_N[:, None, None])
+
+    def compared(values_NK: np.ndarray) -> np.ndarray:
+        return np.stack([values_NK[prompt_M, better_M], values_NK[prompt_M, worse_M]], axis=-1)
+
+    verdict = judge_pairs(compared(rewards_NK), None if lengths_NK is None else compared(lengths_NK))
+    judged_J, comparisons_J = np.unique(prompt_M, return_counts=True)
+    margins_M = -np.diff(compared(rewards_NK))[:, 0]
+    right_J, wrong_J = (np.bincount(prompt_M, each_M)[judged_J] for each_M in (margins_M > 0, margins_M < 0))
+    best_NK = np.where(is_there_NK, rewards_NK, -np.inf).argmax(axis=1)[:, None]
+    top_J = ~np.take_along_axis(above_NKK.any(axis=1), best_NK, axis=1)[judged_J, 0]
+    accuracies = {} if groups is None else by_group(right_J / comparisons_J, [groups[at] for at in judged_J.tolist()])
+    return replace(
+        verdict,
+        left_out=int((~is_judged_N).sum()),
+        accuracy=proportion(float((right_J / comparisons_J).sum()), len(judged_J)),
+        groups=accuracies,
+        mean_over_groups=mean_of(accuracies),
+        worst=tuple(dict.fromkeys(int(prompt_M[at]) for at in verdict.worst)),
+        top1_accuracy=proportion(int(top_J.sum()), len(judged_J)),
+        kendall_tau=float(((right_J - wrong_J) / comparisons_J).mean()),
+    )
+
+
+def rankings_of(
+    rows: Sequence[Mapping[str, Any]], rewards: Sequence[Sequence[float | None]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the first arrays that `judge_rankings` takes, of raw rows with `scores` or `ranks` and their rewards."""
+    grades = [grades_of(row) for row in rows]
+    most = max(map(len, grades))
+    filled_NK = np.full((3, len(rows), most), [[[np.nan]], [[0.0]], [[0.0]]])
+    for number, (grades_K, rewards_K) in enumerate(zip(grades, rewards, strict=True)):
+        filled_NK[:, number, : len(grades_K)] = np.array(rewards_K, np.float64), grades_K, np.ones(len(grades_K))
+    return filled_NK[0], filled_NK[1], filled_NK[2] > 0
