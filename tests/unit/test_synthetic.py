@@ -101,6 +101,14 @@ def test_model_and_data_are_the_same_at_every_call(model_folder: str, splits: Da
     assert all(reloaded[split][:] == splits[split][:] for split in splits)
 
 
+def test_a_later_process_leaves_alone_what_another_reads(tmp_path: Path) -> None:
+    first, again = (
+        {path.name: path.stat().st_mtime_ns for path in Path(synthetic.resolve_model(MODEL, str(tmp_path))).iterdir()}
+        for _ in range(2)
+    )
+    assert again == first
+
+
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"'synthetic:huge'.*{MODEL}"):
         synthetic.resolve_model("synthetic:huge", str(tmp_path))

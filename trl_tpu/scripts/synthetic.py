@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from trl_tpu.data.tokenize import main_processes_first
 from trl_tpu.errors import UserError
 
 #: How the names of a model and a dataset begin that are made here.
@@ -154,7 +155,10 @@ def resolve_model(name: str, folder: str) -> str:
     if name != MODEL:
         raise UserError(f"There is no synthetic model {name!r}; there is {MODEL}.")
     path = os.path.join(folder, name.replace(":", "-"))
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(path)
-    tiny_model(tokenizer).save_pretrained(path)
+    with main_processes_first():
+        # not while another process reads it; the weights are written last, and transformers lets only rank 0
+        if not os.path.exists(os.path.join(path, "model.safetensors")):
+            tokenizer = tiny_tokenizer()
+            tokenizer.save_pretrained(path)
+            tiny_model(tokenizer).save_pretrained(path)
     return path
