@@ -7,7 +7,7 @@ SmolLM2-135M (or the model of a folder) learns 1,800 pairs of HH-RLHF in plain t
 stand the untrained model and "the shorter answer wins". Both runs' curves are in one picture, training.png, and the
 rows in Markdown, which `--table` appends to the table of runs. In bfloat16 by autocast, TRL's default, and with
 gradient checkpointing. Takes two hours on two cores, most of them TRL's; a system whose folder is there already is not
-trained again. What a pair takes is the processor's time, of all cores, so that other work on the machine changes little.
+trained again. What a pair takes is the time of all cores, which other work on the machine changes little.
 """
 
 import os
@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import real_pairs  # noqa: E402
 import smollm2  # noqa: E402
 
-FOLDERS = {"TRL 1.16": "trl", "trl_tpu": "trl_tpu"}
+FOLDERS = {"trl_tpu": "trl_tpu", "TRL 1.16": "trl"}
 MEASURED = "measured.json"
 SHORTER = "the shorter answer wins"
 COLUMNS = ("model", "data", "what", "accuracy (95 % interval)", "calibration error", "length alone", "CPU s a pair")
