@@ -5,8 +5,8 @@ python -m tests.benchmarks.run_one_epoch --output_dir runs/one_epoch [--model FO
 SmolLM2-135M (or the model of a folder) learns those of 1,800 pairs of HH-RLHF that have at most 512 tokens, in plain
 torch, and is judged on the next 512 pairs by `trl_tpu.evaluation`: accuracy with its interval, calibration, and what
 the length alone would reach. Beside the two stand the untrained model and "the shorter answer wins". Both runs' curves
-are in one picture, training.png, and the rows in Markdown, which `--table` appends to the table of runs. In bfloat16 by
-autocast, TRL's default, and with gradient checkpointing. Takes two hours on two cores, most of them TRL's; a system
+are in one picture, training.png, and the rows in Markdown, which `--table` appends to the table of runs. In bfloat16
+by autocast, TRL's default, and with gradient checkpointing. Takes two hours on two cores, most of them TRL's; a system
 whose folder is there already is not trained again. What a pair takes is the time of all cores, which other work on the
 machine changes little.
 """
