@@ -17,6 +17,7 @@ from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.evaluation.ranking import judge_rankings, judged_sums
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.pack import pack_unpadded
+from trl_tpu.scoring.summary import Summary
 
 K = 5
 answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # reward, grade
@@ -49,6 +50,18 @@ def plackett_luce(each: list[tuple[float, int]], top_k: int) -> float:
         total += float(np.logaddexp.reduce([reward for reward, _ in left]) - left[0][0])
         left = left[1:]
     return total
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "plackett_luce"])
+def test_answers_of_one_grade_are_not_compared(loss_type: str) -> None:
+    labels = {name: torch.from_numpy(each) for name, each in labels_of([{"grades": [1, 0, 0]}], 3).items()}
+    rewards_PK = torch.tensor([[0.3, 2.0, -1.0]], requires_grad=True)
+    Loss(loss_type=loss_type).losses_of(rewards_PK, labels).sum().backward()
+    wrong = np.exp(rewards_PK[0].detach().double() - 0.3)
+    by_pairs = wrong[1:] / (1 + wrong[1:]) / 2
+    expected = by_pairs if loss_type == "sigmoid" else wrong[1:] / wrong.sum()
+    assert rewards_PK.grad is not None
+    assert rewards_PK.grad[0].tolist() == pytest.approx([-float(expected.sum()), *expected.tolist()], abs=1e-6)
 
 
 def slopes(formula: Any, each: list[tuple[float, int]]) -> list[float]:
@@ -148,6 +161,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**TWO, "completions": ["b"], "scores": [1.0]}, "Row 0 .*1 answers; there must be 2 to 64"),
     ({**TWO, "completions": ["b", None], "scores": [1, 2]}, r"Row 0 .*`completions\[1\]` is null"),
     (TWO, "Row 0 .*neither `scores` nor `ranks`"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0]}, "Row 0 .*`grades` is .* of 2 answers"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0, math.nan]}, "Row 0 .*`grades` is .*nan"),
+    ({"answer_ids": [[1], [999]], "grades": [1.0, 2.0]}, "Row 0 .*`answer_ids` .*999"),
+    ({"chosen": "a", "rejected": "b", "chosen_probability": 1.5}, "Row 0 .*`chosen_probability` is 1.5"),
 ]
 
 
@@ -160,6 +177,16 @@ def prepare(*rows: dict[str, Any], **settings: Any) -> Any:
 def test_bad_rankings_are_refused_with_row_and_column(row: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         prepare(row)
+
+
+def test_scores_that_grade_no_answers_do_not_stop_a_summary() -> None:
+    answered = {"completions": ["a", "b"], "rewards": [1.0, 0.0], "not_scored": None}
+    summary = Summary(("rewards",))
+    for scores in (None, [1.0], {"helpful": 1}, [1.0, 1.0]):
+        summary.add([answered | {"scores": scores}])
+    assert not any("rankings" in line for line in summary.lines())
+    summary.add([answered | {"ranks": [1, 2]}])
+    assert {"rankings         2", "kendall_tau      1.0000"} <= set(summary.lines())
 
 
 def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:

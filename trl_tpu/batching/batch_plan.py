@@ -21,7 +21,7 @@ from ..data.collators import (
     UnpaddedRow,
 )
 from ..data.loader import OwnPairs
-from ..data.measure import answers_in, is_ranked
+from ..data.measure import is_ranked, most_answers
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
@@ -239,7 +239,7 @@ class BatchPlan:
         """
         self._look_again(user_collator)
         self._collator = user_collator
-        answers = answers_in(dataset)
+        answers = most_answers(dataset)
         if user_collator is self._default_collator and is_ranked(dataset):
             user_collator = replace(user_collator, answers=answers)
         part, pad = self._runtime.batch_part, self._pad_token_id

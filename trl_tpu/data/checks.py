@@ -227,18 +227,43 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
         )
 
 
-def check_id_column(column: pa.ChunkedArray, key: str, first: int, name: str, num_embeddings: int) -> None:
-    """Check a column of token ids as `check_ids`, at once; row by row, from row ``first`` on, to name a bad one."""
+def check_id_column(column: pa.ChunkedArray, key: str, rows_D: np.ndarray, name: str, num_embeddings: int) -> None:
+    """Check a column of token ids as `check_ids`, at once; one by one, of ``rows_D`` each, to name a bad one."""
     if pa.types.is_integer(getattr(column.type, "value_type", pa.null())) and not column.null_count:
         extremes = pc.min_max(pc.list_flatten(column)).as_py()
         has_tokens = pc.all(pc.greater(pc.list_value_length(column), 0)).as_py()
         if has_tokens and extremes["min"] >= 0 and extremes["max"] < num_embeddings:
             return
-    for index, ids in enumerate(column.to_pylist(), start=first):
-        check_ids(ids, row_of(index, name, key), num_embeddings)
+    for row, ids in zip(rows_D.tolist(), column.to_pylist(), strict=True):
+        check_ids(ids, row_of(row, name, key), num_embeddings)
 
 
-# ---- margins
+# ---- labels
+
+
+def check_grades(table: pa.Table, first: int, name: str) -> None:
+    """Check that prepared rankings, from row ``first`` on, have a finite grade for each of two answers or more.
+
+    Raises:
+        UserError: One has not.
+    """
+    answers_N = pc.list_value_length(table["answer_ids"]).to_pylist()
+    for row, (answers, grades) in enumerate(zip(answers_N, table["grades"].to_pylist(), strict=True), start=first):
+        are_finite = grades is not None and bool(np.isfinite(np.array(grades, np.float64)).all())
+        if not are_finite or not 2 <= answers == len(grades):
+            raise UserError(
+                f"{row_of(row, name, 'grades')} is {grades!r:.80} of {answers} answers in `answer_ids`: there must be "
+                "two answers or more, with a finite number each. Correct or remove such rows."
+            )
+
+
+def check_probability(value: Any, where: str) -> None:
+    """Raise UserError where how likely the chosen answer is the better one is no number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise UserError(
+            f"{where} is {value!r}; it must be how likely the chosen answer is the better one, 0 to 1. Correct or "
+            "remove such rows, or drop the column."
+        )
 
 
 def check_margin(value: Any, columns: tuple[str, ...], where: str) -> None:

@@ -9,7 +9,7 @@ Letters: P pairs or prompts of a batch, K answers of each.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +18,13 @@ from ..errors import UserError, UserTypeError
 from . import checks
 
 MOST_ANSWERS = 64
-_HALVES = checks.RAW_COLUMNS
 RANKED_COLUMNS = ("answer_ids", "grades")
 RANKED_LABELS = ("grade", "is_there")
 LABELS = frozenset({"margin", "chosen_probability", *RANKED_LABELS})
 """The names of all labels."""
 
 Row = Mapping[str, Any]
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 
 class Pairs:
@@ -80,15 +80,14 @@ class Rankings:
         if not 2 <= len(answers) <= MOST_ANSWERS:
             raise UserError(f"{where} has {len(answers)} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
         checks.check_raw_row(row, answers, where)
-        self._grades(row, where)
+        if "completions" in row:
+            self._check_grades(row, where)
         return answers
 
     def prepared(self, row: Row, ids: list[list[int]]) -> Row:
-        return {"answer_ids": ids, "grades": self._grades(row, "")}
+        return {"answer_ids": ids, "grades": grades_of(row)}
 
-    def _grades(self, row: Row, where: str) -> list[float]:
-        if "completions" not in row:
-            return [1.0] + [0.0] * len(row["rejected"])
+    def _check_grades(self, row: Row, where: str) -> None:
         column = next((name for name in ("scores", "ranks") if name in row), None)
         if column is None:
             raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
@@ -107,7 +106,6 @@ class Rankings:
                 f"{where}: `{column}` is {values!r:.80}, in which answers are equal, and ties=None says that there "
                 "are no ties. Set ties='skip' not to compare such answers, or remove such rows."
             )
-        return grades_of(row)
 
 
 Judgement = Pairs | Rankings
@@ -133,17 +131,22 @@ def answers_in(batch: Mapping[str, Any]) -> int:
 
 
 def grades_of(row: Row) -> list[float]:
-    """Return the grades of a row's answers, higher the better they are, from its scores or ranks."""
+    """Return the grades of a raw row's answers, higher the better they are, from scores, ranks or its halves."""
+    if "completions" not in row:
+        return [1.0] + [0.0] * len(row["rejected"])
     return [float(score) for score in row["scores"]] if "scores" in row else [-float(rank) for rank in row["ranks"]]
 
 
 def is_ranking(row: Row) -> bool:
     """Tell whether a raw or prepared row has more answers than a pair."""
-    lists = [isinstance(row.get(half), list) and not isinstance(next(iter(row[half]), {}), dict) for half in _HALVES]
+    lists = [
+        isinstance(row.get(half), list) and not isinstance(next(iter(row[half]), {}), dict)
+        for half in checks.RAW_COLUMNS
+    ]
     return lists == [False, True] or "completions" in row or set(RANKED_COLUMNS) <= set(row)
 
 
-def is_above(grade_PK: torch.Tensor, is_there_PK: torch.Tensor) -> torch.Tensor:
+def is_above(grade_PK: Array, is_there_PK: Array) -> Array:
     """Return which answers are judged better than which, [P, K, K]: i than j."""
     both_PKK = is_there_PK[:, :, None] & is_there_PK[:, None, :]
     return both_PKK & (grade_PK[:, :, None] > grade_PK[:, None, :])

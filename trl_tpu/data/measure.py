@@ -101,7 +101,7 @@ def is_ranked(dataset: Any) -> bool:
     return isinstance(dataset, Dataset) and "answer_ids" in dataset.column_names
 
 
-def answers_in(dataset: Any) -> int:
+def most_answers(dataset: Any) -> int:
     """Return K, the most answers of a prepared dataset's rows."""
     return measure(dataset).answers if is_ranked(dataset) else 2
 
@@ -109,7 +109,8 @@ def answers_in(dataset: Any) -> int:
 def dialogues_in(row: Mapping[str, Any]) -> Sequence[Sequence[int]]:
     """Return the token ids of a row's dialogues, chosen first."""
     columns = id_columns(row)
-    assert columns is not None, f"no token ids in the columns {list(row)}"
+    if columns is None:
+        raise KeyError(f"no token ids in the columns {list(row)}")
     return [row[column] for column in columns] if len(columns) == 2 else row[columns[0]]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from datasets import Dataset
@@ -13,7 +14,17 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no power of it vanishes
 _MORE = 16  # the first tokens that a pair's answers may have in common, of which nothing tells that they are no prompt
 
 
+_GROUPS: WeakKeyDictionary[Dataset, np.ndarray] = WeakKeyDictionary()
+
+
 def prompt_groups(dataset: Dataset) -> np.ndarray:
+    """Return `_prompt_groups` of a dataset, found once."""
+    if dataset not in _GROUPS:
+        _GROUPS[dataset] = _prompt_groups(dataset)
+    return _GROUPS[dataset]
+
+
+def _prompt_groups(dataset: Dataset) -> np.ndarray:
     """Number the pairs of token ids, so that those that share a prompt have the same number [N].
 
     What a pair's dialogues share is the prompt, and some more tokens if its answers begin alike. So a prompt is what

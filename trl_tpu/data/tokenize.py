@@ -18,7 +18,7 @@ from ..errors import UserError
 from . import checks
 from .chat import apply_template, read_tools, template_variables
 from .judgements import Judgement, Pairs, Rankings, is_ranking
-from .measure import dialogues_in, dialogues_of, longest_of, measure_tables, remember, tables_of, with_labels
+from .measure import dialogues_in, dialogues_of, longest_of, measure_tables, remember, rows_of, tables_of, with_labels
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,9 @@ def prepare_preference_dataset(
     if isinstance(judgement, Pairs):
         checks.check_columns(columns, name)
         checks.check_margins(dataset, checks.TOKEN_COLUMNS, name)
+        if isinstance(dataset, Dataset) and "chosen_probability" in columns:
+            for index, value in enumerate(dataset["chosen_probability"]):
+                checks.check_probability(value, checks.row_of(index, name, "chosen_probability"))
     if not set(judgement.id_columns) <= set(columns):
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
@@ -238,7 +241,10 @@ def keep_fitting(
         first = 0
         for table in tables_of(dataset, with_labels(columns, dataset)):
             for key, dialogues in dialogues_of(table, columns).items():
-                checks.check_id_column(dialogues, key, first, name, num_embeddings)
+                rows_D = first + rows_of(table, columns)[: len(dialogues)]  # of two columns, each has every row
+                checks.check_id_column(dialogues, key, rows_D, name, num_embeddings)
+            if "grades" in table.column_names:
+                checks.check_grades(table, first, name)
             longest.append(longest_of(table, columns))
             first += len(table)
             yield table if max_length is None else table.filter(pa.array(longest[-1] <= max_length))
@@ -304,4 +310,6 @@ def _fits(
         checks.check_ids(row[key], checks.row_of(index, name, key), num_embeddings)
     if "margin" in row:
         checks.check_margin(row["margin"], columns, checks.row_of(index, name, "margin"))
+    if "chosen_probability" in row:
+        checks.check_probability(row["chosen_probability"], checks.row_of(index, name, "chosen_probability"))
     return max_length is None or max(map(len, dialogues_in(row))) <= max_length

@@ -3,6 +3,7 @@
 Letters: N prompts, K answers of each, M comparisons, J prompts that have any.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.judgements import Comparisons, grades_of
+from ..data.judgements import Comparisons, grades_of, is_above
 from .proportion import by_group, mean_of, proportion
 from .reward_sums import RewardSums, sums_of
 from .verdict import Verdict, judge_pairs
@@ -49,15 +50,16 @@ def judge_rankings(
         UserError: As `judge_pairs`.
     """
     is_judged_N = (np.isfinite(rewards_NK) | ~is_there_NK).all(axis=1)
-    above_NKK = (grade_NK[:, :, None] > grade_NK[:, None, :]) & is_there_NK[:, :, None] & is_there_NK[:, None, :]
+    above_NKK = is_above(grade_NK, is_there_NK)
     prompt_M, better_M, worse_M = np.nonzero(above_NKK & is_judged_N[:, None, None])
 
     def compared(values_NK: np.ndarray) -> np.ndarray:
         return np.stack([values_NK[prompt_M, better_M], values_NK[prompt_M, worse_M]], axis=-1)
 
-    verdict = judge_pairs(compared(rewards_NK), None if lengths_NK is None else compared(lengths_NK))
+    rewards_M2 = compared(rewards_NK)
+    verdict = judge_pairs(rewards_M2, None if lengths_NK is None else compared(lengths_NK))
     judged_J, comparisons_J = np.unique(prompt_M, return_counts=True)
-    margins_M = -np.diff(compared(rewards_NK))[:, 0]
+    margins_M = rewards_M2[:, 0] - rewards_M2[:, 1]
     right_J, wrong_J = (np.bincount(prompt_M, each_M)[judged_J] for each_M in (margins_M > 0, margins_M < 0))
     best_NK = np.where(is_there_NK, rewards_NK, -np.inf).argmax(axis=1)[:, None]
     top_J = ~np.take_along_axis(above_NKK.any(axis=1), best_NK, axis=1)[judged_J, 0]
@@ -74,13 +76,22 @@ def judge_rankings(
     )
 
 
+def grades_beside_rewards(row: Mapping[str, Any]) -> list[float]:
+    """Return the grades of a scored row's answers; none where it does not have a number for each of its `rewards`."""
+    column, rewards = "scores" if "scores" in row else "ranks", row.get("rewards")
+    values = row.get(column)
+    if "completions" not in row or not isinstance(rewards, list) or not isinstance(values, list):
+        return []
+    are_numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+    return grades_of(row) if are_numbers and len(values) == len(rewards) else []
+
+
 def rankings_of(
-    rows: Sequence[Mapping[str, Any]], rewards: Sequence[Sequence[float | None]]
+    rewards: Sequence[Sequence[float]], grades: Sequence[Sequence[float]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first arrays that `judge_rankings` takes, of raw rows with `scores` or `ranks` and their rewards."""
-    grades = [grades_of(row) for row in rows]
-    most = max(map(len, grades))
-    filled_NK = np.full((3, len(rows), most), [[[np.nan]], [[0.0]], [[0.0]]])
-    for number, (grades_K, rewards_K) in enumerate(zip(grades, rewards, strict=True)):
-        filled_NK[:, number, : len(grades_K)] = np.array(rewards_K, np.float64), grades_K, np.ones(len(grades_K))
+    """Return the first arrays that `judge_rankings` takes, of each row's rewards and grades, if it has any."""
+    filled_NK = np.zeros((3, len(grades), max(map(len, grades))))
+    for number, (rewards_K, grades_K) in enumerate(zip(rewards, grades, strict=True)):
+        count = len(grades_K)
+        filled_NK[:, number, :count] = rewards_K[:count], grades_K, np.ones(count)
     return filled_NK[0], filled_NK[1], filled_NK[2] > 0

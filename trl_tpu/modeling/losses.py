@@ -118,7 +118,8 @@ def plackett_luce_losses(
     """Compute the negative log-likelihood of each prompt's order, [P], by Plackett and Luce.
 
     The best answer is drawn by the softmax of all rewards, the next by that of the others, and so on (Luce 1959;
-    Plackett 1975, https://doi.org/10.2307/2346567; ListMLE, https://doi.org/10.1145/1390156.1390306).
+    Plackett 1975, https://doi.org/10.2307/2346567; ListMLE, https://doi.org/10.1145/1390156.1390306). Answers of one
+    grade are not compared: each is drawn from itself and those below.
 
     Args:
         rewards_PK, grade_PK: Of each answer.
@@ -126,12 +127,9 @@ def plackett_luce_losses(
         top_k: Only the first k draws count; by default all.
     """
     above_PKK = is_above(grade_PK, is_there_PK)
-    left_PKK = is_there_PK[:, :, None] & is_there_PK[:, None, :] & ~above_PKK.transpose(1, 2)  # j is not above i
+    left_PKK = above_PKK | torch.eye(rewards_PK.shape[1], dtype=torch.bool, device=rewards_PK.device)
     scores_PKK = torch.where(left_PKK, rewards_PK[:, None, :], float("-inf"))
-    scores_PKK = torch.where(is_there_PK[:, :, None], scores_PKK, 0.0)
-    drawn_PK = is_there_PK
-    if top_k is not None:
-        drawn_PK = is_there_PK & (above_PKK.sum(1) < top_k)
+    drawn_PK = is_there_PK if top_k is None else is_there_PK & (above_PKK.sum(1) < top_k)
     return torch.where(drawn_PK, scores_PKK.logsumexp(-1) - rewards_PK, 0.0).sum(-1)
 
 

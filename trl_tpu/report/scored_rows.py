@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from ..evaluation.best_of_n import Answers, BestOfN, judge_best_of_n
 from ..evaluation.proportion import label_of
-from ..evaluation.ranking import judge_rankings, rankings_of
+from ..evaluation.ranking import grades_beside_rewards, judge_rankings, rankings_of
 from ..evaluation.verdict import Verdict, judge_pairs
 
 Row = dict[str, Any]
@@ -43,8 +43,8 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     """
     rows = _rows(path)
     columns = {name for row in rows for name in row}
-    are_ranked = "rewards" in columns and bool({"scores", "ranks"} & columns)
-    if not are_ranked and not columns.issuperset(_REWARDS):
+    grades = [] if columns.issuperset(_REWARDS) else [grades_beside_rewards(row) for row in rows]
+    if not any(grades) and not columns.issuperset(_REWARDS):
         raise UserError(
             f"{path} does not say which answer is better: its columns are {', '.join(sorted(columns))}. Score pairs, "
             f"which gives {' and '.join(_REWARDS)}, or completions with scores or ranks: `trl-tpu score --output`."
@@ -53,9 +53,9 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         raise UserError(f"{path} has no {eval_by!r}; it has {', '.join(sorted(columns))}.")
     eval_by = eval_by or (_GROUPS if _GROUPS in columns else None)
     groups = None if eval_by is None else [label_of(row.get(eval_by)) for row in rows]
-    if are_ranked:
-        rewards_NK, grade_NK, is_there_NK = rankings_of(rows, [_numbers(row["rewards"], path) for row in rows])
-        return ScoredRows(rows, judge_rankings(rewards_NK, grade_NK, is_there_NK, groups=groups))
+    if grades:
+        ranked = rankings_of([_numbers(row.get("rewards"), path) for row in rows], grades)
+        return ScoredRows(rows, judge_rankings(*ranked, groups=groups))
     rewards = [[_numbers(row.get(column), path) for column in _REWARDS] for row in rows]
     if any(isinstance(row.get(column), list) for row in rows for column in _REWARDS):
         ids = [str(row.get("id", "")) for row in rows]

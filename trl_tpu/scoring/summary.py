@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.ranking import judge_rankings, rankings_of
+from ..evaluation.ranking import grades_beside_rewards, judge_rankings, rankings_of
 from ..evaluation.reward_sums import RewardSums, sums_of
 from .forms import REASON
 
@@ -27,8 +27,8 @@ class Summary:
     pairs: RewardSums = field(default_factory=RewardSums)
     by_column: defaultdict[str, RewardSums] = field(default_factory=lambda: defaultdict(RewardSums))
     """The sums of each column, as if each of its rewards were a pair with itself."""
-    ranked: list[dict[str, Any]] = field(default_factory=list)
-    """The rewards of rows of answers, with their scores or ranks."""
+    ranked: list[tuple[list[float], list[float]]] = field(default_factory=list)
+    """The rewards and the grades of rows of answers with scores or ranks."""
     without: int = 0
     """Rows that lack a reward."""
     reason: str | None = None
@@ -44,8 +44,8 @@ class Summary:
         pairs = [pair for pair in both if all(isinstance(reward, float) for reward in pair)]
         self.pairs += sums_of(np.array(pairs))
         for row in rows:
-            if row[REASON] is None and "rewards" in row and {"scores", "ranks"} & row.keys():
-                self.ranked.append({key: row[key] for key in ("rewards", "scores", "ranks") if key in row})
+            if row[REASON] is None and (grades := grades_beside_rewards(row)):
+                self.ranked.append((row["rewards"], grades))
         reasons = [row[REASON] for row in rows if row[REASON] is not None]
         self.without += len(reasons)
         self.reason = self.reason or next(iter(reasons), None)
@@ -61,8 +61,8 @@ class Summary:
             yield f"accuracy         {found['accuracy']:.4f}"
             yield f"ties             {self.pairs.ties}"
             yield f"mean margin      {found['margin']:.4f}"
-        if self.ranked:
-            verdict = judge_rankings(*rankings_of(self.ranked, [row["rewards"] for row in self.ranked]))
+        if any(len(set(grades)) > 1 for _, grades in self.ranked):
+            verdict = judge_rankings(*rankings_of(*zip(*self.ranked, strict=True)))
             yield f"rankings         {len(self.ranked)}"
             yield from (f"{name:<16} {value:.4f}" for name, value in verdict.metrics().items() if name in _OF_RANKINGS)
         for column, sums in self.by_column.items():

@@ -156,7 +156,7 @@ class RewardMetrics:
 
 
 def _of_pairs(sums: Mapping[str, Any]) -> dict[str, int]:
-    """Return what checkpoints from before 0.2 lack, which knew only pairs."""
+    """Return what older checkpoints lack, which knew only pairs."""
     return {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"]}
 
 
