@@ -11,6 +11,7 @@ from typing import Any
 
 import tiny
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
 from timings import untimed
 from transformers import AutoModelForSequenceClassification, TrainerCallback
@@ -123,6 +124,7 @@ def main(model: str, folder: Path, count: int) -> None:
             except UserError as error:
                 found[name] = {"refused": str(error)}
     (folder / f"{rank} of {count}.json").write_text(json.dumps(found))
+    PartialState().destroy_process_group()  # if there is one
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def main(model: str, settings: dict[str, Any]) -> None:
         logged = {log["step"]: (log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log}
         found = {"logged": logged, "stopped by": trainer.stopped_by}
         Path(str(args.output_dir), f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
+    trainer.end()  # as a script should: threads of a group that is left have aborted a process at its exit
 
 
 if __name__ == "__main__":

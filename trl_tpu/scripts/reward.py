@@ -24,6 +24,7 @@ from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
+from trl_tpu.data.measure import dialogues_in, id_columns
 from trl_tpu.errors import UNFINISHED, UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.datafiles import broken_line, pick_split
@@ -104,8 +105,10 @@ def main(
 
     if dry_run:
         pair: Any = next(iter(cast(Any, trainer.train_dataset)))
-        for column in ("chosen_ids", "rejected_ids"):
-            say(f"{column} of the first pair: {trainer.processing_class.decode(pair[column])!r}")
+        columns = id_columns(pair) or ()
+        for place, ids in enumerate(dialogues_in(pair)):
+            name = columns[place] if len(columns) == 2 else f"{columns[0]}[{place}]"
+            say(f"{name} of the first pair: {trainer.processing_class.decode(list(ids))!r}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
