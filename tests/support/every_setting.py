@@ -70,7 +70,7 @@ ELSEWHERE = {
     "trl_tpu/scripts/reward.py": "do_eval",
     "trl_tpu/batching/batch_plan.py": "packed_attention",
     "trl_tpu/modeling/build.py": "ties",
-    "trl_tpu/trainer/reward_trainer.py": "label_smoothing loss_type margin_scale ranking_top_k",
+    "trl_tpu/modeling/losses.py": "label_smoothing loss_type margin_scale ranking_top_k tie_threshold",
     "trl_tpu/batching/planned_shapes.py": "max_shapes pad_to_multiple_of row_length",
 }
 LISTED = _names("""

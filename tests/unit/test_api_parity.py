@@ -59,6 +59,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: ranking_top_k = None": "of rankings",
         "ours alone: margin_scale = None": "of rankings",
         "ours alone: ties = None": "of rankings",
+        "ours alone: tie_threshold = 1.0": "of rankings",
         "ours alone: label_smoothing = 0.0": "labels may be wrong, with the name of DPOConfig",
         "ours alone: max_eval_steps = None": "an evaluation on the first batches alone",
         "ours alone: frozen_parameters = None": "parameters that do not train, by name",

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from trl_tpu.data.judgements import labels_of
+from trl_tpu.data.judgements import Rankings, labels_of
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.evaluation.ranking import judge_rankings, judged_sums
 from trl_tpu.modeling.losses import Loss
@@ -95,6 +95,43 @@ def test_an_order_is_drawn_answer_by_answer(some: Any, top_k: int | None) -> Non
         assert loss_of_one == pytest.approx(plackett_luce(each, top_k or K), rel=1e-5, abs=1e-5)
         expected = slopes(lambda moved: plackett_luce(moved, top_k or K), each)
         assert gradient_K == pytest.approx(expected + [0.0] * (K - len(each)), rel=1e-4, abs=1e-4)
+
+
+def with_ties(each: list[tuple[float, int]], model: str, threshold: float) -> float:
+    """Rao and Kupper 1967, theta = exp(threshold); Davidson 1970, nu = threshold; both of strengths exp(reward)."""
+    likely = []
+    for (r, a), (s, b) in combinations(each, 2):
+        one, other = (np.exp(x, dtype=np.float64) for x in ((r, s) if a >= b else (s, r)))
+        if model == "davidson":
+            tied = threshold * np.sqrt(one * other)
+            likely.append((tied if a == b else one) / (one + other + tied))
+        else:
+            theta = np.exp(threshold)
+            won, lost = one / (one + theta * other), other / (theta * one + other)
+            product = (theta**2 - 1) * one * other / ((one + theta * other) * (theta * one + other))
+            assert won + lost + product == pytest.approx(1)
+            likely.append(product if a == b else won)
+    return float(np.mean([-np.log(each) for each in likely]))
+
+
+@given(prompts, st.sampled_from(["davidson", "rao_kupper"]), st.sampled_from([0.3, 1.0]))
+def test_ties_are_learned_from(some: Any, model: str, threshold: float) -> None:
+    rewards_PK, labels = tensors_of(some)
+    losses_P = Loss(ties=model, tie_threshold=threshold).losses_of(rewards_PK, labels)
+    losses_P.sum().backward()
+    for loss_of_one, gradient_K, each in zip(losses_P.tolist(), rewards_PK.grad.tolist(), some, strict=True):  # type: ignore[union-attr]
+        assert loss_of_one == pytest.approx(with_ties(each, model, threshold), rel=1e-5, abs=1e-5)
+        expected = slopes(lambda moved: with_ties(moved, model, threshold), each)
+        assert gradient_K == pytest.approx(expected + [0.0] * (K - len(each)), rel=1e-4, abs=1e-4)
+
+
+def test_rewards_may_be_fitted_to_scores() -> None:
+    rewards_PK, labels = tensors_of([[(0.5, 3), (-1.0, 0), (2.0, 2)], [(1.0, 1), (4.0, 1)]])
+    losses_P = Loss(loss_type="regression").losses_of(rewards_PK, labels)
+    assert losses_P.tolist() == pytest.approx([(2.5**2 + 1 + 0) / 3, 4.5])
+    losses_P.sum().backward()
+    expected = [[-5 / 3, -2 / 3, 0, 0, 0], [0, 3, 0, 0, 0]]
+    torch.testing.assert_close(rewards_PK.grad, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "plackett_luce"}, {"label_smoothing": 0.1}])
@@ -189,11 +226,18 @@ def test_scores_that_grade_no_answers_do_not_stop_a_summary() -> None:
     assert {"rankings         2", "kendall_tau      1.0000"} <= set(summary.lines())
 
 
+def test_rows_of_ties_alone_and_rows_without_scores() -> None:
+    equal = {**TWO, "scores": [1.0, 1.0]}
+    assert prepare(equal, rankings=Rankings(may_tie=True, may_all_tie=True))["grades"] == [[1.0, 1.0]]
+    with pytest.raises(ValueError, match="Row 0 .*no `scores`.*regression"):
+        prepare({**TWO, "ranks": [1, 2]}, rankings=Rankings(True, True, needs_scores=True))
+
+
 def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:
     rows = [{**TWO, "completions": ["b", "c", "d" * 9], "ranks": [2, 1, 2]}, {**TWO, "ranks": [1, 2]}]
-    assert prepare(*rows, skips_ties=True)["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]
-    assert prepare(*rows, skips_ties=True, max_length=4)["grades"] == [[-1.0, -2.0]]
-    cut = prepare(*rows, skips_ties=True, max_length=4, truncation_mode="keep_start")["answer_ids"]
+    assert prepare(*rows, rankings=Rankings(may_tie=True))["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]
+    assert prepare(*rows, rankings=Rankings(may_tie=True), max_length=4)["grades"] == [[-1.0, -2.0]]
+    cut = prepare(*rows, rankings=Rankings(may_tie=True), max_length=4, truncation_mode="keep_start")["answer_ids"]
     assert [[len(ids) for ids in row] for row in cut] == [[3, 3, 4], [3, 3]]
     chosen = prepare({"prompt": "a", "chosen": "b", "rejected": ["c", "d"]})
     assert chosen["grades"] == [[1.0, 0.0, 0.0]] and [len(ids) for ids in chosen["answer_ids"][0]] == [3, 3, 3]

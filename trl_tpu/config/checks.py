@@ -4,6 +4,7 @@ What transformers, torch or accelerate refuse by themselves, by name and before 
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -100,17 +101,24 @@ def check_values(args: Any) -> None:
         raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
     if args.truncation_mode not in (None, "keep_start", "keep_end"):
         raise UserError(f"truncation_mode must be 'keep_start' or 'keep_end', got {args.truncation_mode!r}.")
-    if args.loss_type not in ("sigmoid", "plackett_luce"):
-        raise UserError(f"loss_type must be 'sigmoid' or 'plackett_luce', got {args.loss_type!r}.")
-    if args.ties not in (None, "skip"):
-        raise UserError(f"ties must be 'skip', or be left out, got {args.ties!r}.")
+    if args.loss_type not in ("sigmoid", "plackett_luce", "regression"):
+        raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {args.loss_type!r}.")
+    if args.ties not in (None, "skip", "davidson", "rao_kupper"):
+        raise UserError(f"ties must be 'skip', 'davidson' or 'rao_kupper', or be left out, got {args.ties!r}.")
+    if not 0 < args.tie_threshold < math.inf:
+        raise UserError(f"tie_threshold must be a number above 0, got {args.tie_threshold!r}.")
     if not 0 <= args.label_smoothing < 0.5:
         raise UserError(f"label_smoothing must be at least 0 and below 0.5, got {args.label_smoothing!r}.")
-    if args.loss_type == "plackett_luce":
+    learns_ties = args.ties in ("davidson", "rao_kupper")
+    if args.loss_type != "sigmoid" or learns_ties:
         for setting in ("margin_scale", "label_smoothing"):
             if getattr(args, setting):
-                raise UserError(f"{setting} is of comparisons: leave it out, or set loss_type='sigmoid'.")
-    elif args.ranking_top_k is not None:
+                raise UserError(
+                    f"{setting} is of comparisons without ties: leave it out, or set loss_type='sigmoid', ties=None."
+                )
+    if args.loss_type != "sigmoid" and learns_ties:
+        raise UserError(f"ties={args.ties!r} is of comparisons: leave it out, or set loss_type='sigmoid'.")
+    if args.loss_type != "plackett_luce" and args.ranking_top_k is not None:
         raise UserError("ranking_top_k is of an order: leave it out, or set loss_type='plackett_luce'.")
     try:
         re.compile(args.frozen_parameters or "")

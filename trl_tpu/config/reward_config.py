@@ -100,8 +100,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             Pulls rewards towards mean zero (https://huggingface.co/papers/2312.09244, eq. 2); 0.01 is recommended.
         loss_type (`str`, *optional*, defaults to `"sigmoid"`):
             Of rankings: `"sigmoid"` is the mean over all comparisons of a prompt's answers
-            (https://huggingface.co/papers/2203.02155), `"plackett_luce"` the likelihood of their whole order. Two
-            answers are the pairwise loss by both.
+            (https://huggingface.co/papers/2203.02155), `"plackett_luce"` the likelihood of their whole order, and
+            `"regression"` the squared error of rewards as scores. Two answers are the pairwise loss by the first two.
         ranking_top_k (`int`, *optional*):
             How many of the best answers `"plackett_luce"` draws; by default all.
         margin_scale (`float`, *optional*):
@@ -111,7 +111,12 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             How likely it is that a label, of a pair or a comparison, is wrong. In pairs the column
             `chosen_probability` says how likely the chosen answer is the better one.
         ties (`str`, *optional*):
-            `"skip"` does not compare answers of equal scores or ranks; without it such rows are refused.
+            Of answers of equal scores or ranks, `"skip"` does not compare them, and `"rao_kupper"`
+            (https://doi.org/10.1080/01621459.1967.10482901) and `"davidson"`
+            (https://doi.org/10.1080/01621459.1970.10481082) take them as ties; without it such rows are refused.
+        tie_threshold (`float`, *optional*, defaults to `1.0`):
+            The parameter of these two above 0, how often answers tie: of Rao and Kupper the logarithm of theirs, which
+            their wins have as a margin.
         eval_by (`str`, *optional*):
             A column of the evaluation data, such as "source": evaluation logs the accuracy of each of its labels, as
             `eval_accuracy/LABEL`, and their mean, `eval_mean_accuracy_over_groups`.
@@ -219,6 +224,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     margin_scale: float | None = None
     label_smoothing: float = 0.0
     ties: str | None = None
+    tie_threshold: float = 1.0
     eval_by: str | None = None
     max_eval_steps: int | None = None
     training_time_limit: str | None = None

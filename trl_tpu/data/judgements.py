@@ -60,10 +60,14 @@ class Rankings:
     Their `grades` are higher the better they are. Of two answers with one grade none is the better one.
 
     Args:
-        skips_ties: Whether rows may have equal scores or ranks.
+        may_tie: Whether two answers of a row may have equal scores or ranks.
+        may_all_tie: Whether all of a row may.
+        needs_scores: Whether ranks say too little, and that one answer was chosen.
     """
 
-    skips_ties: bool = False
+    may_tie: bool = False
+    may_all_tie: bool = False
+    needs_scores: bool = False
     id_columns = RANKED_COLUMNS[:1]
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
@@ -80,6 +84,8 @@ class Rankings:
         if not 2 <= len(answers) <= MOST_ANSWERS:
             raise UserError(f"{where} has {len(answers)} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
         checks.check_raw_row(row, answers, where)
+        if self.needs_scores and "scores" not in row:
+            raise UserError(f"{where} has no `scores`, which loss_type='regression' fits rewards to. Add them.")
         if "completions" in row:
             self._check_grades(row, where)
         return answers
@@ -99,12 +105,13 @@ class Rankings:
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise UserError(f"{where}: `{column}` holds {value!r}; each must be a finite number.")
-        if len(set(values)) == 1:
+        if len(set(values)) == 1 and not self.may_all_tie:
             raise UserError(f"{where}: `{column}` is {values!r:.80}, by which no answer is better than another.")
-        if len(set(values)) < answers and not self.skips_ties:
+        if len(set(values)) < answers and not self.may_tie:
             raise UserError(
                 f"{where}: `{column}` is {values!r:.80}, in which answers are equal, and ties=None says that there "
-                "are no ties. Set ties='skip' not to compare such answers, or remove such rows."
+                "are no ties. Set ties='skip' not to compare such answers, 'davidson' or 'rao_kupper' to learn from "
+                "ties, or remove such rows."
             )
 
 
@@ -150,6 +157,12 @@ def is_above(grade_PK: Array, is_there_PK: Array) -> Array:
     """Return which answers are judged better than which, [P, K, K]: i than j."""
     both_PKK = is_there_PK[:, :, None] & is_there_PK[:, None, :]
     return both_PKK & (grade_PK[:, :, None] > grade_PK[:, None, :])
+
+
+def is_equal(grade_PK: torch.Tensor, is_there_PK: torch.Tensor) -> torch.Tensor:
+    """Return which answers are judged equal to which later ones, [P, K, K]."""
+    both_PKK = is_there_PK[:, :, None] & is_there_PK[:, None, :]
+    return (both_PKK & (grade_PK[:, :, None] == grade_PK[:, None, :])).triu(1)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def prepare_preference_dataset(
     num_proc: int | None,
     name: str,
     truncation_mode: str | None = None,
-    skips_ties: bool = False,
+    rankings: Rankings | None = None,
 ) -> Dataset | IterableDataset:
     """Check the rows, tokenize them, and cut or leave out the pairs that are too long.
 
@@ -52,7 +52,7 @@ def prepare_preference_dataset(
         num_proc: Worker processes for a dataset (not for a stream).
         name: What errors and logs call the dataset, "train" say.
         truncation_mode: See `keep_fitting`.
-        skips_ties: Whether ranked answers may have equal scores or ranks.
+        rankings: What rows of ranked answers must be; by default without ties.
 
     Returns:
         The dataset with the columns ``chosen_ids`` and ``rejected_ids``, or ``answer_ids`` and ``grades`` of ranked
@@ -74,7 +74,7 @@ def prepare_preference_dataset(
         for old, new in _OLD_TOKEN_COLUMNS.items():
             dataset = dataset.rename_column(old, new)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
-    judgement = judgement_of(dataset, columns, skips_ties)
+    judgement = judgement_of(dataset, columns, rankings or Rankings())
     if isinstance(judgement, Rankings) and isinstance(dataset, IterableDataset):
         raise UserError(
             f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make it "
@@ -97,10 +97,10 @@ def prepare_preference_dataset(
     return keep_fitting(dataset, judgement.id_columns, num_embeddings=num_embeddings, name=name, **more)
 
 
-def judgement_of(dataset: Dataset | IterableDataset, columns: Sequence[str], skips_ties: bool) -> Judgement:
+def judgement_of(dataset: Dataset | IterableDataset, columns: Sequence[str], rankings: Rankings) -> Judgement:
     """Tell by the columns, or by the first row, what the rows of a dataset judge."""
     first = dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns)
-    return Rankings(skips_ties=skips_ties) if is_ranking(first) else Pairs()
+    return rankings if is_ranking(first) else Pairs()
 
 
 def map_rows(

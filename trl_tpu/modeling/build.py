@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
+from ..data.judgements import Rankings
 from ..data.measure import dialogues_in, measure
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from ..data.tokenize import prepare_preference_dataset
@@ -36,6 +37,7 @@ from .experts import use_static_experts
 from .frozen import freeze
 from .layers import find_layers
 from .load import check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
+from .losses import TIES
 from .positions import learned_positions
 from .score_head import keep_score_head_in_float32
 from .special_tokens import set_eos_token, set_pad_token
@@ -182,7 +184,9 @@ def build_dataset(
     embeddings: Any = model.get_input_embeddings()
     prepare: Any = prepare_legacy_dataset
     if not old_columns:
-        prepare = partial(prepare_preference_dataset, skips_ties=args.ties == "skip")
+        of_scores = args.loss_type == "regression"
+        rankings = Rankings(of_scores or args.ties is not None, of_scores or args.ties in TIES, of_scores)
+        prepare = partial(prepare_preference_dataset, rankings=rankings)
     prepared = prepare(
         dataset,
         processing_class,

@@ -3,13 +3,14 @@
 Letters: P pairs or prompts, K answers of each; of answers i and j, [P, K, K] has i in the rows.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..data.judgements import is_above
+from ..data.judgements import is_above, is_equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +18,14 @@ class Loss:
     """What the loss depends on beside rewards and labels, as in `RewardConfig`.
 
     Args:
-        center_rewards_coefficient: As in `pairwise_losses`.
-        loss_type: Of ranked answers, "sigmoid" or "plackett_luce".
+        center_rewards_coefficient: As in `pairwise_losses`; of ranked answers, over all that are compared.
+        loss_type: Of ranked answers, "sigmoid", "plackett_luce" or "regression".
         ranking_top_k: The `top_k` of `plackett_luce_losses`.
-        margin_scale: As in `comparison_losses`.
-        label_smoothing: How likely a label is to be wrong: the probability that the answer preferred is the better one
-            is moved by this towards its opposite (https://arxiv.org/abs/2305.18290 in its later, conservative form).
+        margin_scale: Makes differences of grades, times this, target margins (Llama 2's of several degrees,
+            https://arxiv.org/abs/2307.09288, eq. 2).
+        label_smoothing: As in `pairwise_losses`.
+        ties: Of ranked answers, "rao_kupper" or "davidson" take equal grades as ties: see `ranked_losses`.
+        tie_threshold: Of these.
     """
 
     center_rewards_coefficient: float | None = None
@@ -30,9 +33,14 @@ class Loss:
     ranking_top_k: int | None = None
     margin_scale: float | None = None
     label_smoothing: float = 0.0
+    ties: str | None = None
+    tie_threshold: float = 1.0
 
     def losses_of(self, rewards_PK: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Compute the loss of each pair or prompt, [P], by the labels that `trl_tpu.data.judgements` has made."""
+        """Compute the loss of each pair or prompt, [P], by the labels that `trl_tpu.data.judgements` has made.
+
+        Where the labels have a `weight`, [P], it is how much each counts in the mean, and multiplies its loss.
+        """
         if "grade" not in labels:
             return pairwise_losses(
                 rewards_PK,
@@ -42,15 +50,36 @@ class Loss:
                 self.label_smoothing,
             )
         grade_PK, is_there_PK = labels["grade"], labels["is_there"]
-        if self.loss_type == "plackett_luce":
+        if self.loss_type == "regression":
+            losses_P = _mean((rewards_PK - grade_PK) ** 2, is_there_PK)
+        elif self.loss_type == "plackett_luce":
             losses_P = plackett_luce_losses(rewards_PK, grade_PK, is_there_PK, self.ranking_top_k)
         else:
-            losses_P = comparison_losses(rewards_PK, grade_PK, is_there_PK, self.margin_scale, self.label_smoothing)
+            losses_P = self._of_comparisons(rewards_PK, grade_PK, is_there_PK)
         if self.center_rewards_coefficient is not None:
             sums_PKK = rewards_PK[:, :, None] + rewards_PK[:, None, :]
             squares_P = _mean(sums_PKK**2, is_above(grade_PK, is_there_PK))
             losses_P = losses_P + self.center_rewards_coefficient * squares_P
-        return losses_P
+        return losses_P * labels["weight"] if "weight" in labels else losses_P
+
+    def _of_comparisons(
+        self, rewards_PK: torch.Tensor, grade_PK: torch.Tensor, is_there_PK: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the mean over all comparisons of each prompt, [P]: a prompt is one element, however many it has.
+
+        The loss of each is that of a pair (InstructGPT, https://arxiv.org/abs/2203.02155, eq. 1).
+        """
+        above_PKK = is_above(grade_PK, is_there_PK)
+        rewards_PKK2 = torch.stack(torch.broadcast_tensors(rewards_PK[:, :, None], rewards_PK[:, None, :]), dim=-1)
+        if self.ties in TIES:
+            equal_PKK = is_equal(grade_PK, is_there_PK)
+            won_PKK, tied_PKK = tie_losses(rewards_PKK2, self.ties, self.tie_threshold)
+            return _mean(torch.where(equal_PKK, tied_PKK, won_PKK), above_PKK | equal_PKK)
+        margin_PKK = None
+        if self.margin_scale is not None:
+            margin_PKK = self.margin_scale * (grade_PK[:, :, None] - grade_PK[:, None, :])
+        losses_PKK = pairwise_losses(rewards_PKK2, margin_PKK, label_smoothing=self.label_smoothing)
+        return _mean(losses_PKK, above_PKK)
 
 
 def pairwise_losses(
@@ -65,11 +94,12 @@ def pairwise_losses(
     ``-logsigmoid(chosen - rejected - margin) + c * (chosen + rejected)^2``
 
     Args:
-        rewards_P2: Rewards of the chosen and the rejected dialogue of each pair.
+        rewards_P2: Rewards of the chosen and the rejected dialogue of each pair; of all comparisons [P, K, K, 2].
         margin_P: The target margin of each pair (Llama 2, https://arxiv.org/abs/2307.09288, eq. 2).
         center_rewards_coefficient: c, which pulls rewards towards mean zero (https://arxiv.org/abs/2312.09244, eq. 2).
         chosen_probability_P: How likely chosen is the better one: then the loss is the cross-entropy with that.
-        label_smoothing: As in `Loss`.
+        label_smoothing: How likely a label is to be wrong: the probability that the answer preferred is the better one
+            is moved by this towards its opposite (https://arxiv.org/abs/2305.18290 in its later, conservative form).
     """
     chosen_P, rejected_P = rewards_P2.unbind(-1)
     difference_P = chosen_P - rejected_P
@@ -85,31 +115,30 @@ def pairwise_losses(
     return losses_P
 
 
-def comparison_losses(
-    rewards_PK: torch.Tensor,
-    grade_PK: torch.Tensor,
-    is_there_PK: torch.Tensor,
-    margin_scale: float | None = None,
-    label_smoothing: float = 0.0,
-) -> torch.Tensor:
-    """Compute the mean over all comparisons of each prompt, [P]: a prompt is one element, however many it has.
+TIES = ("rao_kupper", "davidson")
 
-    ``-logsigmoid(reward_i - reward_j - margin)`` where i has a higher grade than j (InstructGPT,
-    https://arxiv.org/abs/2203.02155, eq. 1).
+
+def tie_losses(rewards_P2: torch.Tensor, ties: str | None, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the negative log-likelihoods that the first of two answers is the better one, and that they tie, [P].
+
+    With d the difference of their rewards and t the threshold, by Rao and Kupper (1967,
+    https://doi.org/10.1080/01621459.1967.10482901) the first wins with ``sigmoid(d - t)``, and they tie with what is
+    left of both; by Davidson (1970, https://doi.org/10.1080/01621459.1970.10481082) the two wins and the tie are as
+    likely as ``exp(d / 2)``, ``exp(-d / 2)`` and ``t`` are large.
 
     Args:
-        rewards_PK, grade_PK: Of each answer.
-        is_there_PK: Which answers a prompt has.
-        margin_scale: Makes grades margins: ``margin_scale * (grade_i - grade_j)``.
-        label_smoothing: As in `Loss`.
+        rewards_P2: The rewards of the two, of any shape [..., 2].
+        ties: "rao_kupper" or "davidson".
+        threshold: t, above 0: the larger, the more often answers tie.
     """
-    above_PKK = is_above(grade_PK, is_there_PK)
-    difference_PKK = rewards_PK[:, :, None] - rewards_PK[:, None, :]
-    if margin_scale is not None:
-        difference_PKK = difference_PKK - margin_scale * (grade_PK[:, :, None] - grade_PK[:, None, :])
-    difference_PKK = torch.where(above_PKK, difference_PKK, 0.0)
-    losses_PKK = -logsigmoid(difference_PKK) + label_smoothing * difference_PKK
-    return _mean(losses_PKK, above_PKK)
+    first_P, second_P = rewards_P2.unbind(-1)
+    difference_P = first_P - second_P
+    if ties == "rao_kupper":
+        won_P, lost_P = -logsigmoid(difference_P - threshold), -logsigmoid(-difference_P - threshold)
+        return won_P, won_P + lost_P - math.log(math.expm1(2 * threshold))  # 1 - sigmoid - sigmoid, without canceling
+    tied_P = torch.full_like(difference_P, math.log(threshold))
+    total_P = torch.stack([difference_P / 2, -difference_P / 2, tied_P]).logsumexp(0)
+    return total_P - difference_P / 2, total_P - tied_P
 
 
 def plackett_luce_losses(
@@ -133,6 +162,6 @@ def plackett_luce_losses(
     return torch.where(drawn_PK, scores_PKK.logsumexp(-1) - rewards_PK, 0.0).sum(-1)
 
 
-def _mean(values_PKK: torch.Tensor, are_there_PKK: torch.Tensor) -> torch.Tensor:
-    """Return the mean over those of each prompt that are there, [P]."""
-    return torch.where(are_there_PKK, values_PKK, 0.0).sum((1, 2)) / are_there_PKK.sum((1, 2)).clamp(min=1)
+def _mean(values: torch.Tensor, are_there: torch.Tensor) -> torch.Tensor:
+    """Return the mean over those of each prompt that are there, [P], of one dimension more or two."""
+    return torch.where(are_there, values, 0.0).flatten(1).sum(1) / are_there.flatten(1).sum(1).clamp(min=1)

@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -47,6 +48,7 @@ from ..modeling.build import (
     first_dialogues,
 )
 from ..modeling.engines import BASE_CONFIG, set_scale
+from ..modeling.losses import Loss
 from ..modeling.rewards import rewards_of
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..modeling.work import work_of_a_pair
@@ -258,16 +260,8 @@ class RewardTrainer(DeviceTrainer):
         """
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
-        args = self.args
-        settings = LossSettings(
-            self.processing_class.pad_token_id,
-            self.__plan.padding_side,
-            center_rewards_coefficient=args.center_rewards_coefficient,
-            loss_type=args.loss_type,
-            ranking_top_k=args.ranking_top_k,
-            margin_scale=args.margin_scale,
-            label_smoothing=args.label_smoothing,
-        )
+        of_loss: dict[str, Any] = {field.name: getattr(self.args, field.name) for field in fields(Loss)}
+        settings = LossSettings(self.processing_class.pad_token_id, self.__plan.padding_side, **of_loss)
         found = training_step(model, inputs, settings, **extras)
         # a step's program would return what is kept, so it is where somebody may read it
         if not self.model.training or not self.__is_own("compute_loss"):

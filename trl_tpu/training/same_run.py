@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ from datasets import Dataset
 
 from ..data.measure import id_columns, measure
 from ..errors import UserError
+from ..modeling.losses import Loss
 
 _SETTINGS = (
     *("seed", "data_seed", "gradient_accumulation_steps", "group_by_prompt"),
     *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
-    *("loss_type", "ranking_top_k", "margin_scale", "label_smoothing"),
-    *("center_rewards_coefficient", "disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
+    *(field.name for field in fields(Loss)),
+    *("disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
 )
 
 
