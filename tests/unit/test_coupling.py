@@ -41,7 +41,7 @@ def parameters_of(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def test_device_trainer_and_its_subclass_are_the_only_trainers() -> None:
+def test_device_trainer_and_its_subclasses_are_the_only_trainers() -> None:
     sources = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_tpu").rglob("*.py")}
     bases = {
         node.name: [ast.unparse(base) for base in node.bases]
@@ -50,8 +50,9 @@ def test_device_trainer_and_its_subclass_are_the_only_trainers() -> None:
         if isinstance(node, ast.ClassDef)
     }
     trainers = {name for name, of in bases.items() if any(base.endswith("Trainer") for base in of)}
-    assert trainers == {"DeviceTrainer", "RewardTrainer"}
+    assert trainers == {"DeviceTrainer", "RewardTrainer", "PRMTrainer"}
     assert bases["DeviceTrainer"] == ["Trainer"] and bases["RewardTrainer"] == ["DeviceTrainer"]
+    assert bases["PRMTrainer"] == ["RewardTrainer"]
 
 
 def test_few_private_methods_are_overridden() -> None:

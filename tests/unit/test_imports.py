@@ -155,6 +155,7 @@ BELOW = {
     "trainer": {
         "batching", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
     },
+    "experimental": {"config", "data", "modeling", "runtime", "trainer"},
     "plan": {"batching", "config", "modeling", "packing", "parallel", "runtime", "trainer"},
     "scripts": {
         "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.packing_option import Packing
 from ..config.reward_config import RewardConfig
@@ -18,10 +18,11 @@ from ..data.collators import (
     PairRows,
     PlannedRows,
     RewardDataCollatorWithPadding,
+    StepEnds,
     UnpaddedRow,
 )
 from ..data.loader import OwnPairs
-from ..data.measure import is_ranked, most_answers
+from ..data.measure import has_many, has_steps, most_answers
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
@@ -195,7 +196,7 @@ class BatchPlan:
         if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
         every = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
-        if not any(map(is_ranked, every)):  # of rankings there are more dialogues than a row's two halves hold
+        if not any(map(has_many, every)):  # these have more dialogues than a row's two halves hold
             self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
         if self._expands:
             self._row_plans.clear()  # dialogues then take more room
@@ -216,11 +217,13 @@ class BatchPlan:
     def _pad_token_id(self) -> int:
         return self._tokenizer.pad_token_id
 
-    def default_collator(self) -> DataCollatorForPreference | RewardDataCollatorWithPadding:
+    def default_collator(self) -> Callable[[list[Any]], dict[str, Any]]:
         """Make TRL's collator for the data's columns; one of the user's takes its place."""
         multiple: Any = self._args.pad_to_multiple_of  # the config has read its text forms
         if self._old_columns:
             self._default_collator = RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
+        elif has_steps(self._train_dataset):
+            self._default_collator = DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
         else:
             self._default_collator = DataCollatorForPreference(self._pad_token_id, multiple)
         return self._default_collator
@@ -240,7 +243,9 @@ class BatchPlan:
         self._look_again(user_collator)
         self._collator = user_collator
         answers = most_answers(dataset)
-        if user_collator is self._default_collator and is_ranked(dataset):
+        if has_steps(dataset):
+            user_collator = StepEnds(user_collator, answers)
+        elif user_collator is self._default_collator and has_many(dataset):
             user_collator = replace(user_collator, answers=answers)
         part, pad = self._runtime.batch_part, self._pad_token_id
         pairs, collate = batch_size * part[1], user_collator
@@ -294,7 +299,7 @@ class BatchPlan:
     @property
     def _plans_lengths(self) -> bool:
         """Whether padded batches are collated as TRL's, for a device that compiles each length."""
-        known = DataCollatorForPreference | RewardDataCollatorWithPadding | None
+        known = DataCollatorForPreference | RewardDataCollatorWithPadding | DataCollatorForTokenClassification | None
         return self._runtime.plans_shapes and isinstance(self._collator, known)
 
     @property

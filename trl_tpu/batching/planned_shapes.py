@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
 from ..data.collators import bucket_lengths
-from ..data.measure import id_columns, is_ranked, measure
+from ..data.measure import has_many, id_columns, measure
 from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..packing.schedule import RowPlan, plan_rows
@@ -61,7 +61,7 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     Raises:
         UserError: For a stream, and for rankings.
     """
-    if not isinstance(dataset, Dataset) or is_ranked(dataset):
+    if not isinstance(dataset, Dataset) or has_many(dataset):
         raise UserError(
             "group_by_prompt=True puts pairs into an order of its own, but train_dataset is a stream, which has its "
             "order, or has rankings, whose prompts are together: load a stream whole (without dataset_streaming), or "

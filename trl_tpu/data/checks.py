@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserKeyError, UserTypeError
-from .measure import tables_of
+from .measure import NO_LABEL, tables_of
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +255,18 @@ def check_grades(table: pa.Table, first: int, name: str) -> None:
                 f"{row_of(row, name, 'grades')} is {grades!r:.80} of {answers} answers in `answer_ids`: there must be "
                 "two answers or more, with a finite number each. Correct or remove such rows."
             )
+
+
+def check_steps(table: pa.Table, first: int, name: str) -> None:
+    """Check that prepared solutions, from row ``first`` on, have a label for each token.
+
+    Raises:
+        UserError: One has not.
+    """
+    solutions = zip(table["input_ids"].to_pylist(), table["labels"].to_pylist(), strict=True)
+    for row, (ids, labels) in enumerate(solutions, start=first):
+        if labels is None or len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
+            raise UserError(f"{row_of(row, name, 'labels')} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
 
 
 def check_probability(value: Any, where: str) -> None:

@@ -14,8 +14,8 @@ from ..errors import UserError
 from ..packing.pack import pack, pack_unpadded
 from ..packing.schedule import RowPlan
 from ..packing.shapes import round_up
-from .judgements import LABELS, answers_in, labels_of
-from .measure import dialogues_in
+from .judgements import LABELS, answers_in, labels_of, weight_of
+from .measure import NO_LABEL, dialogues_in
 from .packed_batch import PackedBatch, PackedInputs
 
 LEGACY_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
@@ -51,6 +51,26 @@ class DataCollatorForPreference(DataCollatorMixin):
         }
         labels = labels_of(examples, self.answers)
         return batch | {name: torch.from_numpy(values_P) for name, values_P in labels.items()}
+
+
+@dataclass(frozen=True)
+class StepEnds:
+    """Adds to a padded batch of solutions what `labels_of` says of their steps, and where each ends: `end`, [P, K].
+
+    Args:
+        collate: Examples -> a batch whose tokens have `labels`, [P, L].
+        steps: K, the most labeled steps of a solution.
+    """
+
+    collate: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
+    steps: int
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch = self.collate(examples)
+        labels = {name: torch.from_numpy(values_PK) for name, values_PK in labels_of(examples, self.steps).items()}
+        end_PK = torch.zeros(labels["step"].shape, dtype=torch.long)
+        end_PK[labels["is_there"]] = (batch["labels"] != NO_LABEL).nonzero()[:, 1]
+        return {**batch, **labels, "end": end_PK}
 
 
 @dataclass
@@ -154,11 +174,8 @@ class PadToLengths:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = self.collate(examples)
-        fills = {
-            key: self.pad_token_id if key.startswith("input_ids") else 0
-            for key in batch
-            if key.startswith(("input_ids", "attention_mask"))
-        }
+        fill_of = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": NO_LABEL}
+        fills = {key: fill for key in batch for start, fill in fill_of.items() if key.startswith(start)}
         longest = max(batch[key].shape[1] for key in fills)
         length = next((length for length in self.lengths if length >= longest), longest)
         return batch | {key: lengthen(batch[key], length, fill, self.padding_side) for key, fill in fills.items()}
@@ -202,7 +219,7 @@ class PairRows:
         if count == 1:
             return rows
         own = {key: values_P.chunk(count)[index] for key, values_P in rows.items()}
-        return own | {"batch_pairs": torch.tensor([len(examples) / count])}
+        return own | {"batch_pairs": torch.tensor([weight_of(examples) / count])}
 
     def _fill(self, values_P: torch.Tensor) -> torch.Tensor:
         missing = self.pairs - values_P.shape[0]

@@ -16,11 +16,12 @@ import torch
 
 from ..errors import UserError, UserTypeError
 from . import checks
+from .measure import NO_LABEL, SOLUTION, id_columns
 
 MOST_ANSWERS = 64
 RANKED_COLUMNS = ("answer_ids", "grades")
-RANKED_LABELS = ("grade", "is_there")
-LABELS = frozenset({"margin", "chosen_probability", *RANKED_LABELS})
+LABELS_OF_MANY = {"grade": torch.float32, "step": torch.float32, "is_there": torch.bool, "weight": torch.float32}
+LABELS = frozenset({"margin", "chosen_probability", "end", *LABELS_OF_MANY})
 """The names of all labels."""
 
 Row = Mapping[str, Any]
@@ -120,21 +121,35 @@ Judgement = Pairs | Rankings
 
 
 def labels_of(rows: Sequence[Row], answers: int) -> dict[str, np.ndarray]:
-    """Return the labels of prepared rows by name, of pairs [P], of ranked answers [P, K]."""
-    if "grades" not in rows[0]:
+    """Return the labels of prepared rows by name, of pairs [P], of ranked answers or steps [P, K]."""
+    if id_columns(rows[0]) == SOLUTION:
+        name, given = "step", [[label for label in row["labels"] if label != NO_LABEL] for row in rows]
+    elif "grades" in rows[0]:
+        name, given = "grade", [row["grades"] for row in rows]
+    else:
         names = [name for name in Pairs.label_columns if name in rows[0]]
         return {name: np.array([row[name] for row in rows], np.float32) for name in names}
-    grade_PK = np.zeros((len(rows), answers), np.float32)
-    is_there_PK = np.zeros(grade_PK.shape, bool)
-    for grades_K, is_there_K, row in zip(grade_PK, is_there_PK, rows, strict=True):
-        grades_K[: len(row["grades"])] = row["grades"]
-        is_there_K[: len(row["grades"])] = True
-    return {"grade": grade_PK, "is_there": is_there_PK}
+    value_PK = np.zeros((len(rows), answers), np.float32)
+    is_there_PK = np.zeros(value_PK.shape, bool)
+    for value_K, is_there_K, values in zip(value_PK, is_there_PK, given, strict=True):
+        value_K[: len(values)] = values
+        is_there_K[: len(values)] = True
+    weights = (
+        {"weight": is_there_PK.sum(1, dtype=np.float32)} if name == "step" else {}
+    )  # the loss is a mean over steps
+    return {name: value_PK, "is_there": is_there_PK, **weights}
+
+
+def weight_of(rows: Sequence[Row]) -> int:
+    """Return how much prepared rows count in a mean: a pair or a prompt once, a solution once for each labeled step."""
+    if id_columns(rows[0]) != SOLUTION:
+        return len(rows)
+    return max(1, sum(label != NO_LABEL for row in rows for label in row["labels"]))
 
 
 def answers_in(batch: Mapping[str, Any]) -> int:
-    """Return K of a padded batch."""
-    return batch["is_there"].shape[-1] if "is_there" in batch else 2
+    """Return how many rows of a padded batch belong together: K, or 1 of a solution."""
+    return 1 if "end" in batch else batch["is_there"].shape[-1] if "is_there" in batch else 2
 
 
 def grades_of(row: Row) -> list[float]:
@@ -175,7 +190,10 @@ class Comparisons:
 
     @classmethod
     def of(cls, rewards_PK: torch.Tensor, mask_P: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> "Comparisons":
-        """Return the comparisons of pairs, [P], or those of ranked answers, [P, K, K]."""
+        """Return the comparisons of pairs, [P], those of ranked answers, [P, K, K], or each step's with 0, [P, K]."""
+        if "step" in labels:
+            better_PK = torch.where(labels["step"] > 0, rewards_PK, -rewards_PK)
+            return cls(better_PK, torch.zeros_like(rewards_PK), labels["is_there"] & mask_P[:, None])
         if "grade" not in labels:
             better_P, worse_P = rewards_PK.unbind(-1)
             return cls(better_P, worse_P, mask_P)

@@ -13,8 +13,12 @@ from datasets import Dataset
 
 from ..packing.lengths import PairLengths
 
-_COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected"), ("answer_ids",)
-_LABELS = ("margin", "chosen_probability", "grades")
+_ANSWERS = ("answer_ids",)
+SOLUTION = ("input_ids",)
+"""A solution's token ids, beside which `labels` has one for each: of a step at its end, `NO_LABEL` elsewhere."""
+NO_LABEL = -100
+_COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected"), _ANSWERS, SOLUTION
+_LABELS = ("margin", "chosen_probability", "grades", "labels")
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,12 @@ def measure_tables(tables: Iterable[pa.Table], columns: Sequence[str]) -> Measur
 
     for table in tables:
         lists = {name: flat(each) for name, each in dialogues_of(table, columns).items()}
-        parts.append(_lengths([*lists.values()], rows_of(table, columns)))
+        part = _lengths([*lists.values()], rows_of(table, columns))
+        if columns == SOLUTION:  # of its nested dialogues the longest has all tokens
+            labels_T, ends_N = flat(table["labels"])
+            most = np.diff(np.pad(np.cumsum(labels_T != NO_LABEL), (1, 0))[ends_N]).max(initial=1)
+            part = PairLengths(0 * part.prefix_P, np.pad(part.prefix_P[:, None], ((0, 0), (0, most - 1))))
+        parts.append(part)
         for name, (values_T, ends_D) in lists.items():
             shared = _shared(shared, values_T, ends_D)
             check(name, np.ascontiguousarray(values_T, dtype=np.int64).data)
@@ -96,26 +105,37 @@ def measure_tables(tables: Iterable[pa.Table], columns: Sequence[str]) -> Measur
     return Measured(lengths, 0 if shared is None else len(shared), crc32(repr(sorted(checksums.items())).encode()))
 
 
-def is_ranked(dataset: Any) -> bool:
-    """Tell whether a prepared dataset's rows are rankings, and not pairs."""
-    return isinstance(dataset, Dataset) and "answer_ids" in dataset.column_names
+def has_many(dataset: Any) -> bool:
+    """Tell whether a prepared dataset's rows are rankings or solutions with steps, and not pairs."""
+    return isinstance(dataset, Dataset) and id_columns(dataset.column_names) in (_ANSWERS, SOLUTION)
+
+
+def has_steps(dataset: Any) -> bool:
+    """Tell whether a prepared dataset's rows are solutions with steps."""
+    return isinstance(dataset, Dataset) and id_columns(dataset.column_names) == SOLUTION
 
 
 def most_answers(dataset: Any) -> int:
-    """Return K, the most answers of a prepared dataset's rows."""
-    return measure(dataset).answers if is_ranked(dataset) else 2
+    """Return K, the most answers or steps of a prepared dataset's rows."""
+    return measure(dataset).answers if has_many(dataset) else 2
 
 
-def dialogues_in(row: Mapping[str, Any]) -> Sequence[Sequence[int]]:
-    """Return the token ids of a row's dialogues, chosen first."""
+def dialogues_in(row: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the token ids of a row's dialogues, chosen first; of a solution, up to the end of each step.
+
+    A solution without a label is one dialogue, of which the loss reads nothing.
+    """
     columns = id_columns(row)
     if columns is None:
         raise KeyError(f"no token ids in the columns {list(row)}")
+    if columns == SOLUTION:
+        ids, ends = np.asarray(row["input_ids"], np.int32), np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL)
+        return [ids[: end + 1] for end in ends] or [ids]
     return [row[column] for column in columns] if len(columns) == 2 else row[columns[0]]
 
 
 def id_columns(columns: Iterable[str]) -> tuple[str, ...] | None:
-    """Name the columns of token ids, chosen and rejected of either API or all answers'; None where there are none."""
+    """Name the columns of token ids, chosen and rejected of either API or all of a row; None where there are none."""
     return next((names for names in _COLUMNS if set(names) <= set(columns)), None)
 
 
@@ -130,15 +150,20 @@ def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
 
 
 def dialogues_of(table: pa.Table, columns: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-    """Return the token ids of each column, a list a dialogue; a column of all answers has several a row."""
+    """Return the token ids of each column, a list a dialogue; a column of all answers has several a row.
+
+    A solution is one: what is longest and shared in it is so up to each step, too.
+    """
     lists = {column: table[column] for column in columns}
-    return lists if len(columns) == 2 else {column: pc.list_flatten(each) for column, each in lists.items()}
+    return {column: pc.list_flatten(each) for column, each in lists.items()} if columns == _ANSWERS else lists
 
 
 def rows_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
     """Return the row of each dialogue, those of one column after another [D]."""
     rows_N = np.arange(len(table))
-    return np.tile(rows_N, 2) if len(columns) == 2 else np.repeat(rows_N, lengths_of(table, columns)[0])
+    if columns == _ANSWERS:
+        return np.repeat(rows_N, lengths_of(table, columns)[0])
+    return np.tile(rows_N, len(columns))
 
 
 def longest_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:

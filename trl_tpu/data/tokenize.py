@@ -245,6 +245,8 @@ def keep_fitting(
                 checks.check_id_column(dialogues, key, rows_D, name, num_embeddings)
             if "grades" in table.column_names:
                 checks.check_grades(table, first, name)
+            if "input_ids" in table.column_names:
+                checks.check_steps(table, first, name)
             longest.append(longest_of(table, columns))
             first += len(table)
             yield table if max_length is None else table.filter(pa.array(longest[-1] <= max_length))

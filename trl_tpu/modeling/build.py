@@ -86,8 +86,12 @@ def build_reward_model(
     processing_class: PreTrainedTokenizerBase | None = None,
     quantization_config: Any | None = None,
     peft_config: Any | None = None,
+    of_steps: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load or check the model, settle its special tokens and chat template, and add adapters.
+
+    Args:
+        of_steps: Whether the model has to be a token classifier with two labels, which is not loaded here.
 
     Returns:
         A model with one output, and the tokenizer that it agrees with on every special token.
@@ -118,7 +122,7 @@ def build_reward_model(
         for name, value in ignored.items():
             if value is not None:
                 logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
-        check_num_labels(model)
+    check_num_labels(without_adapters(model), of_steps)
     tokenizer = load_processing_class(
         model, processing_class, revision=revision, trust_remote_code=args.trust_remote_code
     )
@@ -137,7 +141,8 @@ def build_reward_model(
     if args.disable_dropout:
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
-    tell_engines(without_adapters(model).config)
+    if not of_steps:
+        tell_engines(without_adapters(model).config)
     return model, tokenizer
 
 
@@ -196,7 +201,7 @@ def build_dataset(
         name=name,
         truncation_mode=args.truncation_mode,
     )
-    return _check_positions(prepared, model, name)
+    return check_positions(prepared, model, name)
 
 
 def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
@@ -215,7 +220,7 @@ def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
             yield prompt + answer, row
 
 
-def _check_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
+def check_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
     """Refuse a dialogue with more tokens than the model has learned positions for; a stream's as it is read."""
     limit = learned_positions(model)
     if limit is None:

@@ -167,10 +167,13 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
         logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
 
 
-def check_num_labels(model: Any) -> None:
-    """Raise UserError unless the model's config says that it has one output."""
-    num_labels = getattr(getattr(model, "config", None), "num_labels", None)
-    if num_labels != 1:
+def check_num_labels(model: Any, of_steps: bool = False) -> None:
+    """Raise UserError unless the model has one output, or, to judge steps, is a token classifier with two labels."""
+    num_labels, kind = getattr(getattr(model, "config", None), "num_labels", None), type(model).__name__
+    if of_steps and (num_labels != 2 or "TokenClassification" not in kind):
+        auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"
+        raise UserError(f"Process rewards need a token classifier with two labels, not a {kind}: load it with {auto}.")
+    if not of_steps and num_labels != 1:
         raise UserError(
             f"The model has `num_labels={num_labels}`, but reward models require `num_labels=1`. Load it with "
             "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass the trainer its name."

@@ -1,6 +1,6 @@
-"""Computes the losses of reward modeling, of pairs and of ranked answers, in plain torch.
+"""Computes the losses of reward modeling, of pairs, ranked answers and steps, in plain torch.
 
-Letters: P pairs or prompts, K answers of each; of answers i and j, [P, K, K] has i in the rows.
+Letters: P pairs, prompts or solutions, K answers or steps of each; of answers i and j, [P, K, K] has i in the rows.
 """
 
 import math
@@ -41,6 +41,9 @@ class Loss:
 
         Where the labels have a `weight`, [P], it is how much each counts in the mean, and multiplies its loss.
         """
+        if "step" in labels:  # rewards are the log-odds that steps are right
+            right_PK = torch.where(labels["step"] > 0, rewards_PK, -rewards_PK)
+            return _mean(-logsigmoid(right_PK), labels["is_there"]) * labels["weight"]
         if "grade" not in labels:
             return pairwise_losses(
                 rewards_PK,

@@ -50,22 +50,24 @@ class PairBatch:
         return self.by_pair(outputs.logits), outputs
 
     def by_pair(self, logits_R1: torch.Tensor) -> torch.Tensor:
-        """Return the model's logits as float32 rewards, [P, K]: chosen, rejected."""
-        return self._by_pair(logits_R1.squeeze(-1).float())
+        """Return the model's logits as float32 rewards, [P, K]: chosen, rejected; or of the tokens that end steps."""
+        rewards_R = rewards_from(logits_R1.squeeze(-1).float(), self.labels)
+        return rewards_R.gather(1, self.labels["end"]) if "end" in self.labels else self._by_pair(rewards_R)
 
     def _by_pair(self, values_R: torch.Tensor) -> torch.Tensor:
         return values_R.view(-1, self.answers) if self.interleaved else values_R.view(self.answers, -1).T
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return the batch's loss: the mean over the pairs that are no padding; 0 where all are."""
-        pairs = self.mask_P.sum().clamp(min=1) if self.batch_pairs_1 is None else self.batch_pairs_1.squeeze()
+        weights_P = self.mask_P * self.labels.get("weight", 1)
+        pairs = weights_P.sum().clamp(min=1) if self.batch_pairs_1 is None else self.batch_pairs_1.squeeze()
         return torch.where(self.mask_P, losses_P, 0.0).sum() / pairs
 
     @property
     def tokens(self) -> torch.Tensor:
         """How many tokens the real pairs have, not counting padding: an int32 scalar."""
         tokens_PK = self._by_pair(self.attention_mask_RL.sum(-1, dtype=torch.int32))
-        mask_PK = self.mask_P[:, None] & self.labels.get("is_there", self.mask_P[:, None])
+        mask_PK = self.mask_P[:, None] & (self.labels["is_there"] if "grade" in self.labels else True)
         return (tokens_PK * mask_PK).sum(dtype=torch.int32)
 
 
@@ -79,16 +81,21 @@ class PackedPairs:
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
         """Compute the rewards [P, K]; the model's own outputs, one a row, mean nothing."""
-        return packed_rewards(model, self.rows, **extras), None
+        return rewards_from(packed_rewards(model, self.rows, **extras), self.labels), None
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return this micro-batch's part of the batch's mean loss: the parts add up to it."""
-        return (torch.where(self.mask_P, losses_P, 0.0).sum() / self.rows.batch_pairs_1).squeeze()
+        return torch.where(self.mask_P, losses_P, 0.0).sum() / self.rows.batch_pairs_1.squeeze()
 
     @property
     def tokens(self) -> torch.Tensor:
         """How many tokens the dialogues of these pairs have, as if nothing were shared: an int32 scalar."""
         return self.rows.tokens_P.sum(dtype=torch.int32)
+
+
+def rewards_from(outputs: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a head's outputs as rewards; of steps, [..., 2], the log-odds that each is right."""
+    return outputs[..., 1] - outputs[..., 0] if "step" in labels else outputs
 
 
 OWN_KEYS = frozenset(

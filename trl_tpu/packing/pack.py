@@ -133,8 +133,11 @@ class _Batch:
             raise UserError(f"A batch has at most {most_pairs} pairs, as its shapes were planned; got {len(pairs)}.")
         whole = [np.asarray(ids, np.int32) for dialogues in pairs for ids in dialogues]
         firsts_P = np.cumsum([0, *map(len, pairs)])[:-1]
-        tokens_P = np.add.reduceat(np.array([len(ids) for ids in whole], np.int32), firsts_P)
-        dialogues = [up_to_scored(ids, pad_token_id) for ids in whole]
+        # a solution's dialogues are one, up to each step's end, which is read whatever the token there is
+        is_solution = "step" in labels
+        total = np.maximum if is_solution else np.add
+        tokens_P = total.reduceat(np.array([len(ids) for ids in whole], np.int32), firsts_P)
+        dialogues = whole if is_solution else [up_to_scored(ids, pad_token_id) for ids in whole]
         order, prefix_DD = common_prefixes(dialogues)
         return cls(dialogues, firsts_P, (most_pairs, answers), order, prefix_DD, tokens_P, labels, pad_token_id)
 
@@ -159,6 +162,7 @@ class _Batch:
         """Write each tree's dialogues into its row of ``shape``, one of ``parts``; those in tree -1 are elsewhere."""
         here_P, here_D = trees_D[self.firsts_P] >= 0, trees_D >= 0
         pair_D, (pairs, _) = self.pair_D, self.shape
+        weight = max(1, self.labels["weight"].sum()) if "weight" in self.labels else len(here_P)
         answer_D = np.arange(len(pair_D)) - self.firsts_P[pair_D]
         layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id)
 
@@ -182,7 +186,7 @@ class _Batch:
             pair_mask_P=fill(here_P),
             tokens_P=fill(self.tokens_P, np.int32),
             labels={name: fill(values_P) for name, values_P in self.labels.items()},
-            batch_pairs_1=np.array([len(here_P) / parts], np.float32),
+            batch_pairs_1=np.array([weight / parts], np.float32),
             trees=layout.trees,
         )
 

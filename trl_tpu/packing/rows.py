@@ -56,7 +56,7 @@ class PackedRows(Generic[Array]):
     labels: dict[str, Array]
     """What the data says of each pair, [P, ...], such as its target `margin`: see `trl_tpu.data.judgements`."""
     batch_pairs_1: Array
-    """How many real pairs the whole batch has, [1], float32: what the loss is a mean over.
+    """How many real pairs, or how much weight, the whole batch has, [1], float32: what the loss is a mean over.
 
     In one of several processes it is their number a process: so the mean of all losses is that over the batch."""
     expansion: Expansion[Array] | None = None

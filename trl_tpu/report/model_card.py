@@ -23,12 +23,14 @@ class Reading:
         max_length: Most tokens of a dialogue that it was trained on; None for any.
         scale: How large its rewards are, if that was measured.
         date: What the chat template wrote into dialogues when training began, if it writes the day's date.
+        step_separator: What it reads after each step, of which it judges each; None where it judges dialogues.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int | None = None
     scale: RewardScale | None = None
     date: str | None = None
+    step_separator: str | None = None
 
     @property
     def bos(self) -> str | None:
@@ -66,7 +68,7 @@ def make_model_card(
         datasets=[dataset_name] if dataset_name else None,
         library_name="transformers",
         model_name=name,
-        pipeline_tag="text-classification",
+        pipeline_tag="text-classification" if reading.step_separator is None else "token-classification",
         tags=sorted({_TAG, *tags}),
         licence="license",
     )

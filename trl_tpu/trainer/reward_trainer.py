@@ -33,7 +33,8 @@ from ..config.reward_config import RewardConfig
 from ..data.chat import date_written
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
-from ..data.judgements import RANKED_COLUMNS, RANKED_LABELS, Pairs
+from ..data.judgements import LABELS_OF_MANY, RANKED_COLUMNS, Pairs
+from ..data.measure import NO_LABEL, SOLUTION
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..evaluation.judge import check_eval_by, judge
@@ -108,6 +109,7 @@ class RewardTrainer(DeviceTrainer):
     verdicts = Shown(lambda self: self.__reward_metrics.verdicts)
     """The verdict of the last evaluation, by the prefix of its metrics."""
     __old_columns = False
+    _of_steps = False  # whether a row is a solution whose steps are judged, and the model a token classifier
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     __date: str | None = None  # that the chat template has written into dialogues
     __build: Any = None  # makes a reward model of what `model_init` returns, where this constructor ran
@@ -147,10 +149,10 @@ class RewardTrainer(DeviceTrainer):
         self.__check_evaluation(args, eval_dataset, compute_metrics, callbacks)
         self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
-        given_tokenizer = upgrade_processing_class(processing_class, tokenizer)
+        given = upgrade_processing_class(processing_class, tokenizer)
 
         def build(model: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-            built, tokenizer = build_reward_model(model, args, given_tokenizer, quantization_config, peft_config)
+            built, tokenizer = build_reward_model(model, args, given, quantization_config, peft_config, self._of_steps)
             built.add_model_tags(self._tag_names)
             return built, tokenizer
 
@@ -240,7 +242,8 @@ class RewardTrainer(DeviceTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            columns = LEGACY_KEYS if self.__old_columns else (*TOKEN_COLUMNS, *RANKED_COLUMNS)
+            own = (*SOLUTION, "labels") if self._of_steps else (*TOKEN_COLUMNS, *RANKED_COLUMNS)
+            columns = LEGACY_KEYS if self.__old_columns else own
             self._signature_columns = [*columns, *Pairs.label_columns]  # type: ignore[assignment]
 
     # ---- the loss
@@ -270,7 +273,7 @@ class RewardTrainer(DeviceTrainer):
             self.__reward_metrics.update(found.rewards_PK, found.mask_P, found.tokens, found.labels)
         if not return_outputs:
             return found.loss
-        if "grade" in found.labels and found.outputs is None:
+        if "is_there" in found.labels and found.outputs is None:
             return found.loss, {"rewards": found.rewards_PK}
         if self.__old_columns or found.outputs is None:
             return found.loss, {"rewards_chosen": found.rewards_PK[:, 0], "rewards_rejected": found.rewards_PK[:, 1]}
@@ -297,7 +300,8 @@ class RewardTrainer(DeviceTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the loss, the rewards [P, 2] and labels [P], zeros, of a batch; in the old API the rewards' softmax.
 
-        Of rankings the rewards are [P, K], NaN where there is no answer, and the labels are the grades.
+        Of rankings the rewards are [P, K], NaN where there is no answer, and the labels are the grades. Of steps there
+        are logits of both labels, [P, K, 2], that of 0 being 0, and labels, -100 where there is no step.
         No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
         """
         inputs = self._prepare_inputs(inputs)
@@ -311,11 +315,15 @@ class RewardTrainer(DeviceTrainer):
             return loss, None, None
         labels_P = torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
         if self.__computed is None:  # a loss of the user's did it, which counts no tokens
-            losses_P = loss.mean().expand_as(labels_P)
-            self.__computed = StepResult(loss, losses_P, rewards_P2, labels_P == 0, labels_P.sum())
+            given = {name: inputs[name] for name in LABELS_OF_MANY if name in inputs}
+            losses_P = loss.mean().expand_as(labels_P) * given.get("weight", 1)
+            self.__computed = StepResult(loss, losses_P, rewards_P2, labels_P == 0, labels_P.sum(), given)
         if prediction_loss_only:
             return loss, None, None
-        if "grade" in (labels := self.__computed.labels):
+        if "step" in (labels := self.__computed.labels):
+            logits_PK2 = torch.stack([torch.zeros_like(rewards_P2), rewards_P2], dim=-1)
+            return loss, logits_PK2, torch.where(labels["is_there"], labels["step"].long(), NO_LABEL)
+        if "grade" in labels:
             return loss, torch.where(labels["is_there"], rewards_P2, torch.nan), labels["grade"]
         return loss, rewards_P2.softmax(-1) if self.__old_columns else rewards_P2, labels_P
 
@@ -404,31 +412,35 @@ class RewardTrainer(DeviceTrainer):
         found = named("predictions", predictions) | named("labels", labels)
         if computed is not None:  # whatever a prediction step of the user's returns
             found["rewards"] = computed.rewards_PK
-            found |= {name: computed.labels[name].float() for name in RANKED_LABELS if name in computed.labels}
+            found |= {name: computed.labels[name].float() for name in LABELS_OF_MANY if name in computed.labels}
         rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
         if loss is not None:
             loss = loss.mean()
             found["losses"] = loss.expand(rows)
             if computed is not None:  # by pairs, as processes fill the last batch up; a subclass may return another
-                found["losses"] = torch.where(loss == computed.loss, computed.losses_P, loss)
+                whole = loss * computed.labels.get("weight", 1)
+                found["losses"] = torch.where(loss == computed.loss, computed.losses_P, whole)
         mask_P = computed.mask_P if computed else torch.ones(rows, dtype=torch.bool, device=self.args.device)
         is_real_P = inputs.get("pair_mask", mask_P)  # of a stream, whose last batch processes fill up
         return found, mask_P & is_real_P if len(is_real_P) == len(mask_P) else mask_P
 
     def __measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Return the metrics of an evaluation's pairs, and keep the verdict on them."""
-        own: dict[str, Any] = {"loss": float(found["losses"].double().mean())} if "losses" in found else {}
+        labels = {name: found[name].to(kind) for name, kind in LABELS_OF_MANY.items() if name in found}
+        weight = labels["weight"].double().mean() if "weight" in labels else 1
+        own: dict[str, Any] = {"loss": float(found["losses"].double().mean() / weight)} if "losses" in found else {}
         fetched = over_processes(self.accelerator, self.trl_tpu.runtime.fetch(self.__reward_metrics.device_sums))
         if (tokens := self.__reward_metrics.tokens_so_far(fetched)) or not self.state.global_step:
             own["num_tokens"] = tokens  # which a loss of the user's does not count
         if "rewards" not in found and found:
             return own
         rewards_NK = found["rewards"] if found else torch.zeros((0, 2))
-        labels = {"grade": found["grade"], "is_there": found["is_there"].bool()} if "grade" in found else {}
         sums = judged_sums(rewards_NK, torch.ones(len(rewards_NK), dtype=torch.bool), labels)
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
             self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
+        if "step" in labels:
+            return own
         pairs = self.__evaluated_pairs(len(rewards_NK))
         grades = [label.numpy() for label in labels.values()]
         if (verdict := judge(rewards_NK.double().numpy(), pairs, self.args.eval_by, *grades)) is not None:
@@ -504,6 +516,7 @@ class RewardTrainer(DeviceTrainer):
         base = get_config_model_id(self.model.config)
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
+        scale, separator = self.__reward_metrics.scale, getattr(self.args, "step_separator", None)
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
@@ -511,7 +524,7 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            reading=Reading(self.processing_class, self.args.max_length, self.__reward_metrics.scale, self.__date),
+            reading=Reading(self.processing_class, self.args.max_length, scale, self.__date, separator),
             evaluation=evaluation,
         )
         card.save(path)

@@ -14,6 +14,7 @@ from transformers import EvalPrediction, PreTrainedModel
 from ..data.collators import DataCollatorForPreference as DataCollatorForPreference
 from ..data.collators import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
 from ..data.formats import remove_none_values as remove_none_values
+from ..data.measure import NO_LABEL
 from ..data.tokenize import main_processes_first as global_then_local_main_first  # noqa: F401
 from ..modeling.adapters import get_kbit_device_map as get_kbit_device_map
 from ..modeling.adapters import get_peft_config as get_peft_config
@@ -26,21 +27,23 @@ logger = logging.getLogger(__name__)
 
 
 def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
-    """Count how often the first of two predictions is the larger, but for pairs whose two are equal.
+    """Count how often the largest prediction is that of the label, but for pairs whose two are equal.
 
     Args:
-        eval_pred: `predictions` of shape [pairs, 2], chosen first.
+        eval_pred: `predictions` [pairs, 2], of which the label is the place, 0 of chosen; or [rows, steps or tokens,
+            labels], where the labels may be -100, which do not count.
     """
-    predictions_P2 = np.asarray(eval_pred.predictions)
-    decided_P = predictions_P2[:, 0] != predictions_P2[:, 1]
-    ties = int((~decided_P).sum())
-    if ties:
-        logger.warning(
-            f"There are {ties} out of {len(predictions_P2)} instances where the predictions for both options are "
-            "equal. These instances are ignored in the accuracy computation."
-        )
-    correct_P = predictions_P2[decided_P, 0] > predictions_P2[decided_P, 1]
-    return {"accuracy": float(correct_P.mean()) if len(correct_P) else 0.0}
+    predictions, labels, *_ = map(np.asarray, eval_pred)
+    counts = labels != NO_LABEL
+    if predictions.ndim == 2:
+        counts = predictions[:, 0] != predictions[:, 1]
+        if ties := int((~counts).sum()):
+            logger.warning(
+                f"There are {ties} out of {len(predictions)} instances where the predictions for both options are "
+                "equal. These instances are ignored in the accuracy computation."
+            )
+    correct = (predictions.argmax(axis=-1) == labels)[counts]
+    return {"accuracy": float(correct.mean()) if len(correct) else 0.0}
 
 
 def pad(

@@ -151,8 +151,9 @@ def _padded(model: nn.Module, examples: list[dict[str, list[int]]], pad_token_id
     batch = DataCollatorForPreference(pad_token_id)(examples)
     device = next(model.parameters()).device
     with seen_by(score_head_of(model)) as seen:
-        logits_R1 = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
+        logits = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
     last_R = batch["attention_mask"].sum(dim=1) - 1
-    states_RH = seen[0][torch.arange(len(last_R)), last_R.to(seen[0].device)]
-    states_P2H = states_RH.view(2, len(examples), -1).transpose(0, 1)
-    return {"hidden states": states_P2H, "rewards": logits_R1.view(2, len(examples)).T}
+    at_last = torch.arange(len(last_R)), last_R.to(seen[0].device)
+    read = {"hidden states": seen[0][at_last], "rewards": logits[at_last] if logits.dim() == 3 else logits}
+    by_pair = {name: values.view(2, len(examples), -1).transpose(0, 1) for name, values in read.items()}
+    return by_pair | {"rewards": by_pair["rewards"].squeeze(-1)}

@@ -1,0 +1,171 @@
+"""Process rewards: packed, padded and transformers' own token classification give the same numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from datasets import Dataset
+from decoders import StayInFloat64
+from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
+from stepwise import BATCH, by_transformers, load, save_model, settings, solutions
+from timings import untimed
+from transformers import AutoTokenizer, DataCollatorForTokenClassification
+
+from trl_tpu.errors import UserError
+from trl_tpu.experimental.prm import PRMTrainer
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+
+HEAD = "base_model.model.score.modules_to_save.default.weight"
+
+
+class FixedRows(PRMTrainer):
+    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
+
+
+class OwnLoss(PRMTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)  # with labels, and so with a loss
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def trained(model: str, out: Path, kind: type[PRMTrainer] = PRMTrainer, **more: Any) -> Any:
+    collator = more.pop("data_collator", None)
+    data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
+    trainer = kind(load(model), settings(out, **more), collator, **data)
+    trainer.train()
+    return trainer
+
+
+def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: Path) -> None:
+    collator = DataCollatorForTokenClassification(AutoTokenizer.from_pretrained(model, padding_side="left"))
+    runs = [
+        trained(model, tmp_path / "padded", packing=False),
+        trained(model, tmp_path / "packed", packing=True),
+        trained(model, tmp_path / "micro-batches", FixedRows, packing=True),
+        trained(model, tmp_path / "collator", data_collator=collator),
+        trained(model, tmp_path / "own loss", OwnLoss),
+    ]
+    losses, evaluated = by_transformers(model, runs[0].train_dataset, runs[0].eval_dataset)
+    padded, *others = [
+        [untimed(log) for log in run.state.log_history if "loss" in log] + [untimed(run.evaluate())] for run in runs
+    ]
+    assert [log["loss"] for log in padded[:-1]] == pytest.approx(losses, abs=1e-6)
+    assert padded[-1]["eval_loss"] == pytest.approx(evaluated, abs=1e-6)
+    for logs in others[:3]:
+        for log, expected in zip(logs, padded, strict=True):
+            assert log == pytest.approx(expected, abs=2e-5)
+    assert [log["loss"] for log in others[3][:-1]] == pytest.approx(losses, abs=1e-6)
+    assert others[3][-1]["eval_accuracy"] == padded[-1]["eval_accuracy"]
+    logits, labels, _ = runs[1].predict(solutions(5, seed=2))
+    assert logits.shape == (*labels.shape, 2) and (labels == -100).any()
+
+
+def test_a_problem_is_computed_once(model: str, tmp_path: Path) -> None:
+    trainer = PRMTrainer(load(model), settings(tmp_path), train_dataset=solutions(2))
+    (batch,) = trainer.get_train_dataloader()
+    (rows,) = batch["packed"].micro_batches
+    one, other = trainer.train_dataset["input_ids"]
+    shared = next(place for place, ids in enumerate(zip(one, other, strict=False)) if ids[0] != ids[1])
+    assert rows.input_ids_RL.shape == (1, len(one) + len(other) - shared)
+    assert rows.labels["is_there"].sum() == sum(
+        label != -100 for row in trainer.train_dataset for label in row["labels"]
+    )
+    assert rows.tokens_P.tolist() == [len(one), len(other)]
+
+
+def test_gradients_are_those_of_the_models_own_loss_in_float64(model: str, tmp_path: Path) -> None:
+    trainer = PRMTrainer(load(model, dtype=torch.float64), settings(tmp_path), train_dataset=solutions(6))
+    rows = trainer.train_dataset.to_list()
+    (batch, *_) = trainer.get_train_dataloader()
+    packed, own = trainer.model, load(model, dtype=torch.float64)
+    padded = DataCollatorForTokenClassification(trainer.processing_class)(rows[:BATCH])
+    with StayInFloat64():
+        loss = trainer.compute_loss(packed, {"rows": batch["packed"].micro_batches[0]})
+        expected = own(**padded).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    loss.backward()
+    expected.backward()
+    for one, two in zip(packed.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-9)
+
+
+def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
+    whole = trained(model, tmp_path, save_strategy="steps", save_steps=3)
+    again = PRMTrainer(load(model), whole.args, train_dataset=solutions(22), eval_dataset=solutions(9, seed=1))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    logs = [[untimed(log) for log in run.state.log_history if "loss" in log] for run in (whole, again)]
+    assert logs[0] == logs[1] and "accuracy" in logs[0][0]
+    saved = load(str(tmp_path / "checkpoint-6")).state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in whole.model.state_dict().items())
+    assert "AutoModelForTokenClassification" in (tmp_path / "README.md").read_text()
+
+
+def test_solutions_whose_labels_are_cut_off_count_nothing(model: str, tmp_path: Path) -> None:
+    runs = [trained(model, tmp_path, packing=packing, max_length=14, max_steps=2) for packing in (False, True)]
+    losses = [[log["loss"] for log in run.state.log_history if "loss" in log] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert any(set(labels) == {-100} for labels in runs[0].train_dataset["labels"])
+
+
+BAD = [{"labels": [1]}, {"labels": [1, None]}, {"labels": [1, 2]}, {"completions": []}, {"completions": None}]
+
+
+@pytest.mark.parametrize("change", [*BAD, {"prompt": None}])
+def test_a_bad_row_is_named(model: str, tmp_path: Path, change: dict[str, Any]) -> None:
+    good = {"prompt": "Go:", "completions": ["one", "two"], "labels": [1, 0]}
+    with pytest.raises(UserError, match="Row 1 of the train dataset") as error:
+        PRMTrainer(load(model), settings(tmp_path), train_dataset=Dataset.from_list([good, good | change]))
+    assert next(iter(change)) in str(error.value)
+
+
+@pytest.mark.parametrize("labels", [[-100, 2], [1], [-100, 0, 1]])
+def test_a_bad_prepared_row_is_named(model: str, tmp_path: Path, labels: list[int]) -> None:
+    rows = [{"input_ids": [5, 6], "labels": [-100, 1]}, {"input_ids": [5, 6], "labels": labels}]
+    with pytest.raises(UserError, match="Row 1.*labels"):
+        PRMTrainer(load(model), settings(tmp_path), train_dataset=Dataset.from_list(rows))
+
+
+def test_what_is_for_pairs_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="margin_scale=0.5 is not for process rewards"):
+        settings(tmp_path, margin_scale=0.5)
+    rewards = tiny.tiny_model(AutoTokenizer.from_pretrained(model))
+    with pytest.raises(UserError, match="a token classifier with two labels"):
+        PRMTrainer(rewards, settings(tmp_path), train_dataset=solutions(2))
+
+
+def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> None:
+    losses = []
+    for packing in (True, False):
+        peft_config = LoraConfig(task_type=TaskType.TOKEN_CLS, r=4, target_modules=["q_proj", "v_proj"])
+        torch.manual_seed(0)
+        trainer = PRMTrainer(
+            load(model), settings(tmp_path, packing=packing), train_dataset=solutions(22), peft_config=peft_config
+        )
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    trainer.save_model(str(tmp_path / "saved"))
+    again = AutoPeftModelForTokenClassification.from_pretrained(str(tmp_path / "saved"), num_labels=2)
+    assert torch.equal(again.state_dict()[HEAD], trainer.model.state_dict()[HEAD])
+
+
+@pytest.mark.parametrize(("family", "obstacle"), [("Gemma", None), ("GPT2", "no `score` head")])
+def test_other_families_are_tried(model: str, tmp_path: Path, family: str, obstacle: str | None) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=1, num_labels=2,
+    )  # fmt: skip
+    made = getattr(transformers, f"{family}ForTokenClassification")(config)
+    trainer = PRMTrainer(made, settings(tmp_path), train_dataset=solutions(8), processing_class=tokenizer)
+    reason = trainer.batch_plan.padded_because
+    assert (reason is None) if obstacle is None else (obstacle in reason)

@@ -1,0 +1,1 @@
+"""What TRL had under `trl.experimental`, at its module paths."""
