@@ -17,7 +17,7 @@ LOSSES: list[dict[str, Any]] = [
     {"margin_scale": 0.3, "label_smoothing": 0.1, "center_rewards_coefficient": 0.1},
     {"loss_type": "plackett_luce", "ranking_top_k": 2},
     {"loss_type": "regression"},
-    {"ties": "davidson", "tie_threshold": 0.5},
+    {"ties": "davidson", "tie_threshold": 0.5, "average_over": "comparisons"},
 ]
 
 

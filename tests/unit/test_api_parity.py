@@ -56,6 +56,7 @@ INTENDED: dict[str, dict[str, str]] = {
         "ours alone: total_batch_size = None": "pairs of an update, the same on any number of devices",
         "ours alone: group_by_prompt = False": "what pairs of a prompt share is computed once, in one batch",
         "ours alone: loss_type = 'sigmoid'": "of rankings, which TRL does not take",
+        "ours alone: average_over = 'prompts'": "of rankings",
         "ours alone: ranking_top_k = None": "of rankings",
         "ours alone: margin_scale = None": "of rankings",
         "ours alone: ties = None": "of rankings",

@@ -116,8 +116,13 @@ def check_values(args: Any) -> None:
                 raise UserError(
                     f"{setting} is of comparisons without ties: leave it out, or set loss_type='sigmoid', ties=None."
                 )
-    if args.loss_type != "sigmoid" and learns_ties:
-        raise UserError(f"ties={args.ties!r} is of comparisons: leave it out, or set loss_type='sigmoid'.")
+    if args.average_over not in ("prompts", "comparisons"):
+        raise UserError(f"average_over must be 'prompts' or 'comparisons', got {args.average_over!r}.")
+    if args.loss_type != "sigmoid" and (learns_ties or args.average_over == "comparisons"):
+        raise UserError(
+            f"ties={args.ties!r} and average_over={args.average_over!r}: learning from ties and counting comparisons "
+            "are of loss_type='sigmoid'. Set that, or leave them out."
+        )
     if args.loss_type != "plackett_luce" and args.ranking_top_k is not None:
         raise UserError("ranking_top_k is of an order: leave it out, or set loss_type='plackett_luce'.")
     try:

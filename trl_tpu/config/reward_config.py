@@ -102,6 +102,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             Of rankings: `"sigmoid"` is the mean over all comparisons of a prompt's answers
             (https://huggingface.co/papers/2203.02155), `"plackett_luce"` the likelihood of their whole order, and
             `"regression"` the squared error of rewards as scores. Two answers are the pairwise loss by the first two.
+        average_over (`str`, *optional*, defaults to `"prompts"`):
+            What counts once in the loss of a batch of rankings: its `"prompts"`, or its `"comparisons"`.
         ranking_top_k (`int`, *optional*):
             How many of the best answers `"plackett_luce"` draws; by default all.
         margin_scale (`float`, *optional*):
@@ -220,6 +222,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     learning_rate_end: float | None = None
     center_rewards_coefficient: float | None = None
     loss_type: str = "sigmoid"
+    average_over: str = "prompts"
     ranking_top_k: int | None = None
     margin_scale: float | None = None
     label_smoothing: float = 0.0

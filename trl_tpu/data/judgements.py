@@ -9,6 +9,7 @@ Letters: P pairs or prompts of a batch, K answers of each.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +21,8 @@ from .measure import NO_LABEL, SOLUTION, id_columns
 
 MOST_ANSWERS = 64
 RANKED_COLUMNS = ("answer_ids", "grades")
+COUNTED = "comparisons_counted"
+"""The column with how many comparisons a row of ranked answers has, where each counts in the loss."""
 LABELS_OF_MANY = {"grade": torch.float32, "step": torch.float32, "is_there": torch.bool, "weight": torch.float32}
 LABELS = frozenset({"margin", "chosen_probability", "end", *LABELS_OF_MANY})
 """The names of all labels."""
@@ -64,11 +67,13 @@ class Rankings:
         may_tie: Whether two answers of a row may have equal scores or ranks.
         may_all_tie: Whether all of a row may.
         needs_scores: Whether ranks say too little, and that one answer was chosen.
+        counts_comparisons: Whether a row counts as often as it has comparisons, and not once.
     """
 
     may_tie: bool = False
     may_all_tie: bool = False
     needs_scores: bool = False
+    counts_comparisons: bool = False
     id_columns = RANKED_COLUMNS[:1]
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
@@ -93,6 +98,10 @@ class Rankings:
 
     def prepared(self, row: Row, ids: list[list[int]]) -> Row:
         return {"answer_ids": ids, "grades": grades_of(row)}
+
+    def comparisons_of(self, grades: list[float]) -> Row:
+        """Return how many comparisons prepared grades make, ties among them where they are learned from."""
+        return {COUNTED: sum(self.may_all_tie or one != other for one, other in combinations(grades, 2))}
 
     def _check_grades(self, row: Row, where: str) -> None:
         column = next((name for name in ("scores", "ranks") if name in row), None)
@@ -134,17 +143,20 @@ def labels_of(rows: Sequence[Row], answers: int) -> dict[str, np.ndarray]:
     for value_K, is_there_K, values in zip(value_PK, is_there_PK, given, strict=True):
         value_K[: len(values)] = values
         is_there_K[: len(values)] = True
-    weights = (
-        {"weight": is_there_PK.sum(1, dtype=np.float32)} if name == "step" else {}
-    )  # the loss is a mean over steps
-    return {name: value_PK, "is_there": is_there_PK, **weights}
+    labels = {name: value_PK, "is_there": is_there_PK}
+    if name == "step" or COUNTED in rows[0]:
+        labels["weight"] = np.array([weight_of([row]) for row in rows], np.float32)
+    return labels
 
 
 def weight_of(rows: Sequence[Row]) -> int:
-    """Return how much prepared rows count in a mean: a pair or a prompt once, a solution once for each labeled step."""
-    if id_columns(rows[0]) != SOLUTION:
-        return len(rows)
-    return max(1, sum(label != NO_LABEL for row in rows for label in row["labels"]))
+    """Return how much prepared rows count in a mean.
+
+    A pair or a prompt counts once, or a prompt once for each comparison; a solution once for each labeled step.
+    """
+    if id_columns(rows[0]) == SOLUTION:
+        return max(1, sum(label != NO_LABEL for row in rows for label in row["labels"]))
+    return sum(row[COUNTED] for row in rows) if COUNTED in rows[0] else len(rows)
 
 
 def answers_in(batch: Mapping[str, Any]) -> int:

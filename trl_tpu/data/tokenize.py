@@ -93,6 +93,8 @@ def prepare_preference_dataset(
         dataset = map_rows(
             dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, fn_kwargs=settings
         )
+    if isinstance(judgement, Rankings) and judgement.counts_comparisons:
+        dataset = map_rows(dataset, judgement.comparisons_of, num_proc, name, input_columns="grades")
     more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
     return keep_fitting(dataset, judgement.id_columns, num_embeddings=num_embeddings, name=name, **more)
 

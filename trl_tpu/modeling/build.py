@@ -190,7 +190,12 @@ def build_dataset(
     prepare: Any = prepare_legacy_dataset
     if not old_columns:
         of_scores = args.loss_type == "regression"
-        rankings = Rankings(of_scores or args.ties is not None, of_scores or args.ties in TIES, of_scores)
+        rankings = Rankings(
+            may_tie=of_scores or args.ties is not None,
+            may_all_tie=of_scores or args.ties in TIES,
+            needs_scores=of_scores,
+            counts_comparisons=args.average_over == "comparisons",
+        )
         prepare = partial(prepare_preference_dataset, rankings=rankings)
     prepared = prepare(
         dataset,

@@ -33,7 +33,7 @@ from ..config.reward_config import RewardConfig
 from ..data.chat import date_written
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
-from ..data.judgements import LABELS_OF_MANY, RANKED_COLUMNS, Pairs
+from ..data.judgements import COUNTED, LABELS_OF_MANY, RANKED_COLUMNS, Pairs
 from ..data.measure import NO_LABEL, SOLUTION
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
@@ -242,7 +242,7 @@ class RewardTrainer(DeviceTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            own = (*SOLUTION, "labels") if self._of_steps else (*TOKEN_COLUMNS, *RANKED_COLUMNS)
+            own = (*SOLUTION, "labels") if self._of_steps else (*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED)
             columns = LEGACY_KEYS if self.__old_columns else own
             self._signature_columns = [*columns, *Pairs.label_columns]  # type: ignore[assignment]
 
@@ -442,7 +442,7 @@ class RewardTrainer(DeviceTrainer):
         if "step" in labels:
             return own
         pairs = self.__evaluated_pairs(len(rewards_NK))
-        grades = [label.numpy() for label in labels.values()]
+        grades = [labels[name].numpy() for name in ("grade", "is_there") if name in labels]
         if (verdict := judge(rewards_NK.double().numpy(), pairs, self.args.eval_by, *grades)) is not None:
             self.__reward_metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
