@@ -53,7 +53,7 @@ def by_transformers(model: str, rows: Dataset, held_out: Dataset, batch: int = B
     examples, others = rows.to_list(), held_out.to_list()
     module, collate = load(model), DataCollatorForTokenClassification(AutoTokenizer.from_pretrained(model))
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0), []
-    for step in range(STEPS):
+    for step in range(min(STEPS, -(-len(examples) // batch))):
         loss = module(**collate(examples[step * batch : (step + 1) * batch])).loss  # of the last batch, two
         optimizer.zero_grad()
         loss.backward()

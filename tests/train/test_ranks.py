@@ -123,6 +123,8 @@ def test_a_batch_of_solutions_is_shared_by_its_labeled_steps() -> None:
     solutions = [{"input_ids": [5] * steps, "labels": [1] * steps} for steps in (3, 1, 0, 2)]
     batches = [OwnPairs(lambda rows: {"rows": rows}, 2, index, 2)(solutions) for index in range(2)]
     assert [batch["batch_pairs"].item() for batch in batches] == [3, 3]
+    unlabeled = [{"input_ids": [5], "labels": [-100]}, *solutions[1:2] * 3]
+    assert OwnPairs(lambda rows: {}, 2, 0, 2)(unlabeled)["batch_pairs"].item() == 1.5
     labels_PL = torch.tensor([[1, 1, 1], [1, -100, -100], [-100, -100, -100], [1, 1, -100]])
     collate = StepEnds(lambda _: {key: labels_PL for key in ("input_ids", "attention_mask", "labels")}, 3)
     parts = [PairRows(collate, 4, 0, part=(index, 2))(solutions) for index in range(2)]

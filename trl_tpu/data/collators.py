@@ -219,7 +219,7 @@ class PairRows:
         if count == 1:
             return rows
         own = {key: values_P.chunk(count)[index] for key, values_P in rows.items()}
-        return own | {"batch_pairs": torch.tensor([weight_of(examples) / count])}
+        return own | {"batch_pairs": torch.tensor([max(1, weight_of(examples)) / count])}
 
     def _fill(self, values_P: torch.Tensor) -> torch.Tensor:
         missing = self.pairs - values_P.shape[0]

@@ -155,7 +155,7 @@ def weight_of(rows: Sequence[Row]) -> int:
     A pair or a prompt counts once, or a prompt once for each comparison; a solution once for each labeled step.
     """
     if id_columns(rows[0]) == SOLUTION:
-        return max(1, sum(label != NO_LABEL for row in rows for label in row["labels"]))
+        return sum(label != NO_LABEL for row in rows for label in row["labels"])
     return sum(row[COUNTED] for row in rows) if COUNTED in rows[0] else len(rows)
 
 

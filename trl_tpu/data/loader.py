@@ -140,7 +140,7 @@ class OwnPairs:
         if len(examples) == self.pairs * self.count and {weight_of([row]) for row in examples} == {1}:
             return batch
         pair_mask_P = torch.arange(self.pairs) < len(own)
-        batch_pairs_1 = torch.tensor([weight_of(examples) / self.count])
+        batch_pairs_1 = torch.tensor([max(1, weight_of(examples)) / self.count])
         if "packed" not in batch:
             return batch | {"pair_mask": pair_mask_P, "batch_pairs": batch_pairs_1}
         (rows,) = batch["packed"].micro_batches
