@@ -69,8 +69,10 @@ ELSEWHERE = {
     "transformers/trainer_optimizer.py": "optim_target_modules",
     "trl_tpu/scripts/reward.py": "do_eval",
     "trl_tpu/batching/batch_plan.py": "packed_attention",
-    "trl_tpu/modeling/build.py": "average_over ties",
-    "trl_tpu/modeling/losses.py": "label_smoothing loss_type margin_scale ranking_top_k tie_threshold",
+    "trl_tpu/modeling/build.py": "attributes attribute_weights average_over ties",
+    "trl_tpu/modeling/losses.py": (
+        "attribute_loss_weights label_smoothing loss_type margin_scale ranking_top_k tie_threshold"
+    ),
     "trl_tpu/batching/planned_shapes.py": "max_shapes pad_to_multiple_of row_length",
 }
 LISTED = _names("""

@@ -23,6 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..config.urls import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
+from ..modeling.attributes import fold_attributes, saved_attributes
 from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale, tell_engines, write_old_rope_names
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
@@ -123,6 +124,7 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
         model = model_without_weights(config, read_as, trust_remote_code).to_empty(device="cpu")
         model.tie_weights()
         read_weights(model, checkpoint, Runtime())
+    fold_attributes(model, saved_attributes(checkpoint))
     _check_range(model.named_parameters(), dtype)
     return model.to(dtype or stored)
 
@@ -137,6 +139,7 @@ def _write_adapters(
     else:
         stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
+        config.attribute_weights = list(saved_attributes(checkpoint).values())
         model = model_without_weights(config, stored_dtype, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored_dtype)
         read_weights(adapted, checkpoint, Runtime())
@@ -153,7 +156,9 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     """Return the base model with the trained adapters merged in float32, then rounded once."""
     with tempfile.TemporaryDirectory() as adapters:
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        model, info = load_classifier(base, dtype=torch.float32, num_labels=1, trust_remote_code=trust_remote_code)
+        attributes = saved_attributes(checkpoint)
+        kwargs: Any = {"num_labels": len(attributes) or 1, "trust_remote_code": trust_remote_code}
+        model, info = load_classifier(base, dtype=torch.float32, **kwargs)
         trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
         if random := sorted(set(info["missing_keys"]) - trained)[:5]:
             raise UserError(
@@ -165,6 +170,7 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    fold_attributes(merged, attributes)
     tell_engines(merged.config)
     set_scale(merged.config, saved_scale(checkpoint))
     dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32

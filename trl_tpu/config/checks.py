@@ -125,6 +125,7 @@ def check_values(args: Any) -> None:
         )
     if args.loss_type != "plackett_luce" and args.ranking_top_k is not None:
         raise UserError("ranking_top_k is of an order: leave it out, or set loss_type='plackett_luce'.")
+    _check_attributes(args)
     try:
         re.compile(args.frozen_parameters or "")
     except re.error as error:
@@ -133,6 +134,18 @@ def check_values(args: Any) -> None:
     if args.group_by_prompt:
         check_limits(args, GROUPED_LIMITS, "impossible with group_by_prompt=True")
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
+
+
+def _check_attributes(args: Any) -> None:
+    names, weights, loss_weights = args.attributes or [], args.attribute_weights, args.attribute_loss_weights
+    counts = {len(each) for each in (names, set(names), weights, loss_weights) if each is not None}
+    is_finite = math.isfinite(sum([*(weights or []), *(loss_weights or [])]))
+    if counts not in ({0}, {max(2, len(names))}) or not is_finite or not min(loss_weights or [1.0]) > 0:
+        raise UserError(
+            f"attributes={names} must be two names or more, each once, attribute_weights={weights} a number for each, "
+            f"and attribute_loss_weights={loss_weights} a positive one."
+        )
+    check_limits(args, {"average_over=comparisons": "leave it out"} if names else {}, "not of attributes")
 
 
 def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
@@ -199,7 +212,7 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
     prefixes = [f"{name}_" if name else "" for name in sets]
     known = [f"{prefix}{metric}" for prefix in prefixes for metric in (*METRICS, *LENGTH_METRICS)]
-    of_groups = ("accuracy/", "mean_accuracy_over_groups") if args.eval_by is not None else ()
+    of_groups = ("accuracy/", "mean_accuracy_over_groups") if args.eval_by or args.attributes else ()
     by_group = tuple(f"{prefix}{metric}" for prefix in prefixes for metric in of_groups)
     name = asked.removeprefix("eval_")
     if name not in known and not name.startswith(by_group):

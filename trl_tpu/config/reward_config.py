@@ -119,6 +119,13 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         tie_threshold (`float`, *optional*, defaults to `1.0`):
             The parameter of these two above 0, how often answers tie: of Rao and Kupper the logarithm of theirs, which
             their wins have as a margin.
+        attributes (`list[str]`, *optional*):
+            The names of several attributes that answers of rankings are graded by: `scores` then have a list of
+            numbers for each name, or None where a row does not say. The model gets an output for each.
+        attribute_weights (`list[float]`, *optional*):
+            Of each attribute in the one reward, a weighted sum, which is saved with the model. By default alike.
+        attribute_loss_weights (`list[float]`, *optional*):
+            Of each attribute in the loss, a weighted mean over those that a row has grades of. By default alike.
         eval_by (`str`, *optional*):
             A column of the evaluation data, such as "source": evaluation logs the accuracy of each of its labels, as
             `eval_accuracy/LABEL`, and their mean, `eval_mean_accuracy_over_groups`.
@@ -228,6 +235,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     label_smoothing: float = 0.0
     ties: str | None = None
     tie_threshold: float = 1.0
+    attributes: list[str] | None = None
+    attribute_weights: list[float] | None = None
+    attribute_loss_weights: list[float] | None = None
     eval_by: str | None = None
     max_eval_steps: int | None = None
     training_time_limit: str | None = None

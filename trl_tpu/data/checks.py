@@ -241,19 +241,25 @@ def check_id_column(column: pa.ChunkedArray, key: str, rows_D: np.ndarray, name:
 # ---- labels
 
 
-def check_grades(table: pa.Table, first: int, name: str) -> None:
+def check_grades(table: pa.Table, first: int, name: str, attributes: int = 0) -> None:
     """Check that prepared rankings, from row ``first`` on, have a finite grade for each of two answers or more.
+
+    Of several ``attributes`` they have a list of such grades for each, or None, but for one at least.
 
     Raises:
         UserError: One has not.
     """
     answers_N = pc.list_value_length(table["answer_ids"]).to_pylist()
     for row, (answers, grades) in enumerate(zip(answers_N, table["grades"].to_pylist(), strict=True), start=first):
-        are_finite = grades is not None and bool(np.isfinite(np.array(grades, np.float64)).all())
-        if not are_finite or not 2 <= answers == len(grades):
+        lists = (grades or []) if attributes else [grades]
+        given = [each for each in lists if each is not None]
+        lengths = {len(each) if isinstance(each, list) else None for each in given}
+        are_right = len(lists) == max(attributes, 1) and lengths == {answers} and answers >= 2
+        if not are_right or not all(isinstance(value, int | float) and np.isfinite(value) for value in sum(given, [])):
             raise UserError(
                 f"{row_of(row, name, 'grades')} is {grades!r:.80} of {answers} answers in `answer_ids`: there must be "
-                "two answers or more, with a finite number each. Correct or remove such rows."
+                "two answers or more, with a finite number each, or such a list for each of `attributes`. Correct or "
+                "remove such rows."
             )
 
 

@@ -3,7 +3,8 @@
 A row is a prompt with answers, of which a batch holds the token ids, and labels that say which is the better one; the
 loss and the metrics read them by name (`trl_tpu.modeling.losses`). A pair is the case of two answers, chosen first.
 
-Letters: P pairs or prompts of a batch, K answers of each.
+Letters: P pairs or prompts of a batch, K answers of each, A attributes that are graded. Where answers are graded by
+several attributes, all that is said of ranked answers has a dimension of these after the first: [P, A, K].
 """
 
 import math
@@ -68,19 +69,22 @@ class Rankings:
         may_all_tie: Whether all of a row may.
         needs_scores: Whether ranks say too little, and that one answer was chosen.
         counts_comparisons: Whether a row counts as often as it has comparisons, and not once.
+        attributes: The names of what is graded, if several are: then scores are a list for each name, or None where
+            a row does not say.
     """
 
     may_tie: bool = False
     may_all_tie: bool = False
     needs_scores: bool = False
     counts_comparisons: bool = False
+    attributes: tuple[str, ...] = ()
     id_columns = RANKED_COLUMNS[:1]
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        if "completions" not in row:
+        if "completions" not in row and not self.attributes:
             given: dict[str, Any] = {"chosen": [row.get("chosen")], "rejected": row.get("rejected")}
         else:
-            given = {"completions": row["completions"]}
+            given = {"completions": row.get("completions")}
         for column, values in given.items():
             if not isinstance(values, list) or not values:
                 raise UserTypeError(f"{where}: `{column}` must be a list of answers, got {values!r:.80}.")
@@ -90,14 +94,16 @@ class Rankings:
         if not 2 <= len(answers) <= MOST_ANSWERS:
             raise UserError(f"{where} has {len(answers)} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
         checks.check_raw_row(row, answers, where)
-        if self.needs_scores and "scores" not in row:
-            raise UserError(f"{where} has no `scores`, which loss_type='regression' fits rewards to. Add them.")
+        if (self.needs_scores or self.attributes) and "scores" not in row:
+            raise UserError(f"{where} has no `scores`, which loss_type='regression' and attributes need. Add them.")
         if "completions" in row:
             self._check_grades(row, where)
         return answers
 
     def prepared(self, row: Row, ids: list[list[int]]) -> Row:
-        return {"answer_ids": ids, "grades": grades_of(row)}
+        given = [row["scores"][name] for name in self.attributes]
+        lists = [scores and grades_of({**row, "scores": scores}) for scores in given]
+        return {"answer_ids": ids, "grades": lists or grades_of(row)}
 
     def comparisons_of(self, grades: list[float]) -> Row:
         """Return how many comparisons prepared grades make, ties among them where they are learned from."""
@@ -107,22 +113,29 @@ class Rankings:
         column = next((name for name in ("scores", "ranks") if name in row), None)
         if column is None:
             raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
-        values, answers = row[column], len(row["completions"])
-        if not isinstance(values, list) or len(values) != answers:
-            raise UserError(
-                f"{where}: `{column}` is {values!r:.80}, but must be a list of a number for each of {answers} answers."
-            )
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise UserError(f"{where}: `{column}` holds {value!r}; each must be a finite number.")
-        if len(set(values)) == 1 and not self.may_all_tie:
-            raise UserError(f"{where}: `{column}` is {values!r:.80}, by which no answer is better than another.")
-        if len(set(values)) < answers and not self.may_tie:
-            raise UserError(
-                f"{where}: `{column}` is {values!r:.80}, in which answers are equal, and ties=None says that there "
-                "are no ties. Set ties='skip' not to compare such answers, 'davidson' or 'rao_kupper' to learn from "
-                "ties, or remove such rows."
-            )
+        lists, answers = self._lists(row[column], f"{where}: `{column}`"), len(row["completions"])
+        for place, values in lists.items():
+            if not isinstance(values, list) or len(values) != answers:
+                raise UserError(f"{place} is {values!r:.80}, not a list of a number for each of {answers} answers.")
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                    raise UserError(f"{place} holds {value!r}; each must be a finite number.")
+            if 1 < len(set(values)) < answers and not self.may_tie:
+                raise UserError(
+                    f"{place} is {values!r:.80}, in which answers are equal, and ties=None says that there are no "
+                    "ties. Set ties='skip' not to compare such answers, 'davidson' or 'rao_kupper' to learn from "
+                    "ties, or remove such rows."
+                )
+        if not lists or (not self.may_all_tie and all(len(set(values)) == 1 for values in lists.values())):
+            raise UserError(f"{where}: `{column}` is {row[column]!r:.80}, by which no answer is better than another.")
+
+    def _lists(self, given: Any, place: str) -> dict[str, Any]:
+        """Return the lists of grades that a column gives, by the words for their places."""
+        if not self.attributes:
+            return {place: given}
+        if not isinstance(given, Mapping) or not set(self.attributes) <= set(given):
+            raise UserError(f"{place} is {given!r:.80}; each of attributes={self.attributes} needs a list, or None.")
+        return {f"{place} of {name!r}": given[name] for name in self.attributes if given[name] is not None}
 
 
 Judgement = Pairs | Rankings
@@ -130,7 +143,10 @@ Judgement = Pairs | Rankings
 
 
 def labels_of(rows: Sequence[Row], answers: int) -> dict[str, np.ndarray]:
-    """Return the labels of prepared rows by name, of pairs [P], of ranked answers or steps [P, K]."""
+    """Return the labels of prepared rows by name, of pairs [P], of ranked answers or steps [P, K].
+
+    Of answers that are graded by several attributes they are [P, A, K].
+    """
     if id_columns(rows[0]) == SOLUTION:
         name, given = "step", [[label for label in row["labels"] if label != NO_LABEL] for row in rows]
     elif "grades" in rows[0]:
@@ -138,12 +154,15 @@ def labels_of(rows: Sequence[Row], answers: int) -> dict[str, np.ndarray]:
     else:
         names = [name for name in Pairs.label_columns if name in rows[0]]
         return {name: np.array([row[name] for row in rows], np.float32) for name in names}
-    value_PK = np.zeros((len(rows), answers), np.float32)
+    has_attributes = any(isinstance(value, list) for value in given[0])
+    lists = [values or [] for row in given for values in row] if has_attributes else given
+    value_PK = np.zeros((len(lists), answers), np.float32)
     is_there_PK = np.zeros(value_PK.shape, bool)
-    for value_K, is_there_K, values in zip(value_PK, is_there_PK, given, strict=True):
+    for value_K, is_there_K, values in zip(value_PK, is_there_PK, lists, strict=True):
         value_K[: len(values)] = values
         is_there_K[: len(values)] = True
-    labels = {name: value_PK, "is_there": is_there_PK}
+    shape = (len(rows), -1, answers) if has_attributes else value_PK.shape
+    labels = {name: value_PK.reshape(shape), "is_there": is_there_PK.reshape(shape)}
     if name == "step" or COUNTED in rows[0]:
         labels["weight"] = np.array([weight_of([row]) for row in rows], np.float32)
     return labels
@@ -171,6 +190,17 @@ def grades_of(row: Row) -> list[float]:
     return [float(score) for score in row["scores"]] if "scores" in row else [-float(rank) for rank in row["ranks"]]
 
 
+def answers_there(is_there: torch.Tensor) -> torch.Tensor:
+    """Return which answers a prompt has, [P, K], of those that are graded, by several attributes or by one."""
+    return is_there.reshape(len(is_there), -1, is_there.shape[-1]).any(1)
+
+
+def weighted(values: Array, weights: Sequence[float]) -> Array:
+    """Return the weighted sum over attributes, [P, ...], of values [P, A, ...]; what they are without weights."""
+    total: Any = sum(weight * values[:, place] for place, weight in enumerate(weights))
+    return total if weights else values
+
+
 def is_ranking(row: Row) -> bool:
     """Tell whether a raw or prepared row has more answers than a pair."""
     lists = [
@@ -182,8 +212,8 @@ def is_ranking(row: Row) -> bool:
 
 def is_above(grade_PK: Array, is_there_PK: Array) -> Array:
     """Return which answers are judged better than which, [P, K, K]: i than j."""
-    both_PKK = is_there_PK[:, :, None] & is_there_PK[:, None, :]
-    return both_PKK & (grade_PK[:, :, None] > grade_PK[:, None, :])
+    both_PKK = is_there_PK[..., :, None] & is_there_PK[..., None, :]
+    return both_PKK & (grade_PK[..., :, None] > grade_PK[..., None, :])
 
 
 def is_equal(grade_PK: torch.Tensor, is_there_PK: torch.Tensor) -> torch.Tensor:
@@ -209,6 +239,6 @@ class Comparisons:
         if "grade" not in labels:
             better_P, worse_P = rewards_PK.unbind(-1)
             return cls(better_P, worse_P, mask_P)
-        above_PKK = is_above(labels["grade"], labels["is_there"]) & mask_P[:, None, None]
-        better_PKK, worse_PKK = torch.broadcast_tensors(rewards_PK[:, :, None], rewards_PK[:, None, :])
+        above_PKK = is_above(labels["grade"], labels["is_there"]) & mask_P.view(-1, *[1] * labels["grade"].dim())
+        better_PKK, worse_PKK = torch.broadcast_tensors(rewards_PK[..., :, None], rewards_PK[..., None, :])
         return cls(better_PKK, worse_PKK, above_PKK)

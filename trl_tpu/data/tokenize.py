@@ -96,13 +96,14 @@ def prepare_preference_dataset(
     if isinstance(judgement, Rankings) and judgement.counts_comparisons:
         dataset = map_rows(dataset, judgement.comparisons_of, num_proc, name, input_columns="grades")
     more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
-    return keep_fitting(dataset, judgement.id_columns, num_embeddings=num_embeddings, name=name, **more)
+    more |= {"name": name, "attributes": len(rankings.attributes) if rankings else 0}
+    return keep_fitting(dataset, judgement.id_columns, num_embeddings=num_embeddings, **more)
 
 
 def judgement_of(dataset: Dataset | IterableDataset, columns: Sequence[str], rankings: Rankings) -> Judgement:
     """Tell by the columns, or by the first row, what the rows of a dataset judge."""
     first = dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns)
-    return rankings if is_ranking(first) else Pairs()
+    return rankings if rankings.attributes or is_ranking(first) else Pairs()
 
 
 def map_rows(
@@ -210,6 +211,7 @@ def keep_fitting(
     name: str,
     truncation_mode: str | None = None,
     num_proc: int | None = None,
+    attributes: int = 0,
 ) -> Dataset | IterableDataset:
     """Check the token ids, and cut or leave out pairs that are too long; count them, and pairs of equals, in the log.
 
@@ -222,6 +224,7 @@ def keep_fitting(
         truncation_mode: "keep_start" cuts what is beyond ``max_length``, "keep_end" the first tokens: of both
             dialogues as many as the longer one has too many, so that what they share stays shared. None cuts nothing.
         num_proc: Worker processes that cut.
+        attributes: How many attributes rankings are graded by, if by several.
 
     Returns:
         The pairs that fit; those of a dataset measured in the same pass: see `measure.measure`.
@@ -246,7 +249,7 @@ def keep_fitting(
                 rows_D = first + rows_of(table, columns)[: len(dialogues)]  # of two columns, each has every row
                 checks.check_id_column(dialogues, key, rows_D, name, num_embeddings)
             if "grades" in table.column_names:
-                checks.check_grades(table, first, name)
+                checks.check_grades(table, first, name, attributes)
             if "input_ids" in table.column_names:
                 checks.check_steps(table, first, name)
             longest.append(longest_of(table, columns))

@@ -1,7 +1,7 @@
 """The verdict on an evaluation: its rewards, with what the data says of each pair, on the host."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,28 +17,34 @@ from .verdict import Verdict, judge_pairs
 logger = logging.getLogger(__name__)
 
 
-def judge(rewards_NK: np.ndarray, dataset: Any, eval_by: str | None, *grades: Any) -> Verdict | None:
+def judge(
+    rewards_NK: np.ndarray, dataset: Any, *grades: Any, eval_by: str | None = None, attributes: Sequence[str] = ()
+) -> Verdict | None:
     """Return the verdict on the rewards of an evaluation; None if no pair has two finite ones.
 
     Args:
-        rewards_NK: Of pairs, chosen first, or of ranked answers.
+        rewards_NK: Of pairs, chosen first, or of ranked answers; of several attributes, [N, A, K].
         dataset: Whose first N pairs they are of, in order; None where that is not known.
         eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
         grades: Of rankings, what `judge_rankings` takes after the rewards.
+        attributes: Their names. Each of a row is a ranking of its own, and they are the groups.
     """
+    rows, groups = len(rewards_NK), list(attributes) * len(rewards_NK) or None
+    rewards_NK, *grades = (values.reshape(-1, values.shape[-1]) for values in (rewards_NK, *grades))  # type: ignore[assignment]
     if not np.isfinite(rewards_NK).all(axis=-1).any():
         return None
     judge_rows: Any = partial(judge_rankings, rewards_NK, *grades) if grades else partial(judge_pairs, rewards_NK)
     if not isinstance(dataset, Dataset):
         if eval_by is not None:
             logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
-        return judge_rows()
+        return judge_rows(groups=groups)
     has_ids, lengths_NK = id_columns(dataset.column_names) is not None, None
     if has_ids:
         lengths = measure(dataset).lengths
-        lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[: len(rewards_NK)]
+        lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(len(rewards_NK) // rows, axis=0)
     try:
-        groups = None if eval_by is None else _labels(dataset, eval_by)[: len(rewards_NK)]
+        if eval_by is not None:
+            groups = [label for label in _labels(dataset, eval_by)[:rows] for _ in range(len(rewards_NK) // rows)]
         return judge_rows(lengths_NK, groups=groups)
     except UserError as reason:  # the data of a later call; what the trainer was given has been checked
         logger.warning("The metrics are without groups. %s", reason)

@@ -11,20 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.judgements import Comparisons, grades_of, is_above
+from ..data.judgements import Comparisons, answers_there, grades_of, is_above, weighted
 from .proportion import by_group, mean_of, proportion
 from .reward_sums import RewardSums, sums_of
 from .verdict import Verdict, judge_pairs
 
 
-def judged_sums(rewards_NK: torch.Tensor, mask_N: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> RewardSums:
-    """Return the sums over the pairs or ranked answers that ``mask_N`` keeps."""
+def judged_sums(
+    rewards_NK: torch.Tensor, mask_N: torch.Tensor, labels: Mapping[str, torch.Tensor], weights: Sequence[float] = ()
+) -> RewardSums:
+    """Return the sums over the pairs or ranked answers that ``mask_N`` keeps.
+
+    Of several attributes all comparisons count, and as rewards their sums by ``weights``.
+    """
     compared = Comparisons.of(rewards_NK, mask_N, labels)
     there = compared.are_there
     compared_M2 = torch.stack([compared.better[there], compared.worse[there]], dim=-1).numpy()
     if "is_there" not in labels:
         return sums_of(compared_M2)
-    return sums_of(compared_M2, rewards_NK[labels["is_there"] & mask_N[:, None]].numpy(), int(mask_N.sum()))
+    rewards_A = weighted(rewards_NK, weights)[answers_there(labels["is_there"]) & mask_N[:, None]]
+    return sums_of(compared_M2, rewards_A.numpy(), int(mask_N.sum()))
 
 
 def judge_rankings(
@@ -74,6 +80,14 @@ def judge_rankings(
         top1_accuracy=proportion(int(top_J.sum()), len(judged_J)),
         kendall_tau=float(((right_J - wrong_J) / comparisons_J).mean()),
     )
+
+
+def by_attribute(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a scored row whose answers attributes grade as one for each `attribute`; another as it is."""
+    scores, rewards = row.get("scores"), row.get("rewards_by_attribute") or [None]
+    graded = scores if isinstance(scores, dict) and None not in rewards else {}
+    by_name = {name: [each[name] for each in rewards] for name in graded if name in rewards[0]}
+    return [{**row, "attribute": name, "scores": graded[name], "rewards": by_name[name]} for name in by_name] or [row]
 
 
 def grades_beside_rewards(row: Mapping[str, Any]) -> list[float]:

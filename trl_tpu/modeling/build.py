@@ -30,6 +30,7 @@ from .adapters import (
     without_adapters,
 )
 from .attention.static import use_static_attention
+from .attributes import name_attributes
 from .chat_template import set_chat_template
 from .dropout import disable_dropout_in_model
 from .engines import tell_engines
@@ -116,13 +117,16 @@ def build_reward_model(
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
             in_files=in_files,
+            num_labels=len(args.attributes or ["reward"]),
         )
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name, value in ignored.items():
             if value is not None:
                 logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
-    check_num_labels(without_adapters(model), of_steps)
+    check_num_labels(without_adapters(model), of_steps, len(args.attributes or ["reward"]))
+    if args.attributes:
+        name_attributes(without_adapters(model).config, args.attributes, args.attribute_weights)
     tokenizer = load_processing_class(
         model, processing_class, revision=revision, trust_remote_code=args.trust_remote_code
     )
@@ -188,13 +192,14 @@ def build_dataset(
     """
     embeddings: Any = model.get_input_embeddings()
     prepare: Any = prepare_legacy_dataset
-    if not old_columns:
+    if not old_columns or args.attributes:  # of which TRL's old columns have no grades
         of_scores = args.loss_type == "regression"
         rankings = Rankings(
             may_tie=of_scores or args.ties is not None,
             may_all_tie=of_scores or args.ties in TIES,
             needs_scores=of_scores,
             counts_comparisons=args.average_over == "comparisons",
+            attributes=tuple(args.attributes or ()),
         )
         prepare = partial(prepare_preference_dataset, rankings=rankings)
     prepared = prepare(

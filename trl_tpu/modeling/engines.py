@@ -52,7 +52,7 @@ def tell_engines(config: PretrainedConfig) -> None:
 
 def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
     """Write ``mean`` and ``std`` into a config, by which OpenRLHF normalizes rewards; None removes them."""
-    if scale is not None and config.num_labels == 1:
+    if scale is not None and (config.num_labels == 1 or hasattr(config, "attribute_weights")):
         config.mean, config.std = scale.mean, scale.std
         return
     for name in ("mean", "std"):

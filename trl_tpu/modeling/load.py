@@ -48,8 +48,9 @@ def load_model(
     trust_remote_code: bool = False,
     quantization_config: Any | None = None,
     in_files: bool = False,
+    num_labels: int = 1,
 ) -> PreTrainedModel:
-    """Load a checkpoint as a reward model: a sequence classifier with one label.
+    """Load a checkpoint as a reward model: a sequence classifier with one label, or with one for each attribute.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
     The model stays on the CPU for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
@@ -60,6 +61,7 @@ def load_model(
         trust_remote_code: The default for the ``model_init_kwargs`` of that name.
         quantization_config: A quantization config of transformers.
         in_files: As in `load_classifier`.
+        num_labels: How many rewards it gives.
 
     Raises:
         UserError: ``quantization_config`` in both places or on XLA, or a name or folder that holds no whole model.
@@ -72,9 +74,9 @@ def load_model(
     if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
     kwargs.setdefault("dtype", torch.float32)
-    if kwargs.get("num_labels", 1) != 1:
-        logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: reward models have `num_labels=1`.")
-    kwargs["num_labels"] = 1
+    if kwargs.get("num_labels", num_labels) != num_labels:
+        logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: this reward model has {num_labels}.")
+    kwargs["num_labels"] = num_labels
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     if runtime.current().shares_mesh:
         _fit_xla(kwargs)
@@ -167,16 +169,19 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
         logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
 
 
-def check_num_labels(model: Any, of_steps: bool = False) -> None:
-    """Raise UserError unless the model has one output, or, to judge steps, is a token classifier with two labels."""
+def check_num_labels(model: Any, of_steps: bool = False, needed: int = 1) -> None:
+    """Raise UserError unless the model has one output, or, to judge steps, is a token classifier with two labels.
+
+    Of several attributes it has as many outputs as are needed.
+    """
     num_labels, kind = getattr(getattr(model, "config", None), "num_labels", None), type(model).__name__
     if of_steps and (num_labels != 2 or "TokenClassification" not in kind):
         auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"
         raise UserError(f"Process rewards need a token classifier with two labels, not a {kind}: load it with {auto}.")
-    if not of_steps and num_labels != 1:
+    if not of_steps and num_labels != needed:
         raise UserError(
-            f"The model has `num_labels={num_labels}`, but reward models require `num_labels=1`. Load it with "
-            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass the trainer its name."
+            f"The model has `num_labels={num_labels}`, but reward models require `num_labels={needed}`. Load it with "
+            f"`AutoModelForSequenceClassification.from_pretrained(..., num_labels={needed})`, or pass its name."
         )
 
 

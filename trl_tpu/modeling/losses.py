@@ -4,13 +4,13 @@ Letters: P pairs, prompts or solutions, K answers or steps of each; of answers i
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..data.judgements import is_above, is_equal
+from ..data.judgements import is_above, is_equal, weighted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Loss:
         label_smoothing: As in `pairwise_losses`.
         ties: Of ranked answers, "rao_kupper" or "davidson" take equal grades as ties: see `ranked_losses`.
         tie_threshold: Of these.
+        attribute_loss_weights: Of each attribute's loss in the mean over those that grade a prompt's answers; None
+            weighs them alike.
     """
 
     center_rewards_coefficient: float | None = None
@@ -35,12 +37,15 @@ class Loss:
     label_smoothing: float = 0.0
     ties: str | None = None
     tie_threshold: float = 1.0
+    attribute_loss_weights: Sequence[float] | None = None
 
     def losses_of(self, rewards_PK: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Compute the loss of each pair or prompt, [P], by the labels that `trl_tpu.data.judgements` has made.
 
         Where the labels have a `weight`, [P], it is how much each counts in the mean, and multiplies its loss.
         """
+        if rewards_PK.dim() == 3:
+            return self._of_attributes(rewards_PK, labels) * labels.get("weight", 1)
         if "step" in labels:  # rewards are the log-odds that steps are right
             right_PK = torch.where(labels["step"] > 0, rewards_PK, -rewards_PK)
             return _mean(-logsigmoid(right_PK), labels["is_there"]) * labels["weight"]
@@ -83,6 +88,15 @@ class Loss:
             margin_PKK = self.margin_scale * (grade_PK[:, :, None] - grade_PK[:, None, :])
         losses_PKK = pairwise_losses(rewards_PKK2, margin_PKK, label_smoothing=self.label_smoothing)
         return _mean(losses_PKK, above_PKK)
+
+    def _of_attributes(self, rewards_PAK: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Compute the weighted mean over the attributes of each prompt, [P]: each that is there is a ranking."""
+        rankings = {name: labels[name].flatten(0, 1) for name in ("grade", "is_there")}
+        losses_PA = self.losses_of(rewards_PAK.flatten(0, 1), rankings).unflatten(0, rewards_PAK.shape[:2])
+        are_there_PA = labels["is_there"].any(-1)
+        weights = self.attribute_loss_weights or [1.0] * rewards_PAK.shape[1]
+        total_P = weighted(are_there_PA.float(), weights)
+        return weighted(torch.where(are_there_PA, losses_PA, 0.0), weights) / torch.where(total_P > 0, total_P, 1.0)
 
 
 def pairwise_losses(

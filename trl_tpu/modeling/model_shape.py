@@ -84,7 +84,7 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
         dtype: The weights', by torch's name or itself; None for torch's default.
         trust_remote_code: Whether the model may bring its own code.
     """
-    config.num_labels = 1
+    config.num_labels = len(getattr(config, "attribute_weights", ())) or 1
     with torch.device("meta"):
         return AutoModelForSequenceClassification.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..data.collators import LEGACY_KEYS, join_halves
-from ..data.judgements import LABELS, answers_in
+from ..data.judgements import LABELS, answers_in, answers_there
 from ..packing.rows import PackedRows
 from .attention.masked import packed_rewards
 
@@ -49,13 +49,19 @@ class PairBatch:
         outputs = model(input_ids=self.input_ids_RL, attention_mask=self.attention_mask_RL, **extras)
         return self.by_pair(outputs.logits), outputs
 
-    def by_pair(self, logits_R1: torch.Tensor) -> torch.Tensor:
-        """Return the model's logits as float32 rewards, [P, K]: chosen, rejected; or of the tokens that end steps."""
-        rewards_R = rewards_from(logits_R1.squeeze(-1).float(), self.labels)
-        return rewards_R.gather(1, self.labels["end"]) if "end" in self.labels else self._by_pair(rewards_R)
+    def by_pair(self, logits_RA: torch.Tensor) -> torch.Tensor:
+        """Return the model's logits as float32 rewards, [P, K]: chosen, rejected; or of the tokens that end steps.
+
+        Of several attributes they are [P, A, K].
+        """
+        if "end" in self.labels:
+            return rewards_from(logits_RA.float(), self.labels).gather(1, self.labels["end"])
+        return rewards_from(self._by_pair(logits_RA.squeeze(-1).float()), self.labels)
 
     def _by_pair(self, values_R: torch.Tensor) -> torch.Tensor:
-        return values_R.view(-1, self.answers) if self.interleaved else values_R.view(self.answers, -1).T
+        if self.interleaved:
+            return values_R.unflatten(0, (-1, self.answers))
+        return values_R.unflatten(0, (self.answers, -1)).transpose(0, 1)
 
     def mean(self, losses_P: torch.Tensor) -> torch.Tensor:
         """Return the batch's loss: the mean over the pairs that are no padding; 0 where all are."""
@@ -67,7 +73,7 @@ class PairBatch:
     def tokens(self) -> torch.Tensor:
         """How many tokens the real pairs have, not counting padding: an int32 scalar."""
         tokens_PK = self._by_pair(self.attention_mask_RL.sum(-1, dtype=torch.int32))
-        mask_PK = self.mask_P[:, None] & (self.labels["is_there"] if "grade" in self.labels else True)
+        mask_PK = self.mask_P[:, None] & (answers_there(self.labels["is_there"]) if "grade" in self.labels else True)
         return (tokens_PK * mask_PK).sum(dtype=torch.int32)
 
 
@@ -94,8 +100,12 @@ class PackedPairs:
 
 
 def rewards_from(outputs: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a head's outputs as rewards; of steps, [..., 2], the log-odds that each is right."""
-    return outputs[..., 1] - outputs[..., 0] if "step" in labels else outputs
+    """Return a head's outputs as rewards [P, K]; of several attributes [P, A, K].
+
+    Of steps, [..., 2], they are the log-odds that each is right.
+    """
+    rewards = outputs[..., 1] - outputs[..., 0] if "step" in labels else outputs
+    return rewards.transpose(1, 2) if rewards.dim() == 3 else rewards
 
 
 OWN_KEYS = frozenset(
@@ -125,10 +135,10 @@ def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) 
 def rewards_of(outputs: Any, inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) -> torch.Tensor | None:
     """Read rewards [P, 2] from what a loss returns beside itself; None where there are none to be read.
 
-    They are ``rewards`` [P, K], or the ``logits`` of a micro-batch's pairs; else two tensors of a reward a pair,
-    chosen first, whatever their names.
+    They are ``rewards``, [P, K] or of several attributes [P, A, K], or the ``logits`` of a micro-batch's pairs; else
+    two tensors of a reward a pair, chosen first, whatever their names.
     """
-    if isinstance(outputs, Mapping) and getattr(outputs.get("rewards"), "ndim", 0) == 2:
+    if isinstance(outputs, Mapping) and getattr(outputs.get("rewards"), "ndim", 0) in (2, 3):
         return outputs["rewards"]
     if isinstance(outputs, Mapping) and "logits" in outputs:
         is_read = "input_ids" in inputs or "input_ids_chosen" in inputs  # not a batch of the user's own making

@@ -34,6 +34,7 @@ _FIXED = {
     "push_to_hub": False,
     "max_length": None,
     "row_length": None,
+    **dict.fromkeys(("attributes", "attribute_weights", "attribute_loss_weights")),  # what is traced are pairs
 }
 
 

@@ -1,7 +1,7 @@
 """The model card that is saved and pushed beside a reward model."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -24,6 +24,7 @@ class Reading:
         scale: How large its rewards are, if that was measured.
         date: What the chat template wrote into dialogues when training began, if it writes the day's date.
         step_separator: What it reads after each step, of which it judges each; None where it judges dialogues.
+        attributes: The weights of what it grades dialogues by, if by several attributes.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -31,6 +32,7 @@ class Reading:
     scale: RewardScale | None = None
     date: str | None = None
     step_separator: str | None = None
+    attributes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bos(self) -> str | None:

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from ..evaluation.best_of_n import Answers, BestOfN, judge_best_of_n
 from ..evaluation.proportion import label_of
-from ..evaluation.ranking import grades_beside_rewards, judge_rankings, rankings_of
+from ..evaluation.ranking import by_attribute, grades_beside_rewards, judge_rankings, rankings_of
 from ..evaluation.verdict import Verdict, judge_pairs
 
 Row = dict[str, Any]
 
 _REWARDS = ("reward_chosen", "reward_rejected")
-_GROUPS = "subset"  # RewardBench's column
+_GROUPS = ("attribute", "subset")  # which `by_attribute` writes, and RewardBench
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         UserError: The file cannot be read, has no rewards of chosen and of rejected answers, not one finite, or no
             such column.
     """
-    rows = _rows(path)
+    rows = [dict(each) for row in _rows(path) for each in by_attribute(row)]
     columns = {name for row in rows for name in row}
     grades = [] if columns.issuperset(_REWARDS) else [grades_beside_rewards(row) for row in rows]
     if not any(grades) and not columns.issuperset(_REWARDS):
@@ -51,7 +51,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         )
     if eval_by is not None and eval_by not in columns:
         raise UserError(f"{path} has no {eval_by!r}; it has {', '.join(sorted(columns))}.")
-    eval_by = eval_by or (_GROUPS if _GROUPS in columns else None)
+    eval_by = eval_by or next((name for name in _GROUPS if name in columns), None)
     groups = None if eval_by is None else [label_of(row.get(eval_by)) for row in rows]
     if grades:
         ranked = rankings_of([_numbers(row.get("rewards"), path) for row in rows], grades)

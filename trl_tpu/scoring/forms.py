@@ -56,6 +56,8 @@ class Item:
     dialogue: Dialogue | None = None
     tokens: int | None = None
     reward: float | None = None
+    by_attribute: dict[str, float] | None = None
+    """The rewards of a model's attributes, by name."""
     fault: str | None = None
     """Why it has no reward."""
 
@@ -118,8 +120,11 @@ class Form:
                 items[column] = _read(row, value, f"{place}`", **settings)
         return items
 
-    def written(self, row: Mapping[str, Any], items: Items) -> dict[str, Any]:
-        """Return the row with its rewards, numbers of tokens, and what keeps it from having all of them."""
+    def written(self, row: Mapping[str, Any], items: Items, has_attributes: bool = False) -> dict[str, Any]:
+        """Return the row with its rewards, numbers of tokens, and what keeps it from having all of them.
+
+        Where a model has attributes, their rewards are in the columns of rewards' names and ``_by_attribute``.
+        """
         every = all_of(items)
         faults = list(dict.fromkeys(item.fault for item in every if item.fault))
         more = f" ({len(faults) - 1} more of its dialogues have none either)" if len(faults) > 1 else ""
@@ -132,10 +137,11 @@ class Form:
             items = {"completions": Item(row, "") if best is None else every[best]}
         for column, (reward, tokens) in self.outputs.items():
             found = items[column]
-            if isinstance(found, list):
-                written |= {reward: [item.reward for item in found], tokens: [item.tokens for item in found]}
-            else:
-                written |= {reward: found.reward, tokens: found.tokens}
+            columns = {"reward": reward, "tokens": tokens}
+            columns |= {"by_attribute": f"{reward}_by_attribute"} if has_attributes else {}
+            for of, name in columns.items():
+                values = [getattr(item, of) for item in (found if isinstance(found, list) else [found])]
+                written[name] = values if isinstance(found, list) else values[0]
         return written | {REASON: f"{faults[0]}{more}" if faults else None}
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ import torch
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime as runtimes
+from ..data.judgements import weighted
 from ..data.packed_batch import micro_batches_of
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
 from ..modeling.attention.unmodified import PackingImpossible
+from ..modeling.attributes import saved_attributes
 from ..modeling.engines import RewardScale, saved_scale, scale_of
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Batch]]
 
 #: Of a micro-batch: which two dialogues each pair of its batch is [N, 2], which pairs it holds [N], and on the device
-#: their rewards [P, 2].
+#: their rewards [P, 2], or [P, 2A] of A attributes.
 Computed = tuple[np.ndarray, np.ndarray, torch.Tensor]
 
 TOKENS_A_PASS = 4096
@@ -77,14 +79,15 @@ class Scorer:
         self.bf16 = bf16
         self.device = self.runtime.device
         self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
-        self.model: Any = _load(model_folder, trust_remote_code).eval()
+        self.attributes = saved_attributes(model_folder)
+        self.model: Any = _load(model_folder, trust_remote_code, len(self.attributes) or 1).eval()
         self.model.config.get_text_config().use_cache = False  # keys and values of what is read only once
         self.pad_token_id = self._settle_pad_token(model_folder)
         self.scale = self._scale_of(model_folder) if standardize else None
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
         self._group_of = position_groups(self.model)
-        self.fingerprint = _fingerprint(self.model, self.tokenizer)
+        self.fingerprint = _fingerprint(self.model, self.tokenizer, self.attributes)
         if bf16:
             keep_score_head_in_float32(self.model)
         if self.runtime.plans_shapes:
@@ -128,18 +131,21 @@ class Scorer:
         """Start to compute the rewards of tokenized dialogues; the host may go on meanwhile.
 
         Returns:
-            Waits for the rewards, and returns them in order, float64. What is computed beside a dialogue with nan or
+            Waits for the rewards, and returns them in order, float64, [D, 1]: after the reward come those of each of
+            the model's attributes, [D, 1 + A]. What is computed beside a dialogue with nan or
             inf may have become nan too, as a masked-out nan is still one. So such dialogues are computed once more,
             each in a padded row of its own.
         """
         computed = self._compute(dialogues, self.batches)
 
         def rewards() -> np.ndarray:
-            rewards_D = self._fetch(computed, len(dialogues))
-            again = np.flatnonzero(~np.isfinite(rewards_D)).tolist()
+            rewards_DA = self._fetch(computed, len(dialogues))
+            again = np.flatnonzero(~np.isfinite(rewards_DA).all(axis=1)).tolist()
             alone = self._compute([dialogues[index] for index in again], self.padded)
-            rewards_D[again] = self._fetch(alone, len(again))
-            return rewards_D if self.scale is None else (rewards_D - self.scale.mean) / self.scale.std
+            rewards_DA[again] = self._fetch(alone, len(again))
+            scale, weights = self.scale or RewardScale(0.0, 1.0), list(self.attributes.values())
+            rewards_D = (weighted(rewards_DA, weights or [1.0]) - scale.mean) / scale.std
+            return np.column_stack([rewards_D, rewards_DA[:, : len(weights)]])
 
         return rewards
 
@@ -173,20 +179,21 @@ class Scorer:
         return self.runtime.place(value, axes, self.device)
 
     def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:
-        rewards_D = np.full(count, math.nan)
+        rewards_DA = np.full((count, max(1, len(self.attributes))), math.nan)
         host = self.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
         for (members_N2, here_N, _), rewards_P2 in zip(computed, host, strict=True):
-            rewards_D[members_N2[here_N]] = rewards_P2[: len(here_N)].double().numpy()[here_N]
-        return rewards_D
+            rewards_P2A = rewards_P2.double().view(len(rewards_P2), -1, 2).transpose(1, 2).numpy()
+            rewards_DA[members_N2[here_N]] = rewards_P2A[: len(here_N)][here_N]
+        return rewards_DA
 
 
 def _rewards_of(model: Any, inputs: dict[str, Any], pad_token_id: int) -> torch.Tensor:
-    """Compute the rewards of a micro-batch, [P, 2]."""
-    return read_batch(inputs, pad_token_id, "right").rewards(model)[0]
+    """Compute the rewards of a micro-batch, [P, 2]; of A attributes one after the other, [P, 2A]."""
+    return read_batch(inputs, pad_token_id, "right").rewards(model)[0].flatten(1)
 
 
-def _fingerprint(model: torch.nn.Module, tokenizer: Any) -> str:
-    """Return a number for what the rewards depend on: samples of every weight, and the tokenizer.
+def _fingerprint(model: torch.nn.Module, tokenizer: Any, attributes: Mapping[str, float]) -> str:
+    """Return a number for what the rewards depend on: samples of every weight, the tokenizer and the attributes.
 
     Training moves all weights that it trains, so a few numbers of each tell one checkpoint from the next.
     """
@@ -196,12 +203,13 @@ def _fingerprint(model: torch.nn.Module, tokenizer: Any) -> str:
         sample = flat[:: max(1, len(flat) // 64)].float().numpy()
         digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
     words = [tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template]
+    words += attributes.items()
     digest.update(json.dumps(words, sort_keys=True).encode())
     return digest.hexdigest()
 
 
-def _load(model_folder: str, trust_remote_code: bool) -> Any:
-    kwargs: dict[str, Any] = {"num_labels": 1, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
+def _load(model_folder: str, trust_remote_code: bool, outputs: int) -> Any:
+    kwargs: dict[str, Any] = {"num_labels": outputs, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
     if find_adapter_config_file(model_folder) is not None:
         return load_adapted_model(model_folder, **kwargs)
     model, report = load_classifier(model_folder, **kwargs)

@@ -121,13 +121,14 @@ def _start(
     rewards = scorer.start([ids for _, ids in ready])
 
     def written() -> Window:
-        for (item, _), reward in zip(ready, rewards().tolist(), strict=True):
+        for (item, _), (reward, *by_attribute) in zip(ready, rewards().tolist(), strict=True):
             if np.isfinite(reward):
                 item.reward = reward
+                item.by_attribute = dict(zip(scorer.attributes, by_attribute, strict=True))
             else:
                 item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
         return rows, [
-            form.written({} if isinstance(row, UserError) else row, items)
+            form.written({} if isinstance(row, UserError) else row, items, bool(scorer.attributes))
             for row, items in zip(rows, read, strict=True)
         ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.ranking import grades_beside_rewards, judge_rankings, rankings_of
+from ..evaluation.ranking import by_attribute, grades_beside_rewards, judge_rankings, rankings_of
 from ..evaluation.reward_sums import RewardSums, sums_of
 from .forms import REASON
 
@@ -43,7 +43,7 @@ class Summary:
         both = [(row.get("reward_chosen"), row.get("reward_rejected")) for row in rows]
         pairs = [pair for pair in both if all(isinstance(reward, float) for reward in pair)]
         self.pairs += sums_of(np.array(pairs))
-        for row in rows:
+        for row in [ranking for each in rows for ranking in by_attribute(each)]:
             if row[REASON] is None and (grades := grades_beside_rewards(row)):
                 self.ranked.append((row["rewards"], grades))
         reasons = [row[REASON] for row in rows if row[REASON] is not None]

@@ -109,6 +109,8 @@ def main(
         for place, ids in enumerate(dialogues_in(pair)):
             name = columns[place] if len(columns) == 2 else f"{columns[0]}[{place}]"
             say(f"{name} of the first pair: {trainer.processing_class.decode(list(ids))!r}")
+        if "grades" in pair:
+            say(f"grades of the first pair: {pair['grades']}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return

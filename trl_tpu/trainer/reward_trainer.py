@@ -40,6 +40,7 @@ from ..data.packed_batch import micro_batches_of, tensors_of
 from ..evaluation.judge import check_eval_by, judge
 from ..evaluation.ranking import judged_sums
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
+from ..modeling.attributes import attributes_of
 from ..modeling.build import (
     build_dataset,
     build_reward_model,
@@ -212,7 +213,9 @@ class RewardTrainer(DeviceTrainer):
 
     @cached_property
     def __reward_metrics(self) -> RewardMetrics:
-        return RewardMetrics(runtime.current(), self.args.device, skips_nonfinite=self.args.nonfinite_limit > 0)
+        metrics = RewardMetrics(runtime.current(), self.args.device, skips_nonfinite=self.args.nonfinite_limit > 0)
+        metrics.attribute_weights = tuple(attributes_of(without_adapters(self.model).config).values())
+        return metrics
 
     def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
         return self.__plan, self.__reward_metrics
@@ -286,7 +289,7 @@ class RewardTrainer(DeviceTrainer):
         on_device = [last.rewards_PK, last.mask_P, *last.labels.values(), *self.__reward_metrics.device_sums]
         rewards_PK, mask_P, *others = self.trl_tpu.runtime.fetch(on_device)
         labels, sums = dict(zip(last.labels, others, strict=False)), others[len(last.labels) :]
-        metrics = judged_sums(rewards_PK, mask_P, labels).metrics()
+        metrics = judged_sums(rewards_PK, mask_P, labels, self.__reward_metrics.attribute_weights).metrics()
         return metrics | {"num_tokens": self.__reward_metrics.tokens_so_far([sums])}
 
     # ---- evaluation
@@ -300,8 +303,9 @@ class RewardTrainer(DeviceTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the loss, the rewards [P, 2] and labels [P], zeros, of a batch; in the old API the rewards' softmax.
 
-        Of rankings the rewards are [P, K], NaN where there is no answer, and the labels are the grades. Of steps there
-        are logits of both labels, [P, K, 2], that of 0 being 0, and labels, -100 where there is no step.
+        Of rankings the rewards are [P, K], NaN where there is no answer, and the labels are the grades; of several
+        attributes both are [P, A, K]. Of steps there are logits of both labels, [P, K, 2], that of 0 being 0, and
+        labels, -100 where there is no step.
         No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
         """
         inputs = self._prepare_inputs(inputs)
@@ -435,7 +439,8 @@ class RewardTrainer(DeviceTrainer):
         if "rewards" not in found and found:
             return own
         rewards_NK = found["rewards"] if found else torch.zeros((0, 2))
-        sums = judged_sums(rewards_NK, torch.ones(len(rewards_NK), dtype=torch.bool), labels)
+        every_N = torch.ones(len(rewards_NK), dtype=torch.bool)
+        sums = judged_sums(rewards_NK, every_N, labels, self.__reward_metrics.attribute_weights)
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
             self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
@@ -443,7 +448,8 @@ class RewardTrainer(DeviceTrainer):
             return own
         pairs = self.__evaluated_pairs(len(rewards_NK))
         grades = [labels[name].numpy() for name in ("grade", "is_there") if name in labels]
-        if (verdict := judge(rewards_NK.double().numpy(), pairs, self.args.eval_by, *grades)) is not None:
+        groups: Any = {"eval_by": self.args.eval_by, "attributes": self.args.attributes or ()}
+        if (verdict := judge(rewards_NK.double().numpy(), pairs, *grades, **groups)) is not None:
             self.__reward_metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own
@@ -517,6 +523,7 @@ class RewardTrainer(DeviceTrainer):
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
         scale, separator = self.__reward_metrics.scale, getattr(self.args, "step_separator", None)
+        grades = attributes_of(self.model.config)
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
@@ -524,7 +531,7 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            reading=Reading(self.processing_class, self.args.max_length, scale, self.__date, separator),
+            reading=Reading(self.processing_class, self.args.max_length, scale, self.__date, separator, grades),
             evaluation=evaluation,
         )
         card.save(path)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..config.metric_names import REWARD_METRICS
-from ..data.judgements import Comparisons
+from ..data.judgements import Comparisons, answers_there, weighted
 from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
 from ..evaluation.verdict import Verdict
 from ..modeling.engines import RewardScale, saved_scale, set_scale
@@ -64,6 +64,8 @@ class RewardMetrics:
 
     def __init__(self, runtime: Runtime, device: torch.device, skips_nonfinite: bool = False) -> None:
         self._runtime, self._device, self._skips_nonfinite = runtime, device, skips_nonfinite
+        self.attribute_weights: tuple[float, ...] = ()
+        """Of several attributes, how their rewards make the one that is measured."""
         self.work_of_a_pair: float | None = None
         """Operations that an average pair of the training data needs, where that is known."""
         self._throughput = Throughput()
@@ -100,7 +102,8 @@ class RewardMetrics:
             return
         add = self._runtime.compiled(_added)
         rewards_PK = rewards_PK.detach().float()
-        self.device_sums = add(self.device_sums, rewards_PK, mask_P, tokens, labels or {}, self._skips_nonfinite)
+        settings = self._skips_nonfinite, self.attribute_weights
+        self.device_sums = add(self.device_sums, rewards_PK, mask_P, tokens, labels or {}, *settings)
 
     def start(self, step: int, parts: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
         """Begin a run, or go on after ``step`` from the ``parts`` that each process had saved.
@@ -167,14 +170,16 @@ def _added(
     tokens: torch.Tensor,
     labels: Mapping[str, torch.Tensor],
     finite_only: bool,
+    attribute_weights: Sequence[float],
 ) -> list[torch.Tensor]:
     """Return `RewardMetrics.device_sums` with those of a batch."""
     counts, (high, low), totals, lowest, highest = sums[0], sums[1].unbind(), *sums[2:]
     if finite_only:
-        mask_P = mask_P & torch.isfinite(rewards_PK).all(-1)
+        mask_P = mask_P & torch.isfinite(rewards_PK).flatten(1).all(-1)
     compared = Comparisons.of(rewards_PK, mask_P, labels)
-    mask_PK = mask_P[:, None] & labels.get("is_there", torch.ones_like(rewards_PK, dtype=torch.bool))
     better, worse = compared.better, compared.worse
+    rewards_PK = weighted(rewards_PK, attribute_weights)
+    mask_PK = mask_P[:, None] & answers_there(labels.get("is_there", torch.ones_like(rewards_PK, dtype=torch.bool)))
 
     def count(are: torch.Tensor, among: torch.Tensor = compared.are_there) -> torch.Tensor:
         return (are & among).sum(dtype=torch.int32)

@@ -17,7 +17,7 @@ _SETTINGS = (
     *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *(field.name for field in fields(Loss)),
-    *("average_over", "disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
+    *("attributes", "average_over", "disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
 )
 
 

@@ -37,7 +37,7 @@ class StepResult:
     """The mean over the batch's real pairs; of one of several micro-batches its part, which add up to it."""
     losses_P: torch.Tensor
     rewards_PK: torch.Tensor
-    """Of the chosen and the rejected dialogue, or of each answer, float32."""
+    """Of the chosen and the rejected dialogue, or of each answer, float32; of several attributes [P, A, K]."""
     mask_P: torch.Tensor
     """True for the pairs that were computed and are no filling."""
     tokens: torch.Tensor
@@ -94,7 +94,7 @@ def _join(parts: Sequence[StepResult]) -> StepResult:
 
     loss, tokens, masks_MP = stacked("loss").sum(), stacked("tokens").sum(dtype=torch.int32), stacked("mask_P")
     losses_P = torch.where(masks_MP, stacked("losses_P"), 0.0).sum(0)
-    rewards_PK = torch.where(masks_MP[..., None], stacked("rewards_PK"), 0.0).sum(0)
+    rewards_PK = torch.where(masks_MP, stacked("rewards_PK").movedim((0, 1), (-2, -1)), 0.0).sum(-2).movedim(-1, 0)
     part_P, each_P = masks_MP.int().argmax(0), torch.arange(masks_MP.shape[1], device=loss.device)
     labels = {name: torch.stack([part.labels[name] for part in parts])[part_P, each_P] for name in parts[0].labels}
     return StepResult(loss, losses_P, rewards_PK, masks_MP.any(0), tokens, labels)

@@ -1,0 +1,116 @@
+"""Training on answers that several attributes grade: packed equals padded, and what is saved gives one number."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from timings import untimed
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from trl_tpu import RewardConfig, RewardTrainer, score
+from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+
+NAMES = ["far", "calm", "odd"]
+WEIGHTS = [0.65, -0.4, 0.5]
+
+
+class FixedRows(RewardTrainer):
+    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
+
+
+def graded(count: int, missing: tuple[str, ...] = (), seed: int = 0) -> Dataset:
+    """Answers that count on: how far, how calmly, and sometimes whether the number of steps is odd."""
+    chooser = random.Random(seed)
+
+    def row(number: int) -> dict[str, Any]:
+        steps = chooser.sample(range(8), chooser.randrange(2, 5))
+        texts = [" " + " ".join(["on"] * step + ["stop"] * (8 - step)) for step in steps]
+        grades = {"far": [float(step) for step in steps], "calm": [-abs(step - 3.5) for step in steps]}
+        grades["odd"] = [float(step % 2) for step in steps]
+        left_out = {*missing, *NAMES[1 + number % 2 :: 2][: number % 3 == 0]}
+        scores = {name: None if name in left_out else each for name, each in grades.items()}
+        return {"prompt": f"Count on from {chooser.randrange(50)}:", "completions": texts, "scores": scores}
+
+    return Dataset.from_list([row(number) for number in range(count)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = graded(20)
+    texts = [*rows["prompt"], *(text for row in rows["completions"] for text in row)]
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts, num_labels=3)
+
+
+def trained(
+    model: str, out: Path, kind: type[RewardTrainer] = RewardTrainer, peft_config: Any = None, **settings: Any
+) -> Any:
+    defaults: dict[str, Any] = {
+        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 4,
+        "per_device_train_batch_size": 5, "learning_rate": 1e-3, "bf16": False, "ties": "skip", "attributes": NAMES,
+        "attribute_weights": WEIGHTS,
+    }  # fmt: skip
+    args = RewardConfig(str(out), **defaults | settings)
+    data = {"train_dataset": graded(23), "eval_dataset": graded(7, seed=3)}
+    trainer = kind(model, args, **data, peft_config=peft_config)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "loss", [{"margin_scale": 0.1, "attribute_loss_weights": [1.0, 2.0, 0.5]}, {"loss_type": "plackett_luce"}]
+)
+def test_packed_equals_padded(model: str, tmp_path: Path, loss: dict[str, Any]) -> None:
+    kinds = {"padded": RewardTrainer, "tight": RewardTrainer, "micro-batches": FixedRows}
+    runs = [trained(model, tmp_path / name, kind, packing=name != "padded", **loss) for name, kind in kinds.items()]
+    logs = [
+        [untimed(log) for log in run.state.log_history if "loss" in log] + [untimed(run.evaluate())] for run in runs
+    ]
+    predicted = [run.predict(graded(4, seed=1)).predictions for run in runs]
+    for other, rewards_NAK in zip(logs[1:], predicted[1:], strict=True):
+        for one, two in zip(logs[0], other, strict=True):
+            assert two == pytest.approx(one, abs=2e-5)
+        assert rewards_NAK == pytest.approx(predicted[0], abs=2e-5, nan_ok=True)
+    assert predicted[0].shape[:2] == (4, 3) and np.isnan(predicted[0]).any()
+    assert {"eval_kendall_tau", *(f"eval_accuracy/{name}" for name in NAMES)} <= logs[0][-1].keys()
+
+
+def test_an_attribute_that_no_row_grades_is_not_trained(model: str, tmp_path: Path) -> None:
+    before = AutoModelForSequenceClassification.from_pretrained(model).score.weight
+    args: Any = {"max_steps": 2, "bf16": False, "report_to": "none", "ties": "skip", "attributes": NAMES}
+    data = graded(16, missing=("odd",))
+    run: Any = RewardTrainer(model, RewardConfig(str(tmp_path), weight_decay=0.0, **args), train_dataset=data)
+    run.train()
+    assert [bool((row != old).any()) for row, old in zip(run.model.score.weight, before, strict=True)] == [
+        True,
+        True,
+        False,
+    ]  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("peft", [None, LoraConfig(task_type="SEQ_CLS", r=2)])
+def test_one_number_comes_out_of_what_is_saved(model: str, tmp_path: Path, peft: Any) -> None:
+    run = trained(model, tmp_path / "run", peft_config=peft, save_strategy="steps", save_steps=4)
+    saved, rows = tmp_path / "run" / "checkpoint-4", list(graded(5, seed=1))
+    texts = [row["prompt"] + text + "<eos>" for row in rows for text in row["completions"]]
+    run.save_model(str(tmp_path / "saved"))
+    scored = list(score(str(tmp_path / "saved"), rows))
+    found = [reward for row in scored for reward in row["rewards"]]
+    for source, out in ((saved, "of-checkpoint"), (tmp_path / "saved", "of-model")):
+        export_checkpoint(source, tmp_path / out, merge=peft is not None)
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / out)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / out)
+        with torch.no_grad():
+            one = [plain(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+        assert one == pytest.approx(found, abs=2e-6)
+    by_name = [each for row in scored for each in row["rewards_by_attribute"]]
+    assert [list(each) for each in by_name] == [NAMES] * len(texts)
+    assert [np.dot(WEIGHTS, list(each.values())) for each in by_name] == pytest.approx(found)
+    assert np.std(found) > 0 and "0.65" in Path(run.args.output_dir, "README.md").read_text()

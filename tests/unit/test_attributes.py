@@ -1,0 +1,137 @@
+"""Answers that several attributes grade: the loss is its formula in float64, rows say what is wrong with them."""
+
+import math
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from trl_tpu import RewardConfig
+from trl_tpu.data.judgements import Rankings, labels_of
+from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.evaluation.ranking import judged_sums
+from trl_tpu.modeling.losses import Loss
+from trl_tpu.scoring.summary import Summary
+
+A, K = 3, 4
+grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K))
+prompts = st.lists(st.lists(grades, min_size=A, max_size=A).filter(any), min_size=1, max_size=3)
+NAMES = ("helpful", "brief")
+
+
+def tensors_of(some: list[list[Any]], seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    rewards_PAK = torch.randn(len(some), A, K, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    labels = labels_of([{"grades": each} for each in some], K)
+    return rewards_PAK.requires_grad_(), {name: torch.from_numpy(values) for name, values in labels.items()}
+
+
+@given(prompts, st.sampled_from([None, [2.0, 0.5, 1.0]]), st.integers(0, 9))
+def test_the_loss_is_a_mean_over_the_attributes_that_are_there(some: Any, weights: Any, seed: int) -> None:
+    rewards_PAK, labels = tensors_of(some, seed)
+    losses_P = Loss(attribute_loss_weights=weights).losses_of(rewards_PAK, labels)
+    (gradient_PAK,) = torch.autograd.grad(losses_P.sum(), rewards_PAK)
+    expected_PAK = torch.zeros_like(rewards_PAK)
+    for loss, rewards_AK, expected_AK, each in zip(losses_P, rewards_PAK, expected_PAK, some, strict=True):
+        there = [a for a in range(A) if each[a] is not None]
+        total, expected = sum((weights or [1.0] * A)[a] for a in there), 0.0
+        for a in there:
+            compared = [(i, j) for i, j in permutations(range(K), 2) if each[a][i] > each[a][j]]
+            for i, j in compared:
+                share = (weights or [1.0] * A)[a] / total / len(compared)
+                difference = float(rewards_AK[a, i] - rewards_AK[a, j])
+                expected += share * math.log1p(math.exp(-difference))
+                expected_AK[a, i] -= share / (1 + math.exp(difference))
+                expected_AK[a, j] += share / (1 + math.exp(difference))
+        assert float(loss) == pytest.approx(expected)
+    torch.testing.assert_close(gradient_PAK, expected_PAK)
+
+
+@given(prompts, st.integers(0, 9))
+def test_all_comparisons_count_and_the_reward_is_the_weighted_sum(some: Any, seed: int) -> None:
+    rewards_PAK, labels = tensors_of(some, seed)
+    weights = [0.65, -0.4, 0.5]
+    sums = judged_sums(rewards_PAK.detach(), torch.ones(len(some), dtype=torch.bool), labels, weights)
+    above = [a > b for each in some for values in each if values for a, b in permutations(values, 2)]
+    assert sums.comparisons == sum(above)
+    if any(above):
+        rewards_PK = np.einsum("a,pak->pk", weights, rewards_PAK.detach().numpy())
+        assert (sums.answers, sums.pairs) == (rewards_PK.size, len(some))
+        assert (sums.reward, sums.squares) == pytest.approx((rewards_PK.sum(), (rewards_PK**2).sum()))
+
+
+TWO = {"prompt": "a", "completions": ["b", "c"]}
+
+
+def prepare(*rows: dict[str, Any], attributes: tuple[str, ...] = ()) -> Any:
+    settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
+    dataset = Dataset.from_list(list(rows))
+    rankings = Rankings(attributes=attributes)
+    return prepare_preference_dataset(dataset, tiny_tokenizer(["a b c"]), rankings=rankings, **settings)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({**TWO, "scores": [1.0, 2.0]}, r"Row 0 .*`scores` is \[1.0, 2.0\]; .*attributes=\('helpful', 'brief'\)"),
+    ({**TWO, "scores": {"helpful": [1, 2]}}, r"Row 0 .*`scores` .*attributes=\('helpful', 'brief'\)"),
+    ({**TWO, "scores": {"helpful": [1, 2], "brief": [1]}}, "Row 0 .*`scores` of 'brief' .* each of 2 answers"),
+    ({**TWO, "scores": {"helpful": [1, math.inf], "brief": None}}, "Row 0 .*`scores` of 'helpful' holds inf"),
+    ({**TWO, "scores": {"helpful": [1, 1], "brief": None}}, "Row 0 .*`scores` .* no answer is better"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0, 2.0]}, "Row 0 .*`grades` is .*`attributes`"),
+    ({"answer_ids": [[1], [2]], "grades": [[1.0, 2.0]]}, "Row 0 .*`grades` is .*`attributes`"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Row 0 .*`completions` must be a list of answers, got None"),
+]
+
+
+@pytest.mark.parametrize(("row", "text"), BAD)
+def test_bad_rows_are_refused_with_row_and_column(row: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        prepare(row, attributes=NAMES)
+
+
+def test_grades_by_attributes_need_their_names() -> None:
+    with pytest.raises(ValueError, match="Row 0 .*`scores` is .* a list of a number for each"):
+        prepare({**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}})
+    with pytest.raises(ValueError, match="Row 0 .*`grades` is "):
+        prepare({"answer_ids": [[1], [2]], "grades": [[1.0, 2.0], None]})
+
+
+def test_a_row_may_lack_an_attribute() -> None:
+    rows = [
+        {**TWO, "scores": {"helpful": None, "brief": [1, 2]}},
+        {**TWO, "scores": {"helpful": [1, 2], "brief": [3, 3]}},
+    ]
+    assert prepare(*rows, attributes=NAMES)["grades"] == [[None, [1.0, 2.0]], [[1.0, 2.0], [3.0, 3.0]]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attributes": ["helpful"]},
+        {"attributes": ["helpful", "helpful"]},
+        {"attributes": NAMES, "attribute_weights": [1.0]},
+        {"attributes": NAMES, "attribute_weights": [1.0, math.nan]},
+        {"attributes": NAMES, "attribute_loss_weights": [1.0, 0.0]},
+        {"attribute_weights": [1.0, 1.0]},
+    ],
+)
+def test_bad_settings_are_refused(settings: Any) -> None:
+    with pytest.raises(ValueError, match="attributes=.* two names or more.* a number for each.* a positive one"):
+        RewardConfig("out", **settings)
+    with pytest.raises(ValueError, match="average_over='comparisons' is not of attributes"):
+        RewardConfig("out", attributes=list(NAMES), average_over="comparisons")
+
+
+def test_a_summary_counts_the_rankings_of_each_attribute() -> None:
+    scores, rewards = (
+        {"helpful": [1, 2], "brief": [2, 1]},
+        [{"helpful": 0.0, "brief": 1.0}, {"helpful": 2.0, "brief": 0.0}],
+    )
+    summary = Summary(("rewards",))
+    row = {"completions": ["a", "b"], "scores": scores, "rewards": [1.0, 0.0], "not_scored": None}
+    summary.add([row | {"rewards_by_attribute": rewards}])
+    assert {"rankings         2", "kendall_tau      1.0000"} <= set(summary.lines())
