@@ -77,8 +77,8 @@ def train(
     settings: dict[str, Any],
     pairs_a_batch: int = PAIRS_A_BATCH,
     steps: int = STEPS,
-) -> tuple[float, list[float]]:
-    """Seconds per pair of the training loop, and the loss of each step."""
+) -> tuple[float, list[float], Any]:
+    """Seconds per pair of the training loop, the loss of each step, and the trainer."""
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         args = package.RewardConfig(
             folder,
@@ -98,7 +98,7 @@ def train(
         trainer.train()
         seconds = time.perf_counter() - start
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return seconds / (steps * pairs_a_batch), losses
+    return seconds / (steps * pairs_a_batch), losses, trainer
 
 
 def save_model(folder: str, size: str, pairs: Dataset) -> str:
@@ -115,7 +115,7 @@ def compare(size: str, data: str) -> None:
         losses: dict[str, list[float]] = {}
         for _ in range(MODELS.get(size, RUNS)):
             for name, (package, settings) in SYSTEMS.items():
-                each, losses[name] = train(model, pairs, package, settings)
+                each, losses[name], _ = train(model, pairs, package, settings)
                 seconds[name].append(each)
     threads = torch.get_num_threads()
     print(f"\n{data} pairs: model {size}, {PAIRS_A_BATCH} pairs a batch, {threads} threads")
