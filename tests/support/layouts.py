@@ -23,7 +23,7 @@ if os.environ.get("USE_TORCH_XLA") != "0":  # before anything is computed
 import torch  # noqa: E402
 from collectives import read_collectives  # noqa: E402
 from families import family  # noqa: E402
-from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
+from tiny import made_up_pairs, made_up_rankings, tiny_tokenizer  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import (  # noqa: E402
@@ -42,6 +42,8 @@ PACKED: dict[str, Any] = {"packing": True, "row_length": LENGTH}
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {**PADDED, "gradient_checkpointing": False},
     "packed": {**PACKED, "gradient_checkpointing": False},
+    "padded+ranked": {**PADDED, "gradient_checkpointing": False},
+    "packed+accumulated+ranked": {**PACKED, "row_length": 256, "gradient_accumulation_steps": 2},
     "padded+lion": {**PADDED, "gradient_checkpointing": False},
     "accumulated": {**PADDED, "gradient_accumulation_steps": 2},
     "packed+accumulated": {**PACKED, "gradient_accumulation_steps": 2},
@@ -148,7 +150,7 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     trainer = Watched(
         family(name, tokenizer),
         args,
-        train_dataset=made_up_pairs(256),
+        train_dataset=made_up_rankings(256, 4) if variant.endswith("ranked") else made_up_pairs(256),
         processing_class=tokenizer,
         peft_config=peft_config,
         optimizer_cls_and_kwargs=(Lion, {"lr": 1e-4}) if variant.endswith("lion") else None,

@@ -36,6 +36,19 @@ def uneven_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
     return Dataset.from_list(rows)
 
 
+def made_up_rankings(count: int, most: int = 5, seed: int = 0) -> Dataset:
+    """Prompts with 2 to ``most`` answers that count on, of which the better one counts further before it stops."""
+    chooser = random.Random(seed)
+
+    def row() -> dict[str, Any]:
+        start, answers = chooser.randrange(50), chooser.randrange(2, most + 1)
+        scores = chooser.sample(range(8), answers)
+        texts = [" " + " ".join(["on"] * score + ["stop"] * (8 - score)) for score in scores]
+        return {"prompt": f"Count on from {start}:", "completions": texts, "scores": [float(each) for each in scores]}
+
+    return Dataset.from_list([row() for _ in range(count)])
+
+
 def tiny_tokenizer(texts: list[str], vocab_size: int = 2000) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on ``texts``, with a pad token of its own and a plain chat template."""
     tokenizer = Tokenizer(models.BPE())

@@ -1,6 +1,5 @@
 """Training on rankings: packed equals padded in every layout, and a known order is learned, of pairs too."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import tiny
 from datasets import Dataset
 from timings import untimed
+from tiny import made_up_rankings as rankings
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.packing.schedule import RowPlan
@@ -23,19 +23,6 @@ LOSSES: list[dict[str, Any]] = [
 
 class FixedRows(RewardTrainer):
     fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
-
-
-def rankings(count: int, most: int = 5, seed: int = 0) -> Dataset:
-    """Answers that count on, of which the better one counts further before it stops."""
-    chooser = random.Random(seed)
-
-    def row() -> dict[str, Any]:
-        start, answers = chooser.randrange(50), chooser.randrange(2, most + 1)
-        scores = chooser.sample(range(8), answers)
-        texts = [" " + " ".join(["on"] * score + ["stop"] * (8 - score)) for score in scores]
-        return {"prompt": f"Count on from {start}:", "completions": texts, "scores": [float(each) for each in scores]}
-
-    return Dataset.from_list([row() for _ in range(count)])
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import apart
+import numpy as np
 import pytest
 import saving
 import tiny
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
+from timings import untimed
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.storage import to_host
@@ -108,6 +110,31 @@ def test_resumed_run_equals_the_uninterrupted_one(
     ]
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.eight
+def test_a_resumed_run_on_rankings_is_the_same_to_the_bit(
+    config: Callable[..., Any], model_folder: str, tmp_path: Path
+) -> None:
+    """And a padded one to rounding, in what it logs and in what it says of prompts with fewer answers than others."""
+    settings: dict[str, Any] = {"max_steps": 6, "logging_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    settings |= {"eval_strategy": "steps", "eval_steps": 3}
+    data = {"train_dataset": tiny.made_up_rankings(40), "eval_dataset": tiny.made_up_rankings(13, seed=1)}
+    runs = [
+        RewardTrainer(model_folder, config(**settings, packing=packing), **data) for packing in (False, True, True)
+    ]
+    for run, resume in zip(runs, (None, None, str(tmp_path / "checkpoint-3")), strict=True):
+        run.train(resume_from_checkpoint=resume)
+    padded, whole, resumed = (
+        [untimed(log) for log in run.state.log_history if "train_loss" not in log] for run in runs
+    )
+    assert resumed == whole and len(whole) == 5
+    for ours, theirs in zip(whole, padded, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+    rewards = [run.predict(data["eval_dataset"]).predictions for run in runs]
+    np.testing.assert_array_equal(rewards[2], rewards[1])
+    np.testing.assert_allclose(rewards[1], rewards[0], atol=1e-5, rtol=0)
+    assert rewards[0].shape == (13, 5) and np.isnan(rewards[0]).any()
 
 
 def test_a_checkpoint_has_what_a_subclass_saves_and_resumes(

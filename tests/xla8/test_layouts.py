@@ -27,6 +27,8 @@ RUNS = [
     "qwen3:slices=2,fsdp=4:accumulated",
     "gemma3_text:fsdp=4,tensor=2:padded",
     "llama_grouped:fsdp=8:packed+accumulated+scanned",
+    "llama:data=2,fsdp=2,tensor=2:packed+accumulated+ranked",
+    "qwen3:fsdp=8:padded+ranked",
 ]
 LONG_RUNS = [
     "qwen3_moe:tensor=8:packed+accumulated",
@@ -67,7 +69,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def on_one_device(run: str) -> str:
-    return f"{run.partition(':')[0]}:fsdp=-1:padded{'+lion' * run.endswith('lion')}"
+    kind = next((kind for kind in ("+lion", "+ranked") if run.endswith(kind)), "")
+    return f"{run.partition(':')[0]}:fsdp=-1:padded{kind}"
 
 
 def train(out: Path, runs: list[str], **variables: str) -> Results:
@@ -88,7 +91,7 @@ def test_losses_are_those_of_one_device(results: tuple[Results, Results], result
     one = results[1][on_one_device(run)]
     assert "error" not in one, one["error"]
     assert len(one["losses"]) == 12
-    assert one["losses"][0] > 0.6 > 2 * one["losses"][-1] or "lora" in run or "lion" in run
+    assert one["losses"][0] > 0.6 > 2 * one["losses"][-1] or any(kind in run for kind in ("lora", "lion", "ranked"))
     assert result["losses"] == pytest.approx(one["losses"], abs=1e-5)
 
 
@@ -143,8 +146,8 @@ def explain(collective: dict[str, Any], tokens: int) -> str | None:
         return "ids, masks and sums"
     if not is_weight and (len(shape) == 1 or elements <= 8 * 56):
         return "vectors, routers and the score head"
-    if len(shape) == 3 and shape[-2:] == [2, 56]:
-        return "hidden states at the last tokens of pairs"
+    if len(shape) == 3 and shape[-2:] in ([2, 56], [4, 56]):
+        return "hidden states at the last tokens of pairs, or of four answers"
     reasons: dict[str, Callable[[], bool]] = {
         "weights for use": lambda: is_weight and kind == "all-gather" and axes == {"fsdp"},
         "gradients of weights": lambda: is_weight and kind == "all-reduce" and axes <= {"data", "fsdp"},
