@@ -48,6 +48,9 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "planned": (2, "plain", None),
     "planned, padded": (2, "padded", "fsdp=2"),
     "accumulated, planned": (2, "accumulated", "data=2"),
+    "ranked": (2, "ranked", "fsdp=2"),
+    "ranked, padded": (2, "ranked, padded", "data=2"),
+    "ranked, planned": (2, "ranked", "data=2"),
     "data=4": (4, "plain", "data=4"),
     "data=2,fsdp=2": (4, "accumulated", "data=2,fsdp=2"),
     "fsdp=2,tensor=2": (4, "plain", "fsdp=2,tensor=2"),
@@ -79,13 +82,13 @@ def train(
     model: str, out: Path, way: str, mesh: str | None = None, loaded_on: DistributedConfig | None = None
 ) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
-    pairs = tiny.made_up_pairs(39)
+    pairs = (tiny.made_up_rankings if "ranked" in way else tiny.made_up_pairs)(39)
     train_pairs: Any = pairs.select(range(26))
     settings, arguments = SETTINGS | {"mesh": mesh, "use_cpu": not current().plans_shapes}, dict[str, Any]()
     if way == "accumulated":  # the last batch of an epoch by itself
         settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
         train_pairs = train_pairs.to_iterable_dataset(num_shards=3)
-    settings |= {"packing": False} if way == "padded" else {"bf16": True} if way == "bf16" else {}
+    settings |= {"packing": False} if "padded" in way else {"bf16": True} if way == "bf16" else {}
     if way == "adapters":
         arguments["peft_config"] = LoraConfig(**LORA)
     if way == "not finite":

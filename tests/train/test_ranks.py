@@ -68,10 +68,10 @@ def test_processes_with_a_mesh_give_what_one_gives(way: str, alone: dict[str, An
         for ours, reference in zip(found["logged"], alone[name]["logged"], strict=True):
             assert close(ours, reference, tolerance, only), (ours, reference)
         for ours, reference in zip(found["predictions"], alone[name]["predictions"], strict=True):
-            assert ours == pytest.approx(reference, abs=tolerance)
+            assert ours == pytest.approx(reference, abs=tolerance, nan_ok="ranked" in name)
         assert f"Training on {count} processes" in found["described"]
         batches = found["described"].splitlines()[-1]
-        assert "packed" in batches or name == "padded" or ("planned" in way and "is a stream" in batches)
+        assert "packed" in batches or "padded" in name or ("planned" in way and "is a stream" in batches)
 
 
 def close(ours: dict[str, float], reference: dict[str, float], tolerance: float, only: set[str] | None = None) -> bool:
