@@ -2,8 +2,8 @@
 
 USE_TORCH_XLA=0 python -m tests.benchmarks.bench_rankings [--model 256x6] [--runs 3] [--steps 2]
 
-Systems alternate, each on a fresh model, in float32, and a batch is the same comparisons for all: two prompts, or their
-56 pairs. So losses are the same, too. Quote the ratios. "Planned" rows have shapes as on TPUs, where padding is.
+Systems alternate, each on a fresh model, in float32, and a batch is the same comparisons for all: two prompts, or
+their 56 pairs. So losses are the same, too. Quote the ratios. "Planned" rows have shapes as on TPUs, with padding.
 """
 
 import os
@@ -42,7 +42,6 @@ class Planning(Runtime):
 
 SYSTEMS: dict[str, tuple[Any, dict[str, Any], type[Runtime]]] = {
     "TRL 1.16, pairs": (trl, {"use_cpu": True}, Runtime),
-    "pairs": (trl_tpu, {}, Runtime),
     "rankings": (trl_tpu, {}, Runtime),
     "rankings, planned": (trl_tpu, {}, Planning),
 }
@@ -91,7 +90,8 @@ def compare(size: str, runs: int, steps: int) -> None:
                 seconds[name].append(each * count / COMPARISONS)
                 tokens[name] = tokens_in(islice(trainer.get_train_dataloader(), steps)) / unique
     theirs, reference = seconds[next(iter(SYSTEMS))], losses[next(iter(SYSTEMS))]
-    print(f"\n{ANSWERS} answers to a prompt: model {size}, {steps} steps of {PROMPTS_A_BATCH * COMPARISONS} comparisons")
+    batch = PROMPTS_A_BATCH * COMPARISONS
+    print(f"\n{ANSWERS} answers to a prompt of {PROMPT} tokens: model {size}, {steps} steps of {batch} comparisons")
     print(f"{'':18}{'ms a comparison':>17}{'times TRL':>12}{'tokens a unique one':>21}{'largest difference':>20}")
     for name, times in seconds.items():
         ratio = statistics.median(ours / other for ours, other in zip(times, theirs, strict=True))

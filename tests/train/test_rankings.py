@@ -1,8 +1,11 @@
-"""Training on rankings: packed equals padded in every layout, and a known order is learned, of pairs too."""
+"""Training on rankings: packed equals padded in every layout, and a known order is learned, better than of pairs."""
 
+import random
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 from datasets import Dataset
@@ -74,8 +77,48 @@ def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
     assert logs[0] == logs[1]
 
 
-def test_a_known_order_is_found(model: str, tmp_path: Path) -> None:
-    run = trained(model, tmp_path, data=rankings(120), max_steps=60, learning_rate=3e-3, per_device_train_batch_size=8)
-    assert run.evaluate(rankings(40, 5, seed=2))["eval_kendall_tau"] > 0.95
-    pairs = [{"prompt": row["prompt"], "chosen": " on on on on", "rejected": " on stop"} for row in rankings(9)]
-    assert run.evaluate(Dataset.from_list(pairs))["eval_accuracy"] > 0.95
+WORDS = [consonant + vowel for consonant in "bdfgkl" for vowel in "aeio"]
+WORTH = dict(zip(random.Random(7).sample(WORDS, len(WORDS)), range(len(WORDS)), strict=True))
+
+
+def worded(count: int, seed: int) -> Dataset:
+    """Prompts of 16 words with 8 answers of two words, which are as good as their words' worth in sum."""
+    chooser, rows = random.Random(seed), []
+    for _ in range(count):
+        answers: dict[int, str] = {}
+        while len(answers) < 8:
+            first, second = chooser.sample(WORDS, 2)
+            answers[WORTH[first] + WORTH[second]] = f" {first} {second}"
+        scores = chooser.sample(sorted(answers), 8)
+        rows.append({"prompt": " ".join(chooser.choices(WORDS, k=16)), "completions": [*map(answers.get, scores)]})
+        rows[-1]["scores"] = [float(score) for score in scores]
+    return Dataset.from_list(rows)
+
+
+def as_pairs(ranked: Dataset) -> Dataset:
+    pairs = [
+        {"prompt": row["prompt"], "chosen": better, "rejected": worse}
+        for row in ranked
+        for (better, high), (worse, low) in permutations(zip(row["completions"], row["scores"], strict=True), 2)
+        if high > low
+    ]
+    return Dataset.from_list(pairs)
+
+
+def test_a_known_order_is_learned_better_than_of_as_many_tokens_of_pairs(tmp_path: Path) -> None:
+    """In as many steps, too; a step of pairs has half of the comparisons of one prompt, one of rankings those of 8."""
+    model = tiny.save_tiny(tmp_path / "model", [" ".join(WORDS), " " + " ".join(WORDS)])
+    ranked, held_out = worded(300, 0), worded(60, 1)
+    settings: dict[str, Any] = {"max_steps": 80, "learning_rate": 1e-2, "logging_steps": 80}
+    runs = [
+        trained(model, tmp_path / "run", data=rows, per_device_train_batch_size=size, **settings)
+        for rows, size in ((ranked, 8), (as_pairs(ranked), 14))
+    ]
+    of_rankings, of_pairs = (
+        np.mean([batch["packed"].micro_batches[0].input_ids_RL.numel() for batch in run.get_train_dataloader()])
+        for run in runs
+    )
+    assert of_rankings == pytest.approx(of_pairs, rel=0.03)
+    taus = [run.evaluate(held_out)["eval_kendall_tau"] for run in runs]
+    assert taus[0] > 0.95 and taus[0] > taus[1] + 0.02, taus
+    assert runs[0].evaluate(as_pairs(held_out))["eval_accuracy"] > 0.975
