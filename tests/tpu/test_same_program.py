@@ -37,6 +37,7 @@ def lora() -> Any:
 
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"rows": 4},
+    "rankings": {"rows": 4, "answers": 3},
     "padded, tensor parallel": {
         "length": 64,
         "dtype": "bfloat16",

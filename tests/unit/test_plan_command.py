@@ -78,21 +78,39 @@ def test_a_search_prints_flags_to_use(model: str, capsys: pytest.CaptureFixture)
     assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 2
 
 
-def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tmp_path / "train.yaml"
-    config.write_text(
-        f"model_name_or_path: {model}\nper_device_train_batch_size: 2\nmax_length: 200\nlearning_rate: 2.0e-3\n"
-        "gradient_accumulation_steps: 2\n"
-    )
-    traced: list[StepRequest] = []
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
+    """What is asked to be traced, of which nothing is."""
+    requests: list[StepRequest] = []
 
     def trace(request: StepRequest) -> TracedProgram:
-        traced.append(request)
+        requests.append(request)
         return TracedProgram(b"", (), (), 1)
 
     monkeypatch.setattr(plan, "missing", lambda: None)
     monkeypatch.setattr(layers, "trace_step", trace)
     monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1, 1))
+    return requests
+
+
+@pytest.mark.parametrize(("packing", "rows", "length"), [("auto", 3, 64), ("false", None, 17)])
+def test_rankings_are_planned_with_all_their_answers(
+    packing: str, rows: int | None, length: int, traced: list[StepRequest]
+) -> None:
+    words = "--topology v6e:1x1 --model_name_or_path synthetic:tiny --dataset_name synthetic:rankings --report_to none"
+    assert plan.main([*words.split(), "--packing", packing]) == 0
+    assert [(each.rows, each.length, each.answers) for each in traced] == [(rows, length, 4)]
+    (layout,) = planned("synthetic:tiny", f"--dataset_name synthetic:rankings --packing {packing}")
+    assert layout.shape == (rows or 8 * 4, length)  # of 8 prompts
+    assert layout.workload.attends_with_masks(2**20)  # of however long rows, as they train
+
+
+def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, traced: list[StepRequest]) -> None:
+    config = tmp_path / "train.yaml"
+    config.write_text(
+        f"model_name_or_path: {model}\nper_device_train_batch_size: 2\nmax_length: 200\nlearning_rate: 2.0e-3\n"
+        "gradient_accumulation_steps: 2\n"
+    )
     assert plan.main(["--config", str(config), "--topology", "v6e:1x1", "--remat", "none"]) == 0
     (request,) = traced
     # two dialogues of 200 tokens that share half of one, in a row that is a multiple of 128

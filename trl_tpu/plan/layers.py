@@ -41,6 +41,7 @@ def compile_layout(
             {**arguments, **layout.arguments},
             peft_config,
             str(layout.workload.module.dtype).removeprefix("torch."),
+            layout.workload.answers,
         )
         return compile_for(trace_step(request), layout.topology.compiled_as)
 

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
+from ..data.checks import TOKEN_COLUMNS
 from ..errors import UserError
 from ..modeling.model_shape import model_without_weights
 from ..packing.schedule import RowPlan
@@ -46,10 +47,11 @@ class StepRequest:
         model: A model's config; no weights are read.
         chips: In the mesh.
         length: Columns of each row.
-        rows: Packed rows, over which the pairs of a batch are dealt out evenly; None pads, two rows to a pair.
+        rows: Packed rows, over which the pairs of a batch are dealt out evenly; None pads, a row to each dialogue.
         arguments: Of `RewardConfig`, its batch size and mesh among them.
         peft: A `peft.LoraConfig`; None trains the whole model.
         dtype: That of the weights, by torch's name.
+        answers: Of each prompt, to make rankings; None makes pairs.
     """
 
     model: PretrainedConfig
@@ -59,6 +61,7 @@ class StepRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     peft: Any = None
     dtype: str = "float32"
+    answers: int | None = None
 
 
 def trace_step(request: StepRequest) -> TracedProgram:
@@ -139,13 +142,15 @@ def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> Rew
 
 
 def _full_pairs(request: StepRequest, pairs: int, batches: int) -> Dataset:
-    """Make token pairs that fill the rows of batches of ``pairs``: all rows of packed ones alike."""
-    in_a_row = -(-pairs // request.rows) if request.rows else 0
+    """Make token pairs, or rankings, that fill the rows of batches of ``pairs``: all rows of packed ones alike."""
+    in_a_row, answers = -(-pairs // request.rows) if request.rows else 0, request.answers or 2
     size = request.length // max(in_a_row, 1)
-    answer = max(1, size // 4)
-    prompt = size - (2 if in_a_row else 1) * answer
-    rows = []
+    answer = max(1, size // (2 * answers))
+    prompt = size - (answers if in_a_row else 1) * answer
+    rows: list[dict[str, Any]] = []
     for number in range(pairs * batches):  # pairs share no first token, nor do answers
         begin = [2 + number % 2, *([4 + number // 2 % 2] * (prompt - 1))]
-        rows.append({"chosen_ids": begin + [6] * answer, "rejected_ids": begin + [7] * answer})
+        ids = [begin + [6 + place] * answer for place in range(answers)]
+        ranked = {"answer_ids": ids, "grades": [*range(answers)]}
+        rows.append(dict(zip(TOKEN_COLUMNS, ids, strict=True)) if request.answers is None else ranked)
     return Dataset.from_list(rows)

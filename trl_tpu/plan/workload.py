@@ -11,6 +11,7 @@ from ..batching.batch_plan import LONG_ROW
 from ..batching.planned_shapes import plan_rows_of
 from ..config.packing_option import Packing
 from ..config.reward_config import RewardConfig
+from ..data.measure import is_ranked, most_answers
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, read_model
 from ..packing.lengths import PairLengths
@@ -59,6 +60,11 @@ class Workload:
         return self.args.packing != Packing.FALSE
 
     @property
+    def answers(self) -> int | None:
+        """The most answers that a prompt of rankings has; None of pairs."""
+        return most_answers(self.tokens) if is_ranked(self.tokens) else None
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a number in matrix products."""
         return 2 if self.args.bf16 else 4
@@ -77,7 +83,7 @@ class Workload:
     def shape(self, pairs: int, shards: int) -> tuple[int, int]:
         """Return the rows of the largest micro-batch of ``pairs`` pairs over ``shards`` shards, and their length."""
         if not self.is_packed:
-            return 2 * pairs, self.lengths.longest_dialogue
+            return (self.answers or 2) * pairs, self.lengths.longest_dialogue
         if self.tokens is None:
             size = int(self.lengths.sizes_P[0])
             length = self.args.row_length or int(round_up(size, 128))
@@ -90,7 +96,8 @@ class Workload:
     def attends_with_masks(self, length: int) -> bool:
         """Tell whether rows of ``length`` attend with a score for each query and key; else a kernel does it."""
         chosen = self.args.packed_attention
-        return not self.is_packed or chosen == "masks" or (chosen == "auto" and length < LONG_ROW)
+        has_to = not self.is_packed or self.answers is not None or chosen == "masks"
+        return has_to or (chosen == "auto" and length < LONG_ROW)
 
 
 def assumed_pair(args: RewardConfig) -> PairLengths:
