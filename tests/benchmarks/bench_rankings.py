@@ -1,6 +1,6 @@
 """Rankings beside the same comparisons as pairs, which TRL 1.16 takes: 8 answers to a long prompt, in plain torch.
 
-USE_TORCH_XLA=0 python -m tests.benchmarks.bench_rankings [--model 256x6] [--runs 3] [--steps 2]
+USE_TORCH_XLA=0 python -m tests.benchmarks.bench_rankings [--model 128x4] [--runs 3] [--steps 4]
 
 Systems alternate, each on a fresh model, in float32, and a batch is the same comparisons for all: two prompts, or
 their 56 pairs. So losses are the same, too. Quote the ratios. "Planned" rows have shapes as on TPUs, with padding.
@@ -104,9 +104,9 @@ def compare(size: str, runs: int, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="256x6")
+    parser.add_argument("--model", default="128x4")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(2)
     disable_progress_bars()
