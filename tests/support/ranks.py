@@ -89,6 +89,7 @@ def train(
         settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
         train_pairs = train_pairs.to_iterable_dataset(num_shards=3)
     settings |= {"packing": False} if "padded" in way else {"bf16": True} if way == "bf16" else {}
+    settings |= {"average_over": "comparisons"} if way == "ranked" else {}
     if way == "adapters":
         arguments["peft_config"] = LoraConfig(**LORA)
     if way == "not finite":

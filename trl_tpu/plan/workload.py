@@ -11,7 +11,7 @@ from ..batching.batch_plan import LONG_ROW
 from ..batching.planned_shapes import plan_rows_of
 from ..config.packing_option import Packing
 from ..config.reward_config import RewardConfig
-from ..data.measure import is_ranked, most_answers
+from ..data.measure import has_many, most_answers
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, read_model
 from ..packing.lengths import PairLengths
@@ -62,7 +62,7 @@ class Workload:
     @property
     def answers(self) -> int | None:
         """The most answers that a prompt of rankings has; None of pairs."""
-        return most_answers(self.tokens) if is_ranked(self.tokens) else None
+        return most_answers(self.tokens) if has_many(self.tokens) else None
 
     @property
     def compute_bytes(self) -> int:
