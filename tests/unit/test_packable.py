@@ -76,6 +76,7 @@ NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "linear attention, Qwen3-Next": ("Qwen3Next", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}),
+    "linear attention, Qwen3.5": ("Qwen3_5Text", LINEAR),
     "encoder": ("Bert", {}),
     "encoder, ModernBERT": ("ModernBert", {}),
     "encoder-decoder": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
