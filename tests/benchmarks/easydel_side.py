@@ -30,14 +30,14 @@ def main(folder: str, pairs: str, steps: int, pairs_a_batch: int, learning_rate:
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
     )
-    ends: list[float] = []
+    ends: list[tuple[float, float]] = []
     programs: list[int] = []
     losses: list[float] = []
 
     class Timed(ed.RewardTrainer):
         def on_step_end(self, state: Any, metrics: Any, step: int) -> Any:
             losses.append(float(metrics.loss))  # waits for the step
-            ends.append(time.perf_counter())
+            ends.append((time.perf_counter(), time.process_time()))
             programs.append(len(compiled))
             return super().on_step_end(state, metrics, step)
 
@@ -66,18 +66,7 @@ def main(folder: str, pairs: str, steps: int, pairs_a_batch: int, learning_rate:
         padded = [trainer.input_data_collator_grain(row) for row in rows]
         tokens = sum(row[f"input_ids_{half}"].size for row in padded for half in ("chosen", "rejected"))
         trainer.train()
-    # of the steps that compiled nothing
-    usual = sorted(ends[n] - ends[n - 1] for n in range(1, steps) if programs[n] == programs[n - 1])
-    print(
-        json.dumps(
-            {
-                "pair": usual[len(usual) // 2] / pairs_a_batch,
-                "programs": programs[-1],
-                "tokens": tokens,
-                "losses": losses,
-            }
-        )
-    )
+    print(json.dumps({"ends": ends, "programs": programs, "tokens": tokens, "losses": losses}))
 
 
 if __name__ == "__main__":
