@@ -73,7 +73,8 @@ def run(system: str, folder: str, pairs: str, steps: int) -> dict[str, Any]:
         trainer.train()
         tokens = tokens_in(islice(trainer.get_train_dataloader(), steps))
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"ends": ends, "programs": programs, "tokens": tokens, "losses": losses}
+    # the last log is of the whole run
+    return {"ends": ends[:steps], "programs": programs[:steps], "tokens": tokens, "losses": losses}
 
 
 def seconds_a_pair(ends: list[list[float]], programs: list[int]) -> list[float]:
