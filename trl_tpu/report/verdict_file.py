@@ -23,7 +23,8 @@ def verdict_name(dataset: str) -> str:
 def write_verdict(verdict: Verdict | BestOfN, path: Path) -> None:
     """Write a verdict, with null for what is not finite; the file is whole, or as it was."""
     kind = next(name for name, type_ in _KINDS.items() if isinstance(verdict, type_))
-    content = {"kind": kind} | null_for_nonfinite(dataclasses.asdict(verdict))
+    spelled = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
+    content = json.loads(spelled, parse_constant=lambda _: None)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n", encoding="utf-8")
     partial.replace(path)
@@ -57,12 +58,3 @@ def _made(kind: Any, value: Any) -> Any:
     if get_origin(kind) is dict:
         return {name: _made(parts[1], each) for name, each in value.items()}
     return _made(parts[0], value) if parts else value  # of `X | None` it is X
-
-
-def null_for_nonfinite(value: Any) -> Any:
-    """Return the value with None for numbers that are not finite, at any depth: JSON has none."""
-    if isinstance(value, dict):
-        return {key: null_for_nonfinite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [null_for_nonfinite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
