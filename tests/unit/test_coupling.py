@@ -207,6 +207,7 @@ NAMES = {
     "torch.distributed.checkpoint.filesystem": ["class FileSystem(", "def create_stream("],
     "torch.optim.adam": ['getattr(self, "found_inf", None)'],
     "torch._dynamo.config": ["recompile_limit"],
+    "torch.nn.utils.stateless": ["def _reparametrize_module("],
     "torch_tpu._internal.device._device_module": ["def _get_cache_misses("],
     "torch_xla.experimental.scan": ["_scan_impl_flat"],
     "torch_xla.experimental.distributed_checkpoint._helpers": ["_CpuShards", "_sharded_cpu_state_dict"],

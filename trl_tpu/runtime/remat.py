@@ -9,8 +9,8 @@ Operations to keep are seen below autograd: the forward collects what they retur
 that in their place. What is kept goes behind the barrier too, or what is computed from it would be kept as well.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch_xla.core.xla_model as xm
 from torch import nn
 from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Operations = frozenset[OpOverload]
@@ -129,17 +130,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-@contextmanager
-def weights_of(layer: nn.Module, weights: list[nn.Parameter]) -> Iterator[None]:
+def weights_of(layer: nn.Module, weights: list[nn.Parameter]) -> AbstractContextManager[None]:
     """Let ``layer`` run with ``weights`` in the place of its parameters, given in the order of ``parameters()``."""
-    new = dict(zip((id(parameter) for parameter in layer.parameters()), weights, strict=True))
-    originals = [(module, dict(module._parameters)) for module in layer.modules()]
-    for module, parameters in originals:
-        for name, parameter in parameters.items():
-            if parameter is not None:
-                module._parameters[name] = new[id(parameter)]
-    try:
-        yield
-    finally:
-        for module, parameters in originals:
-            module._parameters.update(parameters)
+    named: dict[str, torch.Tensor] = dict(zip(dict(layer.named_parameters()), weights, strict=True))
+    return _reparametrize_module(layer, named, tie_weights=True)

@@ -65,19 +65,14 @@ def scan_layers(
 
     trained = [layout for layout, weight in zip(layouts, weights, strict=True) if weight.requires_grad]
 
-    def of_layer(gradients: Tensors) -> Tensors:
+    def laid_out(gradients: Tensors, *first: None) -> Tensors:
+        """Lay gradients out like their weights: of one layer, or behind a ``first`` dimension those of all."""
         return [
-            each if layout is None else runtime.constrain(each, layout)
+            each if layout is None else runtime.constrain(each, (*first, *layout))
             for each, layout in zip(gradients, trained, strict=True)
         ]
 
-    def of_all(gradients: Tensors) -> Tensors:
-        return [
-            each if layout is None else runtime.constrain(each, (None, *layout))
-            for each, layout in zip(gradients, trained, strict=True)
-        ]
-
-    return _Scan.apply(run, of_layer, of_all, keep, len(fixed), hidden, *fixed, *weights)
+    return _Scan.apply(run, laid_out, keep, len(fixed), hidden, *fixed, *weights)
 
 
 @contextmanager
@@ -108,14 +103,13 @@ class _Scan(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         run: Any,
-        of_layer: Any,
-        of_all: Any,
+        laid_out: Any,
         keep: Operations,
         count: int,
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.run, ctx.of_layer, ctx.of_all, ctx.keep, ctx.count = run, of_layer, of_all, keep, count
+        ctx.run, ctx.laid_out, ctx.keep, ctx.count = run, laid_out, keep, count
         ctx.autocast = autocast_now()
         fixed, weights = list(tensors[:count]), list(tensors[count:])
         ctx.trained = [weight.requires_grad for weight in weights]
@@ -151,12 +145,12 @@ class _Scan(torch.autograd.Function):
             wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
             found = zip(wanted, torch.autograd.grad(output, wanted, gradient, allow_unused=True), strict=True)
             gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in found]
-            return [gradients[0], *fixed], ctx.of_layer(gradients[1:])
+            return [gradients[0], *fixed], ctx.laid_out(gradients[1:])
 
         carry, found = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
-        gradients = iter(ctx.of_all(found))
+        gradients = iter(ctx.laid_out(found, None))
         weights = [next(gradients) if is_trained else None for is_trained in trained]
-        return (None, None, None, None, None, carry[0], *(None for _ in fixed), *weights)
+        return (None, None, None, None, carry[0], *(None for _ in fixed), *weights)
 
 
 def _as_parameters(weights: Tensors, trained: list[bool]) -> list[nn.Parameter]:
