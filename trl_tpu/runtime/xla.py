@@ -124,13 +124,8 @@ class XlaRuntime(Runtime):
             return None
 
     def most_memory(self, device: torch.device) -> int | None:
-        if xr.device_type() == "CPU":
-            return peak_resident_bytes()
-        try:
-            said: Mapping[str, Any] = xm.get_memory_info(device)
-        except RuntimeError:  # torch_xla 2.9 cannot say it of devices that SPMD joins to one
-            return None
-        return said.get("peak_bytes_used")  # its type leaves that out
+        # of devices that SPMD joins to one torch_xla 2.9 cannot say it
+        return peak_resident_bytes() if xr.device_type() == "CPU" else None
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
         return hosts.all_gather_object(value, while_saving)
