@@ -46,20 +46,8 @@ def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
-    """Return `trained_weights` whole on the host, tied ones tied; nothing where not ``keeps``.
-
-    All processes take part. Several gather one weight at a time, so that only those that keep all hold all.
-    """
-    weights = trained_weights(model)
-    if runtime.topology().process_count == 1:
-        return by_layer(model, to_host(weights, runtime), getitem) if keeps else {}
-    host: dict[int, torch.Tensor] = {}
-    for tensor in {id(tensor): tensor for tensor in weights.values()}.values():
-        copy = to_host({"": tensor}, runtime)[""]
-        if keeps:
-            host[id(tensor)] = copy
-    named = {name: host[id(tensor)] for name, tensor in weights.items() if id(tensor) in host}
-    return by_layer(model, named, getitem)
+    """Return `trained_weights` whole on the host, as `to_host` does, of stacked layers under each one's names."""
+    return by_layer(model, to_host(trained_weights(model), runtime, keeps=keeps), getitem)
 
 
 def give_weights_on_host(model: nn.Module, runtime: Runtime) -> None:

@@ -112,15 +112,20 @@ def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: unique[id(each)] for name, each in shards.items()}
 
 
-def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime) -> dict[str, torch.Tensor]:
-    """Return a state dict as host tensors, put together from shards; tied tensors stay tied.
+def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool = True) -> dict[str, torch.Tensor]:
+    """Return a state dict as host tensors, put together from shards; tied tensors stay tied. Nothing if not ``keeps``.
 
-    All processes take part.
+    All processes take part. Several gather one tensor at a time, so that only those that keep all hold all.
     """
-    if runtime.topology().process_count > 1:  # none of several processes has all shards
-        whole = {id(tensor): runtime.constrain(tensor, (None,) * tensor.dim()) for tensor in state.values()}
-        state = {name: whole[id(tensor)] for name, tensor in state.items()}
-    return join_shards(runtime.local_shards(state))
+    if runtime.topology().process_count == 1:
+        return join_shards(runtime.local_shards(state)) if keeps else {}
+    host: dict[int, torch.Tensor] = {}
+    for tensor in {id(tensor): tensor for tensor in state.values()}.values():
+        whole = runtime.constrain(tensor, (None,) * tensor.dim())  # none of several processes has all shards
+        copy = join_shards(runtime.local_shards({"": whole}))[""]
+        if keeps:
+            host[id(tensor)] = copy
+    return {name: host[id(tensor)] for name, tensor in state.items()} if keeps else {}
 
 
 @contextmanager
