@@ -67,13 +67,8 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
         if not isinstance(tensor.data, DTensor):  # which no plan names
             tensor.data = tensor.data.to(device)
     runtime.set_mesh(mesh.sizes, mesh.slices)
-    parameters = dict(model.named_parameters())
-    return ShardReport(
-        mesh,
-        {name: _placement(each, mesh) for name, each in parameters.items()},
-        {name: tuple(each.shape) for name, each in parameters.items()},
-        {name: each.numel() * each.element_size() for name, each in parameters.items()},
-    )
+    placements = {name: _placement(each, mesh) for name, each in model.named_parameters()}
+    return ShardReport.of(model, mesh, placements)
 
 
 def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:

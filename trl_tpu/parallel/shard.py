@@ -66,9 +66,7 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
         UserError: From `Plan.place`, or from `Runtime.set_mesh`.
     """
     runtime.set_mesh(plan.mesh.sizes, plan.mesh.slices)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    placements = {name: plan.place(name, shape) for name, shape in shapes.items()}
+    placements = {name: plan.place(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied one has several
     names = {name: first_names[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
     placed: dict[str, nn.Parameter] = {}
@@ -87,7 +85,7 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
         module._parameters.update({leaf: placed[name] for leaf, name in leaves.items()})
         for leaf, buffer in module.named_buffers(recurse=False):
             module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
-    return ShardReport(plan.mesh, placements, shapes, sizes)
+    return ShardReport.of(model, plan.mesh, placements)
 
 
 def keep_activations_split(

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from torch import nn
+
 from .mesh import MeshShape
 from .sharding_plan import Placement
 
@@ -15,6 +17,13 @@ class ShardReport:
     placements: dict[str, Placement]
     shapes: dict[str, tuple[int, ...]]
     sizes: dict[str, int]  # bytes of each parameter, whole
+
+    @classmethod
+    def of(cls, model: nn.Module, mesh: MeshShape, placements: dict[str, Placement]) -> "ShardReport":
+        """Report on the parameters of a model, which may be split already."""
+        parameters = dict(model.named_parameters())
+        sizes = {name: each.numel() * each.element_size() for name, each in parameters.items()}
+        return cls(mesh, placements, {name: tuple(each.shape) for name, each in parameters.items()}, sizes)
 
     @property
     def total_bytes(self) -> int:
