@@ -29,10 +29,10 @@ def check(output: str, dataset: str | None) -> None:
 
     Raises:
         UserError: It is the dataset, or in its folder.
-        UserFileError: It is a folder, or there is no folder for it.
+        UserFileError: It is a folder or a pipe, or there is no folder for it.
     """
-    path = _path(output)
-    if path.is_dir() or not path.parent.is_dir():
+    path = Path(output).expanduser().resolve()
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise UserFileError(f"`output`, {output}, cannot be written: name a file in a folder that is there.")
     if dataset is not None and path.is_relative_to(Path(dataset).expanduser().resolve()):
         raise UserError(f"`output`, {output}, is the dataset itself or in its folder: name a file elsewhere.")
@@ -41,8 +41,6 @@ def check(output: str, dataset: str | None) -> None:
 class RowsFile:
     """The output of a command: a context, at whose end the file gets its name, unless an error ends it.
 
-    What is there and no ordinary file, a pipe say, is written to itself, and never kept.
-
     Args:
         output: The file; Parquet where its name ends so, else JSON Lines.
         settings: What the rows depend on, beside those that they are made from.
@@ -50,12 +48,11 @@ class RowsFile:
     """
 
     def __init__(self, output: str, settings: Mapping[str, Any], chunk: int) -> None:
-        self._path = _path(output)
+        self._path = Path(output).expanduser().resolve()  # the file that a link leads to
         self._settings = json.dumps(settings)
         self._chunk = chunk
         self._chunks: list[Path] = []
         self._folder = self._path.with_name(f"{self._path.name}.partial")
-        self._pipe = self._path.open("wb") if self._path.exists() and not self._path.is_file() else None
 
     def kept(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
         """Read the chunks of an earlier start, and as many of the rows that they were made from.
@@ -81,14 +78,10 @@ class RowsFile:
             given: The rows that it was made from.
             rows: The rows to write.
         """
-        lines = b"".join(map(json_line, rows))
-        if self._pipe is not None:
-            self._pipe.write(lines)
-            return
         self._folder.mkdir(exist_ok=True)
         chunk = self._file_of(given)
         unfinished = chunk.with_suffix(".unfinished")
-        unfinished.write_bytes(lines)
+        unfinished.write_bytes(b"".join(map(json_line, rows)))
         unfinished.replace(chunk)
         self._chunks.append(chunk)
 
@@ -103,9 +96,7 @@ class RowsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._pipe is not None:
-            self._pipe.close()
-        elif kind is None:
+        if kind is None:
             self._finish()
         else:
             logger.warning(f"Not all rows are written; those that are, are in {self._folder}.")
@@ -134,11 +125,6 @@ class RowsFile:
                 f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All of them are "
                 f"in {self._folder}, as JSON Lines; keep those, or name an output that ends with .jsonl."
             ) from error
-
-
-def _path(output: str) -> Path:
-    path = Path(output).expanduser()
-    return path if path.exists() and not path.is_file() else path.resolve()  # the file that a link leads to
 
 
 def json_line(row: dict[str, Any]) -> bytes:
