@@ -17,7 +17,7 @@ COMMANDS = {
     "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
     "report": "a model's verdict and training, in numbers and pictures on a page",
-    "export": "write a checkpoint's model as safetensors, and push it to the Hub",
+    "export": "write a checkpoint's model as safetensors",
     "env": "print the versions and the runtime, for a bug report",
 }
 PACKAGES = (

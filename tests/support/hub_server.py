@@ -72,8 +72,6 @@ class Hub:
                 summary = item["value"]["summary"]
             elif item["key"] == "file":
                 files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
-            elif item["key"] == "deletedFile":
-                del files[item["value"]["path"]]
             else:
                 raise ValueError(f"a commit line of an unexpected kind: {item['key']}")
         self.files[repo] = files
