@@ -3,9 +3,8 @@
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
-from ..config.urls import is_url
 from ..errors import UserError
 from ..runtime import Runtime
 from .manifest import check_given, find_faults, newest_good
-from .remote import RemoteRun
+from .remote import local_copy
 from .run_folder import RunFolder
 from .saver import Processes
 from .state_dict import has_weights, read_optimizer, read_progress, read_scheduler, read_torch_optimizer, read_weights
@@ -36,7 +34,7 @@ class CheckpointLoader:
 
     def __init__(self, runtime: Runtime, processes: Processes, *, shares_disk: bool) -> None:
         self._runtime, self._processes, self._shares_disk = runtime, processes, shares_disk
-        self._download: Path | None = None  # the copy of a checkpoint from a URL
+        self._download = ExitStack()  # has the copy of a checkpoint from a URL
         self.progress: dict[str, Any] | None = None
         """What our part of the checkpoint says that training resumes from; None for one of another trainer."""
         self.folder: str | None = None
@@ -143,8 +141,7 @@ class CheckpointLoader:
 
     def drop_download(self) -> None:
         """Remove the copy of a checkpoint that has been read."""
-        if self._download is not None:
-            shutil.rmtree(self._download, ignore_errors=True)
+        self._download.close()
 
     def _examine(self, folder: str) -> list[str]:
         """Return what is wrong with a checkpoint, in all processes."""
@@ -158,9 +155,5 @@ class CheckpointLoader:
 
     def _local(self, checkpoint: str) -> str:
         """Return a folder of this host with the files of a checkpoint, which may be at a URL."""
-        if not is_url(checkpoint):
-            return checkpoint
-        url, _, name = checkpoint.rstrip("/").rpartition("/")
         self.drop_download()
-        self._download = Path(tempfile.mkdtemp(prefix="trl-tpu-"))
-        return str(RemoteRun(url).get(name, self._download))
+        return str(self._download.enter_context(local_copy(checkpoint)))
