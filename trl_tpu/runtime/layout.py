@@ -1,5 +1,6 @@
 """Layouts of tensors over the mesh: what torch_xla's own ways to say so leave out."""
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 
 from .base import PartitionSpec
+
+Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
 
 
 class MeshSharding(xs.ShardingSpec):
@@ -38,24 +41,29 @@ def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.
     )
     if torch_xla._XLAC._get_xla_sharding_spec(tensor):
         tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
-    copy: torch.Tensor = _LaidOut.apply(tensor, mesh.get_op_sharding(fitting))
+    copy: torch.Tensor = Changed.apply(tensor, mesh, fitting, _marked, _marked)
     return copy
 
 
-class _LaidOut(torch.autograd.Function):
-    """A copy with a sharding. torch_xla's own (`mark_sharding_with_gradients`) parses the mesh at every call."""
+class Changed(torch.autograd.Function):
+    """What ``change`` makes of a tensor, and of its gradient what ``change_back`` does.
+
+    torch_xla's own function for a sharding (`mark_sharding_with_gradients`) parses the mesh at every call.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
-        ctx.sharding = sharding
-        return _marked(tensor, sharding)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec, change: Change, change_back: Change
+    ) -> torch.Tensor:
+        ctx.mesh, ctx.axes, ctx.change_back = mesh, axes, change_back
+        return change(tensor, mesh, axes)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return _marked(gradient, ctx.sharding), None
+        return ctx.change_back(gradient, ctx.mesh, ctx.axes), None, None, None, None
 
 
-def _marked(tensor: torch.Tensor, sharding: Any) -> torch.Tensor:
+def _marked(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     copy = tensor.clone()
-    torch_xla._XLAC._xla_mark_sharding(copy, sharding)
+    torch_xla._XLAC._xla_mark_sharding(copy, mesh.get_op_sharding(axes))
     return copy

@@ -170,10 +170,11 @@ class Runtime:
         All processes take part, with small values. Threads that write a checkpoint ask ``while_saving``, so that their
         words are not taken for those of training.
         """
-        if not self.spreads_model:
+        group, count = self._saving_group, self.topology().process_count
+        if count == 1:
             return [value]
-        gathered = [value] * self._ranks
-        dist.all_gather_object(gathered, value, group=self._saving_group if while_saving else None)
+        gathered = [value] * count
+        dist.all_gather_object(gathered, value, group=group if while_saving else None)
         return gathered
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:

@@ -11,9 +11,7 @@ import torch
 import torch_xla.distributed.spmd as xs
 
 from .base import PartitionSpec
-from .layout import shard_count
-
-Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
+from .layout import Changed, shard_count
 
 
 def shard_map(
@@ -26,25 +24,10 @@ def shard_map(
     """Call ``function`` as `Runtime.shard_map` says."""
     dividing = _dividing_axes(mesh, tensors, axes)
     shards = [
-        _OtherView.apply(tensor, mesh, _only(over, dividing), _to_shards, _to_whole)
+        Changed.apply(tensor, mesh, _only(over, dividing), _to_shards, _to_whole)
         for tensor, over in zip(tensors, axes, strict=True)
     ]
-    return _OtherView.apply(function(*shards), mesh, _only(result_axes, dividing), _to_whole, _to_shards)
-
-
-class _OtherView(torch.autograd.Function):
-    """A tensor in the other view, and its gradient in the first again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec, change: Change, change_back: Change
-    ) -> torch.Tensor:
-        ctx.mesh, ctx.axes, ctx.change_back = mesh, axes, change_back
-        return change(tensor, mesh, axes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return ctx.change_back(gradient, ctx.mesh, ctx.axes), None, None, None, None
+    return Changed.apply(function(*shards), mesh, _only(result_axes, dividing), _to_whole, _to_shards)
 
 
 def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:

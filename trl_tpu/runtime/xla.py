@@ -10,18 +10,20 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.parallel_loader as pl
 import torch_xla.distributed.spmd as xs
+import torch_xla.distributed.xla_backend  # knows the address "xla://"
 import torch_xla.runtime as xr
 from torch import nn
 from torch.utils.data import DataLoader
 from torch_xla._internal import tpu
 
-from . import hosts, libtpu, shards
-from .base import PartitionSpec, Planners, Remat, Topology, Value
+from . import libtpu, shards
+from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology
 from .kernels.plain import MATMULS, einsum, segment_attention
 from .layout import MeshSharding, laid_out, shard_count
 from .native import DeviceLoader, Runtime, peak_resident_bytes
@@ -127,8 +129,19 @@ class XlaRuntime(Runtime):
         # of devices that SPMD joins to one torch_xla 2.9 cannot say it
         return peak_resident_bytes() if xr.device_type() == "CPU" else None
 
-    def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
-        return hosts.all_gather_object(value, while_saving)
+    @functools.cached_property
+    def _saving_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
+        """The group of all hosts' threads that write checkpoints; training goes on in the default one.
+
+        torch_xla's ``rendezvous`` is no barrier under SPMD, where every host counts as the only one
+        (https://github.com/pytorch/xla/issues/9479). So the hosts meet over gloo, at the address of process 0, which
+        the TPU's environment says, or MASTER_ADDR and MASTER_PORT.
+        """
+        if xr.process_count() == 1:
+            return None
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", init_method="xla://", timeout=PATIENCE)
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         self._mesh = make_mesh(sizes, slices)
@@ -223,7 +236,7 @@ class XlaRuntime(Runtime):
         return shards.local_shards(state)
 
     def checkpoint_planners(self) -> Planners:
-        return Planners(shards.SavePlanner(), shards.LoadPlanner(), hosts.saving_group())
+        return Planners(shards.SavePlanner(), shards.LoadPlanner(), self._saving_group)
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")
