@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import UserError
-from .shapes import RowShape, best_fit, draw_batches, least_work, plan_shapes, round_up, rows_needed, zigzag
+from .shapes import RowShape, best_fit, draw_batches, holding_all, least_work, plan_shapes, round_up, rows_needed
 
 Schedule = tuple[RowShape, ...]
 """The row shapes of one batch's micro-batches, in order; the last one's updates."""
@@ -148,10 +148,8 @@ def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_pre
             "more, or leave out long dialogues with a smaller max_length."
         )
     worst_P = np.sort(np.maximum(sizes - shared_prefix, 0))[::-1][:pairs]
-    rows = shards
-    while np.bincount(zigzag(len(worst_P), rows), worst_P).max() + shared_prefix > length:
-        rows += shards
-    return RowShape(rows, length)
+    shapes = holding_all(worst_P, shards, shared_prefix, 1)
+    return RowShape(next(shape.rows for shape in shapes if shape.length <= length), length)
 
 
 def _lengths(batches_BP: np.ndarray, longest: int, shared_prefix: int, multiple: int) -> np.ndarray:

@@ -74,7 +74,7 @@ def plan_shapes(
     added = np.maximum(np.asarray(sizes) - shared_prefix, 0)
     added = np.concatenate([added, np.zeros(max(0, pairs - len(sizes)), int)])
     worst_P = np.sort(added)[::-1][:pairs]
-    largest = min(_holding_all(worst_P, shards, shared_prefix, multiple), key=work)
+    largest = min(holding_all(worst_P, shards, shared_prefix, multiple), key=work)
     batches_BP = draw_batches(added, pairs)
     candidates, fits_CB = _candidates(batches_BP, worst_P, shards, shared_prefix, multiple)
     works_C = np.array([work(shape) for shape in candidates])
@@ -98,7 +98,7 @@ def round_up(values: Any, multiple: int) -> Any:
     return -(-values // multiple) * multiple
 
 
-def _holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int) -> Iterator[RowShape]:
+def holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int) -> Iterator[RowShape]:
     """Yield shapes that hold the largest pairs of the data, assigned by `zigzag`: then they hold every batch."""
     for rows in range(shards, len(worst_P) + shards, shards):
         longest = int(np.bincount(zigzag(len(worst_P), rows), worst_P).max()) + shared_prefix
