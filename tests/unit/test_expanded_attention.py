@@ -124,7 +124,7 @@ def test_no_tensor_has_the_row_length_squared_but_in_the_kernel(monkeypatch: pyt
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
         return q * k.mean() + v.mean()
 
-    monkeypatch.setattr("trl_tpu.runtime.native.segment_attention", kernel)
+    monkeypatch.setattr("trl_tpu.runtime.native.Runtime.segment_attention", staticmethod(kernel))
     rows = in_rows([(PROMPT * 8 + [1], PROMPT * 8 + [2])], RowShape(1, 512))
     _, expanded = both_ways("Mistral, sliding window")
     with Watch():

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, Value
-from .kernels.plain import MATMULS, segment_attention
+from .kernels import plain
 
 
 def peak_resident_bytes() -> int:
@@ -304,7 +304,7 @@ class Runtime:
         """Return what calls the forward of ``layer`` in the place of `torch.utils.checkpoint.checkpoint`."""
         if policy != Remat.DOTS:
             return layer._gradient_checkpointing_func  # torch's own, which transformers uses, works here as it is
-        keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
+        keep = functools.partial(create_selective_checkpoint_contexts, list(plain.MATMULS))
         return functools.partial(layer._gradient_checkpointing_func, use_reentrant=False, context_fn=keep)
 
     def scan(
@@ -326,15 +326,5 @@ class Runtime:
         """
         raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 
-    def segment_attention(
-        self,
-        q_BHLD: torch.Tensor,
-        k_BGLD: torch.Tensor,
-        v_BGLD: torch.Tensor,
-        segment_BL: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
-        """Compute causal attention within segments by the device's best kernel; see `kernels.plain`."""
-        return segment_attention(q_BHLD, k_BGLD, v_BGLD, segment_BL, scale, window, softcap)
+    segment_attention = staticmethod(plain.segment_attention)
+    """Computes causal attention within segments by the device's best kernel."""

@@ -170,7 +170,7 @@ class XlaRuntime(Runtime):
 
         return splash_attention
 
-    def segment_attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:
+    def segment_attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:  # type: ignore[override]
         kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
         return kernel(q_BHLD, *others)
 

@@ -21,8 +21,10 @@ from torch.nn.functional import pad
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
-from .blocks import BLOCK, padded, padded_head
-
+LANES = 128
+"""A TPU's vectors have as many numbers: lengths and sizes of heads are padded to multiples of it."""
+BLOCK = 512
+"""Queries and keys that are computed at a time, as in torch_xla's and MaxText's defaults; fewer in shorter rows."""
 _PLATFORM = "tpu"
 """jax would lower for the device that it finds, which need not be the one that is compiled for."""
 
@@ -42,7 +44,7 @@ def splash_attention(
     """
     length, size = q_BHLD.shape[2], v_BGLD.shape[3]
     # columns without tokens see each other only
-    segment = pad(segment_BL, (0, padded(length) - length), value=-1).int()
+    segment = pad(segment_BL, (0, -length % LANES), value=-1).int()
     output: torch.Tensor = _Splash.apply(*map(_padded, (q_BHLD, k_BGLD, v_BGLD)), segment, scale, window, softcap)
     return output[:, :, :length, :size]
 
@@ -62,9 +64,13 @@ class _Splash(torch.autograd.Function):
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Pad columns, and features of heads, to what the kernel takes: zeros add nothing to products."""
+    """Pad columns, and features of heads, to what the kernel takes: zeros add nothing to products.
+
+    Columns come to whole vectors, and the features of a head to half of one's lanes, or to whole ones.
+    """
     length, size = tensor.shape[2:]
-    return pad(tensor, (0, padded_head(size) - size, 0, padded(length) - length)).contiguous()
+    lanes = LANES // 2 if size <= LANES // 2 else LANES
+    return pad(tensor, (0, -size % lanes, 0, -length % LANES)).contiguous()
 
 
 Program = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
