@@ -93,15 +93,15 @@ def test_a_tensor_axis_that_cuts_heads_is_refused_with_the_equation() -> None:
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("", "'' is not of the form axis=size; write e.g. 'fsdp=-1'"),
-        ("fsdp:8", "'fsdp:8' is not of the form axis=size"),
-        ("fdsp=8", "unknown axis 'fdsp'; the axes are data, fsdp, tensor"),
-        ("fsdp=2,fsdp=4", "axis 'fsdp' is given twice"),
+        ("", "'' is not AXIS=SIZE"),
+        ("fsdp:8", "'fsdp:8' is not AXIS=SIZE"),
+        ("fdsp=8", "'fdsp=8' is not AXIS=SIZE, once for each axis: the axes are data, fsdp, tensor"),
+        ("fsdp=2,fsdp=4", "'fsdp=4' is not AXIS=SIZE, once for each axis"),
         ("data=-1,fsdp=-1", "only one axis can be -1, not data and fsdp"),
-        ("fsdp=0", "the size of 'fsdp' must be a positive integer, or -1"),
-        ("fsdp=2.5", "the size of 'fsdp' must be a positive integer, or -1"),
-        ("fsdp=²", "the size of 'fsdp' must be a positive integer, or -1"),
-        ("slices=-1", "the size of 'slices' must be a positive integer."),
+        ("fsdp=0", "'fsdp=0' is not AXIS=SIZE, once for each axis: the axes are data, fsdp, tensor, and a size is a"),
+        ("fsdp=2.5", "'fsdp=2.5' is not AXIS=SIZE"),
+        ("fsdp=²", "'fsdp=²' is not AXIS=SIZE"),
+        ("slices=-1", "'slices=-1' is not AXIS=SIZE"),
     ],
 )
 def test_what_is_no_mesh_is_refused_by_name(spec: str, text: str) -> None:

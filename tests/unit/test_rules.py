@@ -91,10 +91,10 @@ def test_a_rule_that_does_not_fit_the_shape_shows_the_equation(tmp_path: Path, t
     ("text", "message"),
     [
         ("", "must map patterns of parameter names to lists of mesh axes"),
-        ("score.weight: fsdp", "'score.weight' must have a list of mesh axes, one for each dimension, or 'auto'"),
-        ("score.weight: [null, expert]", "'score.weight': unknown axis 'expert'; the axes are data, fsdp, tensor"),
-        ("score.weight: [fsdp, [tensor, fsdp]]", "'score.weight' uses axis 'fsdp' twice"),
-        ("score.weight: [1, null]", "'score.weight': 1 is no mesh axis, list of axes or null"),
+        ("score.weight: fsdp", "'score.weight': 'fsdp' is not 'auto', nor a list of a mesh axis, a list of"),
+        ("score.weight: [null, expert]", "'score.weight': [None, 'expert'] is not 'auto'"),
+        ("score.weight: [fsdp, [tensor, fsdp]]", "dimension: the axes are data, fsdp, tensor, each once"),
+        ("score.weight: [1, null]", "'score.weight': [1, None] is not 'auto'"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:

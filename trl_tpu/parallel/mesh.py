@@ -1,5 +1,6 @@
 """The device mesh as pure arithmetic: names and sizes of axes, checked without touching a device."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +12,8 @@ AXES = ("data", "fsdp", "tensor")
 
 #: The axes that a batch is split over.
 BATCH_AXES = ("data", "fsdp")
+
+_SIZE = re.compile(rf"(?!slices=-)({'|'.join(AXES)}|slices)=(-1|[1-9][0-9]*)")
 
 
 def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -111,19 +114,12 @@ def check_heads(mesh: MeshShape, heads: Mapping[str, int]) -> None:
 def _read(spec: str) -> dict[str, int]:
     """Return the sizes of the axes that ``spec`` names, and of `slices`."""
     sizes: dict[str, int] = {}
-    for part in spec.split(","):
-        axis, equals, text = (piece.strip() for piece in part.partition("="))
-        if not equals:
-            raise UserError(f"mesh {spec!r}: {part.strip()!r} is not of the form axis=size; write e.g. 'fsdp=-1'.")
-        if axis not in (*AXES, "slices"):
+    for part in spec.replace(" ", "").split(","):
+        found = _SIZE.fullmatch(part)
+        if found is None or found[1] in sizes:
             raise UserError(
-                f"mesh {spec!r}: unknown axis {axis!r}; the axes are {', '.join(AXES)}, and `slices` is how many "
-                "slices `data` goes over."
+                f"mesh {spec!r}: {part!r} is not AXIS=SIZE, once for each axis: the axes are {', '.join(AXES)}, and a "
+                "size is a positive integer, or -1 for what is left. `slices` is how many slices `data` goes over."
             )
-        if axis in sizes:
-            raise UserError(f"mesh {spec!r}: axis {axis!r} is given twice.")
-        fill = "" if axis == "slices" else ", or -1 for what is left"
-        if not text.removeprefix("-").isdecimal() or (int(text) < 1 and (int(text) != -1 or axis == "slices")):
-            raise UserError(f"mesh {spec!r}: the size of {axis!r} must be a positive integer{fill}.")
-        sizes[axis] = int(text)
+        sizes[found[1]] = int(found[2])
     return sizes

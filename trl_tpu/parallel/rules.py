@@ -111,19 +111,15 @@ class Rules:
 def _axes(source: str, pattern: Any, value: Any) -> "PartitionSpec | str":
     if value == AUTO:
         return AUTO
-    if not isinstance(value, list):
-        raise UserError(f"{source}: {pattern!r} must have a list of mesh axes, one for each dimension, or {AUTO!r}.")
-    for each in value:
-        if not all(isinstance(name, str) for name in (each if isinstance(each, list) else [each or ""])):
-            raise UserError(f"{source}: {pattern!r}: {each!r} is no mesh axis, list of axes or null.")
-    axes: PartitionSpec = tuple(tuple(each) if isinstance(each, list) else each for each in value)
-    names = [name for each in axes for name in names_of(each)]
-    for name in names:
-        if name not in AXES:
-            raise UserError(f"{source}: {pattern!r}: unknown axis {name!r}; the axes are {', '.join(AXES)}.")
-        if names.count(name) > 1:
-            raise UserError(f"{source}: {pattern!r} uses axis {name!r} twice.")
-    return axes
+    are_listed = isinstance(value, list)
+    each_of = [each if isinstance(each, list) else [each] for each in value if each is not None] if are_listed else []
+    names = [name for each in each_of for name in each]
+    if not are_listed or any(name not in AXES or names.count(name) > 1 for name in names):
+        raise UserError(
+            f"{source}: {pattern!r}: {value!r} is not {AUTO!r}, nor a list of a mesh axis, a list of axes or null for "
+            f"each dimension: the axes are {', '.join(AXES)}, each once."
+        )
+    return tuple(tuple(each) if isinstance(each, list) else each for each in value)
 
 
 def _text(axes: str | tuple[str, ...] | None) -> str:
