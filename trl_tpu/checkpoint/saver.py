@@ -98,11 +98,8 @@ class Checkpointer:
         self.latest = ""
         """The folder, or URL, of the last save that was begun."""
         self._background = BackgroundSaves()
-
-    @property
-    def failed(self) -> list[str]:
+        self.failed = self._background.failed
         """Where checkpoints should be that could not be saved."""
-        return self._background.failed
 
     @property
     def _takes_part(self) -> bool:
