@@ -31,8 +31,8 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
         (Facts(**NEITHER), "native", "torch_xla is not installed"),
         # a TPU
         (Facts(**BOTH, tpu_chips=4), "xla", "a TPU is attached; USE_TORCH_XLA=0 would choose plain torch"),
-        (Facts(**XLA_ONLY, tpu_chips=4), "native", "a TPU is attached, but libtpu is not installed: pip install"),
-        (Facts(**NEITHER, tpu_chips=4), "native", "but torch_xla (nor torch_tpu) is not installed: pip install"),
+        (Facts(**XLA_ONLY, tpu_chips=4), "native", "but libtpu is not installed (nor torch_tpu): pip install"),
+        (Facts(**NEITHER, tpu_chips=4), "native", "but torch_xla is not installed (nor torch_tpu): pip install"),
         # a TPU that is torch's own accelerator
         (Facts(**NEITHER, **TORCHTPU), "torchtpu", "through TorchTPU; ACCELERATE_USE_CPU=1 would choose the CPU"),
         (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator is a TPU"),

@@ -67,21 +67,18 @@ def choose(facts: Facts) -> Choice:
         return Choice("native", f"{_SWITCH}={facts.switch} turns PyTorch/XLA off")
     if facts.misfit is not None:
         return Choice("native", facts.misfit)
-    if facts.has_torch_xla and facts.pjrt_device:
-        return Choice("xla", f"PJRT_DEVICE={facts.pjrt_device} is set; {_SWITCH}=0 would choose plain torch")
-    if facts.has_torch_xla and facts.tpu_chips and facts.has_libtpu:
-        return Choice("xla", f"a TPU is attached; {_SWITCH}=0 would choose plain torch")
+    asked = "a TPU is attached" if facts.tpu_chips else None
+    if facts.pjrt_device:
+        asked = f"PJRT_DEVICE={facts.pjrt_device} is set"
+    lacks = "libtpu" if facts.has_torch_xla else "torch_xla"
+    if asked and facts.has_torch_xla and (facts.pjrt_device or facts.has_libtpu):
+        return Choice("xla", f"{asked}; {_SWITCH}=0 would choose plain torch")
     if facts.has_torch_tpu and facts.tpu_chips:
         return Choice(
             "native", "a TPU is attached, but torch_tpu, which is installed, has not made it torch's accelerator"
         )
-    lacks = "libtpu" if facts.has_torch_xla else "torch_xla"
-    if facts.tpu_chips:
-        if not facts.has_torch_xla:
-            lacks = f"{lacks} (nor torch_tpu)"
-        return Choice("native", f"a TPU is attached, but {lacks} is not installed: {_INSTALL} to train on it")
-    if facts.pjrt_device:
-        return Choice("native", f"PJRT_DEVICE={facts.pjrt_device} is set, but {lacks} is not installed: {_INSTALL}")
+    if asked:
+        return Choice("native", f"{asked}, but {lacks} is not installed (nor torch_tpu): {_INSTALL}")
     if not facts.has_torch_xla:
         return Choice("native", "no TPU is attached, and torch_xla is not installed")
     return Choice("native", "no TPU is attached; PJRT_DEVICE=CPU would choose PyTorch/XLA on the CPU")
