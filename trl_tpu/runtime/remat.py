@@ -21,18 +21,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .base import Remat
+from .kernels.plain import MATMULS
+
 Operations = frozenset[OpOverload]
 
 
 def recompute(
-    layer: nn.Module, keep: Operations, function: Callable[..., torch.Tensor | tuple[Any, ...]], *args: Any
+    layer: nn.Module, policy: Remat, function: Callable[..., torch.Tensor | tuple[Any, ...]], *args: Any
 ) -> Any:
-    """Call ``function(*args)``, which runs ``layer``; keep for the backward its inputs and what ``keep`` returns.
+    """Call ``function(*args)``, which runs ``layer``; keep for the backward its inputs and what ``policy`` says.
 
     Tensors inside ``function`` (a partial's keywords) are kept as they are, and get no gradient.
     """
     parameters = list(layer.parameters())
-    return _Recompute.apply(layer, keep, function, len(parameters), *parameters, *args)
+    return _Recompute.apply(layer, kept_operations(policy), function, len(parameters), *parameters, *args)
+
+
+def kept_operations(policy: Remat) -> Operations:
+    """Return the operations whose results a layer's backward is given: none are, or matrix products."""
+    return MATMULS if policy == Remat.DOTS else frozenset()
 
 
 class Keeping(TorchDispatchMode):

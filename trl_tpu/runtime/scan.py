@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_flat
 from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
 
-from .base import PartitionSpec
+from .base import PartitionSpec, Remat
 from .native import Runtime
-from .remat import Keeping, Operations, Reusing, autocast_now, weights_of
+from .remat import Keeping, Operations, Reusing, autocast_now, kept_operations, weights_of
 
 Tensors = list[torch.Tensor]
 
@@ -30,17 +30,12 @@ def scan_layers(
     runtime: Runtime,
     layer: nn.Module,
     axes: Mapping[str, PartitionSpec],
-    keep: Operations,
+    policy: Remat,
     hidden: torch.Tensor,
-    args: Any,
-    kwargs: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> torch.Tensor:
-    """Return ``hidden`` after all layers whose weights ``layer`` has; see `Runtime.scan`.
-
-    Args:
-        runtime: Whose layouts the gradients get.
-        keep: As in `recompute`.
-    """
+    """Return ``hidden`` after all layers whose weights ``layer`` has: `Runtime.scan` of PyTorch/XLA."""
     leaves, structure = tree_flatten((args, kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     is_bool = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves]
@@ -72,7 +67,7 @@ def scan_layers(
             for each, layout in zip(gradients, trained, strict=True)
         ]
 
-    return _Scan.apply(run, laid_out, keep, len(fixed), hidden, *fixed, *weights)
+    return _Scan.apply(run, laid_out, kept_operations(policy), len(fixed), hidden, *fixed, *weights)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch_xla._internal import tpu
 
 from . import libtpu, shards
 from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology
-from .kernels.plain import MATMULS, einsum, segment_attention
+from .kernels.plain import einsum, segment_attention
 from .layout import MeshSharding, laid_out, shard_count
 from .native import DeviceLoader, Runtime, peak_resident_bytes
 from .remat import recompute
@@ -33,10 +33,6 @@ from .shard_map import shard_map
 from .slices import make_mesh, reported_slices
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
-
-
-def _kept_operations(policy: Remat) -> frozenset[Any]:
-    return MATMULS if policy == Remat.DOTS else frozenset()
 
 
 @einsum.register_kernel("xla")
@@ -190,18 +186,9 @@ class XlaRuntime(Runtime):
         return OnHost() if xr.device_type() == "TPU" else nullcontext()
 
     def _recomputing(self, layer: nn.Module, policy: Remat) -> Callable[..., Any]:
-        return functools.partial(recompute, layer, _kept_operations(policy))
+        return functools.partial(recompute, layer, policy)
 
-    def scan(
-        self,
-        layer: nn.Module,
-        axes: Mapping[str, PartitionSpec],
-        policy: Remat,
-        hidden: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        return scan_layers(self, layer, axes, _kept_operations(policy), hidden, args, kwargs)
+    scan = scan_layers
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         return _PrefetchingLoader(self, batches, functools.partial(self._upload_batch, batch_axes))
