@@ -14,14 +14,17 @@ from .base import PartitionSpec
 from .layout import Changed, shard_count
 
 
-def shard_map(
-    mesh: xs.Mesh,
+def on_shards(
+    runtime: Any,
     function: Callable[..., torch.Tensor],
     tensors: Sequence[torch.Tensor],
     axes: Sequence[PartitionSpec],
     result_axes: PartitionSpec,
 ) -> torch.Tensor:
-    """Call ``function`` as `Runtime.shard_map` says."""
+    """Call ``function`` as `Runtime.shard_map` says: that method of PyTorch/XLA's runtime."""
+    mesh = runtime.mesh_of(tensors[0])
+    if mesh is None:
+        return function(*tensors)
     dividing = _dividing_axes(mesh, tensors, axes)
     shards = [
         Changed.apply(tensor, mesh, _only(over, dividing), _to_shards, _to_whole)

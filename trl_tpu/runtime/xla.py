@@ -29,7 +29,7 @@ from .layout import MeshSharding, laid_out, shard_count
 from .native import DeviceLoader, Runtime, peak_resident_bytes
 from .remat import recompute
 from .scan import OnHost, scan_layers
-from .shard_map import shard_map
+from .shard_map import on_shards
 from .slices import make_mesh, reported_slices
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
@@ -150,9 +150,12 @@ class XlaRuntime(Runtime):
         return xm.send_cpu_data_to_device([tensor.detach()], device, MeshSharding(self._mesh, axes))[0]  # type: ignore[index]
 
     def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
-        if tensor.device.type != "xla" or not hasattr(self, "_mesh"):
-            return tensor  # on the host, or outside a trainer
-        return laid_out(tensor, self._mesh, axes)
+        mesh = self.mesh_of(tensor)
+        return tensor if mesh is None else laid_out(tensor, mesh, axes)
+
+    def mesh_of(self, tensor: torch.Tensor) -> xs.Mesh | None:
+        """Return the mesh that a tensor lies on; None on the host, or outside a trainer."""
+        return getattr(self, "_mesh", None) if tensor.device.type == "xla" else None
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         xm.optimization_barrier_(list(tensors))
@@ -170,16 +173,7 @@ class XlaRuntime(Runtime):
         kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
         return kernel(q_BHLD, *others)
 
-    def shard_map(
-        self,
-        function: Callable[..., torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        axes: Sequence[PartitionSpec],
-        result_axes: PartitionSpec,
-    ) -> torch.Tensor:
-        if tensors[0].device.type != "xla" or not hasattr(self, "_mesh"):
-            return function(*tensors)  # on the host, or outside a trainer
-        return shard_map(self._mesh, function, tensors, axes, result_axes)
+    shard_map = on_shards
 
     def activations_on_host(self) -> AbstractContextManager[Any]:
         # torch_xla moves nothing on a CPU, whose devices have the host's memory
