@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers.utils import find_adapter_config_file
 
-from .. import runtime as runtimes
+from .. import runtime
 from ..data.judgements import weighted
 from ..data.packed_batch import micro_batches_of
 from ..errors import UserError
@@ -29,7 +29,6 @@ from ..modeling.score_head import keep_score_head_in_float32
 from ..packing.shapes import attention_crossover_length
 from ..parallel.mesh import parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
-from ..runtime import Runtime
 from .batches import Batch, Batches
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,6 @@ class Scorer:
         mesh: How PyTorch/XLA's devices share the weights, as in training.
         tokens_per_pass: Tokens that each device computes at a time.
         standardize: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
-        runtime: What computes; training's choice when None.
 
     Raises:
         UserError: What is there is no saved reward model, has no pad token, or no mean and std where they are asked
@@ -69,9 +67,8 @@ class Scorer:
         mesh: str = "fsdp=-1",
         tokens_per_pass: int = TOKENS_A_PASS,
         standardize: bool = False,
-        runtime: Runtime | None = None,
     ) -> None:
-        self.runtime = runtime or runtimes.current()
+        self.runtime = runtime.current()
         topology = self.runtime.topology()
         if topology.process_count > 1:
             raise UserError(f"Scoring uses one host, and this is one of {topology.process_count} that form a mesh.")
