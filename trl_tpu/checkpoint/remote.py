@@ -32,9 +32,23 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         yield RemoteRun(str(folder)).get("", path_below(place, name) or Path(place))
 
 
-def _refusal(url: str, what: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    return UserError(f"{url} cannot be {what}: {reason}. Correct the URL, or what is there.")
+@contextmanager
+def refusing(fault: str, advice: str) -> Iterator[None]:
+    """Refuse, as the user's to mend, what a file system cannot do: fsspec's say it in errors of many kinds.
+
+    Raises:
+        UserError: With the fault, the error, and the advice.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise UserError(f"{fault}: {reason}. {advice}") from error
+
+
+_CORRECT = "Correct the URL, or what is there."
 
 
 class RemoteRun:
@@ -46,10 +60,8 @@ class RemoteRun:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        try:
+        with refusing(f"{url} cannot be opened", _CORRECT):
             self._files, self._root = fsspec.core.url_to_fs(self.url)
-        except Exception as error:  # file systems of fsspec say it in errors of many kinds
-            raise _refusal(url, "opened", error) from error
 
     def checkpoints(self) -> list[str]:
         """Return the names of complete checkpoints, the last step first.
@@ -57,10 +69,8 @@ class RemoteRun:
         Raises:
             UserError: The URL cannot be listed.
         """
-        try:
+        with refusing(f"{self.url} cannot be listed", _CORRECT):
             manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
-        except Exception as error:  # as in opening
-            raise _refusal(self.url, "listed", error) from error
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
     def read_text(self, name: str) -> str | None:
@@ -113,7 +123,7 @@ class RemoteRun:
         """
         url, target = "/".join(filter(None, (self.url, name))), folder / name
         beginning = "/".join(filter(None, (self._root, name))) + "/"
-        try:
+        with refusing(f"{url} cannot be copied", _CORRECT):
             found = self._files.find(beginning)
             copies = [path_below(target, path.removeprefix(beginning)) for path in found]
             if None in copies:
@@ -123,8 +133,6 @@ class RemoteRun:
             for path, copy in zip(found, filter(None, copies), strict=True):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(path, str(copy))
-        except Exception as error:  # as in opening
-            raise _refusal(url, "copied", error) from error
         return target
 
     def delete(self, name: str) -> None:

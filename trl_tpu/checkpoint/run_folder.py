@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import UserError
 from .aside import STAGING_FOLDER, discard, retire
 from .manifest import newest_first
-from .remote import RemoteRun
+from .remote import RemoteRun, refusing
 
 RUN_FILE = "_run.json"
 EARLIER_FOLDER = "_earlier"
@@ -80,7 +80,7 @@ class RunFolder:
         Raises:
             UserError: One does already, or the folder cannot be written to.
         """
-        try:
+        with self._or_refused():
             if self._writes and self.remote is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -88,10 +88,6 @@ class RunFolder:
                 for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # by a process that was killed
                     discard(left)
             self._run = self._read()
-        except UserError:
-            raise
-        except Exception as error:  # file systems of fsspec say it in errors of many kinds
-            raise self._unwritable(error) from error
 
     def _lock(self, file: int) -> None:
         try:
@@ -130,7 +126,7 @@ class RunFolder:
         if not self._writes:
             return
         is_here = resumed is not None and self._has(resumed)
-        try:
+        with self._or_refused():
             self._move_aside([name for name in self.checkpoints() if not is_here or _step_of(name) > step])
             earlier = self._run.get("resumed_at", []) if is_here else []
             self._write(
@@ -142,8 +138,6 @@ class RunFolder:
                     "resumed_at": [at for at in earlier if at < step] + [step] * (resumed is not None),
                 }
             )
-        except Exception as error:  # file systems of fsspec say it in errors of many kinds
-            raise self._unwritable(error) from error
 
     # ---- files, here or at the URL
 
@@ -198,10 +192,8 @@ class RunFolder:
             place,
         )
 
-    def _unwritable(self, error: Exception) -> UserError:
-        return UserError(
-            f"{self._where} cannot be written to ({error}). Make room or mend it, or give another output_dir."
-        )
+    def _or_refused(self) -> contextlib.AbstractContextManager[None]:
+        return refusing(f"{self._where} cannot be written to", "Make room or mend it, or give another output_dir.")
 
 
 def _step_of(name: str) -> int:
