@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+from trl_tpu.parallel import sharding_plan
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.parallel.shard import place_model, plan_model
 from trl_tpu.parallel.shard_report import ShardReport
@@ -113,11 +114,14 @@ def test_an_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[i
     assert adapted.axes == axes
 
 
-def test_every_style_of_transformers_is_known_and_another_is_refused() -> None:
-    for style in ALL_PARALLEL_STYLES.keys():  # noqa: SIM118  # not a mapping
-        Plan(MeshShape(tensor=2), {"q": style}).place("q.weight", (4, 4))
-    with pytest.raises(ValueError, match="gives q.weight the style 'spiral', which is not known here"):
-        Plan(MeshShape(tensor=2), {"q": "spiral"}).place("q.weight", (4, 4))
+def test_every_style_of_transformers_splits_a_weight_or_is_known_to_leave_it_whole() -> None:
+    how_modules_communicate = {
+        *("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce"),
+        *("local_params", "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts"),
+    }
+    assert set(ALL_PARALLEL_STYLES.keys()) <= sharding_plan._SPLITS.keys() | how_modules_communicate
+    placed = Plan(MeshShape(tensor=2), {"q": "replicate"}).place("q.weight", (4, 4))
+    assert placed.axes == (None, None) and placed.reason == "replicate leaves it whole"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from ..errors import UserError
 from .mesh import MeshShape, names_of
 from .rules import Rules
 
@@ -32,17 +31,6 @@ _SPLITS = {
     "embedding_rowwise": "rows",
     "embedding_colwise": "columns",
     "grouped_gemm": "experts",
-}
-_WHOLE = {
-    "replicate",
-    "replicated_with_grad_allreduce",
-    "sequence_parallel",
-    "mla_kv_a_proj",
-    "all_reduce",
-    "local_params",
-    "moe_tp_experts",
-    "moe_identity_expert",
-    "ep_dispatch_experts",
 }
 
 _TILE_ROWS = 16
@@ -114,7 +102,7 @@ class Plan:
         """Return the placement of a parameter.
 
         Raises:
-            UserError: A rule does not fit its shape, or the model gives it a style that is not known here.
+            UserError: A rule does not fit its shape.
         """
         bare = bare_name(name)
         if self.rules is not None and (pattern := self.rules.find(bare)):
@@ -129,13 +117,7 @@ class Plan:
 
     def _find(self, styles: Mapping[str, str], name: str) -> str | None:
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        style = styles.get(pattern) or styles.get(pattern.rpartition(".")[0])
-        if style is not None and style not in _SPLITS and style not in _WHOLE:
-            raise UserError(
-                f"The model's tensor-parallel plan gives {name} the style {style!r}, which is not known here. Leave "
-                "`tensor` out of the mesh, or write a sharding plan."
-            )
-        return style
+        return styles.get(pattern) or styles.get(pattern.rpartition(".")[0])
 
     def _derive(self, name: str, shape: tuple[int, ...]) -> Placement:
         if name in self.embeddings and (embedding := self._embedding(shape)):
