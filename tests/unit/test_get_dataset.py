@@ -186,7 +186,7 @@ def test_the_held_out_rows_are_the_same_on_every_run(size: float, rows: int, tmp
     [
         ((0.5, None), {}, "must be set for either all datasets"),
         ((0.5, 0.5), {"streaming": True}, "not supported with streaming"),
-        ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size=0.5` is not supported"),
+        ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size` and a dataset's"),
     ],
 )
 def test_a_mixture_that_cannot_be_made_is_refused(

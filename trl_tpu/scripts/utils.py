@@ -127,6 +127,12 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     """
     if not mixture_config.datasets:
         raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
+    test_size = mixture_config.test_split_size
+    if mixture_config.streaming and (test_size or any(part.fraction for part in mixture_config.datasets)):
+        raise UserError(
+            "`test_split_size` and a dataset's `fraction` are not supported with streaming datasets, whose length is "
+            "unknown. Leave them out, or load the datasets whole."
+        )
     parts = []
     for part in mixture_config.datasets:
         dataset = load(
@@ -140,13 +146,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         parts.append(dataset if part.columns is None else dataset.select_columns(part.columns))
     parts = _take_fractions(parts, mixture_config)
     mixture = datasets.concatenate_datasets(parts)
-    test_size = mixture_config.test_split_size
     if mixture_config.streaming:
-        if test_size is not None:
-            raise UserError(
-                f"`test_split_size={test_size}` is not supported with streaming datasets, whose length is unknown. "
-                "Leave one of the two out."
-            )
         return IterableDatasetDict({"train": mixture})
     logger.info(f"The mixture has {len(mixture)} rows from {len(parts)} datasets")
     if test_size is None:
@@ -165,10 +165,6 @@ def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> l
     if len(given) < len(fractions):
         raise UserError(
             f"`fraction` must be set for either all datasets in the mixture or none of them; they are {fractions}."
-        )
-    if mixture_config.streaming:
-        raise UserError(
-            "Using a dataset `fraction` is not supported with streaming datasets, whose length is unknown."
         )
     shares = [fraction / sum(given) for fraction in given]
     size = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
