@@ -4,7 +4,6 @@ No machine of several slices is here. What is replaced is only what such devices
 their place in it, as libtpu reports them for v5e) and torch_xla's question whether they are TPUs; the mesh is its own.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -80,9 +79,6 @@ def test_another_number_of_slices_than_the_devices_are_in_is_refused(
         runtime.set_mesh({"data": 4, "fsdp": 2, "tensor": 1}, asked)
 
 
-def test_devices_that_do_not_say_stand_for_slices_and_the_log_says_so(
-    runtime: XlaRuntime, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="trl_tpu.runtime.slices"):
-        runtime.set_mesh({"data": 2, "fsdp": 4, "tensor": 1}, 2)
-    assert "slices=2: the devices do not say in which slices they are, so runs of 4" in caplog.text
+def test_devices_that_do_not_say_stand_for_slices(runtime: XlaRuntime) -> None:
+    runtime.set_mesh({"data": 2, "fsdp": 4, "tensor": 1}, 2)
+    assert not isinstance(runtime._mesh, xs.HybridMesh) and list(runtime._mesh.device_ids) == list(range(8))

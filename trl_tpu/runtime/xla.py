@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch_xla
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch_xla._internal import tpu
 
+from ..errors import UserError
 from . import libtpu, shards
 from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology
 from .kernels.plain import einsum, segment_attention
@@ -30,7 +32,6 @@ from .native import DeviceLoader, Runtime, peak_resident_bytes
 from .remat import recompute
 from .scan import OnHost, scan_layers
 from .shard_map import on_shards
-from .slices import make_mesh, reported_slices
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
@@ -39,6 +40,11 @@ _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     # below autograd torch would take its own einsum, of reshapes; torch_xla's one dot is registered with autograd's
     return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
+
+
+def _reported_slices() -> set[Any]:
+    """Return the slices that the devices say they are in; virtual devices say nothing."""
+    return {each["slice_index"] for each in xr.global_runtime_device_attributes() if "slice_index" in each}
 
 
 class _PrefetchingLoader(DeviceLoader):
@@ -107,7 +113,7 @@ class XlaRuntime(Runtime):
         devices = xr.global_runtime_device_count()
         return Topology(
             devices=devices,
-            slices=len(reported_slices()) or 1,
+            slices=len(_reported_slices()) or 1,
             process_index=xr.process_index(),
             process_count=xr.process_count(),
             description=f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD",
@@ -140,7 +146,17 @@ class XlaRuntime(Runtime):
         return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        self._mesh = make_mesh(sizes, slices)
+        names, shape, reported = tuple(sizes), tuple(sizes.values()), len(_reported_slices())
+        if reported and reported != slices:
+            raise UserError(
+                f"The mesh is for {slices} slice(s), but the devices are in {reported}: slices={reported}, or leave "
+                "`slices` out, which is read from the devices."
+            )
+        if reported > 1:
+            within, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
+            self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
+        else:
+            self._mesh = xs.Mesh(np.arange(xr.global_runtime_device_count()), shape, names)
         xs.set_global_mesh(self._mesh)
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
