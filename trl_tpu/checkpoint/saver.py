@@ -9,8 +9,6 @@
 A save that fails is loud and counted, and leaves nothing behind; training goes on.
 """
 
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import getitem
@@ -28,8 +26,6 @@ from .manifest import MANIFEST_FILE, Files, describe_files, files_in, publish, s
 from .run_folder import RunFolder
 from .state_dict import STATE_FOLDER, are_in_model_files, state_tensors, trained_weights
 from .storage import join_shards, tensors_in, write_model, write_state
-
-logger = logging.getLogger(__name__)
 
 
 class Processes(Protocol):
@@ -112,7 +108,6 @@ class Checkpointer:
 
     def save(self, contents: Contents) -> None:
         """Copy the state, and write it as a checkpoint beside training. All processes take part."""
-        began = time.monotonic()
         self.wait()
         self.latest = contents.place
         on_host: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -122,10 +117,9 @@ class Checkpointer:
             contents.describe(contents.staging)
             on_host.append(self._copy_to_host(contents))
 
-        if self._all_could(lambda: self._make_room(contents), contents) and self._all_could(take, contents):
-            waited = time.monotonic() - began
-            if self._takes_part:
-                self._background.submit(contents.place, lambda: self._write(contents, *on_host[0], waited))
+        could = self._all_could(lambda: self._make_room(contents), contents) and self._all_could(take, contents)
+        if could and self._takes_part:
+            self._background.submit(contents.place, lambda: self._write(contents, *on_host[0]))
 
     def keep_best_alone(self, run: RunFolder, best: str) -> None:
         """Delete the last checkpoint at the end of training, where one may stay and the best is another."""
@@ -168,8 +162,8 @@ class Checkpointer:
 
     # ---- beside training, on a thread; on several hosts all take part
 
-    def _write(self, contents: Contents, weights: dict[str, Any], state: dict[str, Any], waited: float) -> None:
-        began, staging = time.monotonic(), contents.staging
+    def _write(self, contents: Contents, weights: dict[str, Any], state: dict[str, Any]) -> None:
+        staging = contents.staging
         try:
             self._together(lambda: self._write_tensors(contents, weights, state))
             files = self._describe_files(contents)
@@ -181,8 +175,6 @@ class Checkpointer:
             self._together(lambda: self._publish(contents, files), by_writer=True)
         finally:
             self._clean_up(contents)
-        took = time.monotonic() - began
-        logger.info("%s: training waited %.2f s, writing took %.2f s beside it.", contents.place, waited, took)
 
     def _write_tensors(self, contents: Contents, weights: dict[str, Any], state: dict[str, Any]) -> None:
         if weights:
