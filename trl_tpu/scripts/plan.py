@@ -161,6 +161,7 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
+    config.attribute_weights = []  # what is traced are pairs
     model = model_without_weights(config, dtype if dtype != "auto" else config.dtype or "float32")
     tokens = None
     if script.dataset_name or data.datasets:
