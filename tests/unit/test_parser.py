@@ -106,6 +106,15 @@ def test_none_clears_an_optional_number_and_stays_a_word_for_text() -> None:
     assert (args.rate, args.name, args.size) == (None, "none", "none")
 
 
+def test_a_dict_field_takes_a_json_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    (args,) = TrlParser(Arguments).parse_args_and_config(["--steps", "1", "--extra", '{"a": {"b": 1.5}}'])
+    assert args.extra == {"a": {"b": 1.5}}
+    for word in ("[1]", "{broken"):
+        with pytest.raises(SystemExit):
+            TrlParser(Arguments).parse_args_and_config(["--steps", "1", "--extra", word])
+        assert "--extra" in capsys.readouterr().err
+
+
 def test_unknown_keys_and_flags_are_named(tmp_path: Path) -> None:
     words = config_file(tmp_path, "steps: 1\nnmae: x\nzzzz: 2\n")
     parser = TrlParser(Arguments)

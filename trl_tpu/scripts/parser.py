@@ -3,10 +3,11 @@
 import argparse
 import copy
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -20,7 +21,8 @@ class TrlParser(HfArgumentParser):
     """An [`~transformers.HfArgumentParser`] that also reads a YAML file, as TRL's parser of this name does.
 
     The values of ``--config FILE`` become the defaults of the flags, so the command line wins; its ``env`` section is
-    exported to the environment. Flags of optional fields that are not strings accept ``none`` and ``null``.
+    exported to the environment. Flags of optional fields that are not strings accept ``none`` and ``null``; flags of
+    dict fields take a JSON object.
 
     Args:
         dataclass_types: One dataclass or several; none may have a field named ``config``.
@@ -44,6 +46,8 @@ class TrlParser(HfArgumentParser):
         # it is given a copy, and the user's dataclass stays as it was.
         HfArgumentParser._parse_dataclass_field(parser, copy.copy(field))
         action = parser._option_string_actions[f"--{field.name}"]
+        if get_origin(action.type) is dict or action.type is dict:
+            action.type = _json_object
         takes_one_value = action.nargs is None and action.choices is None and bool not in members
         if NoneType in members and takes_one_value and callable(action.type) and action.type is not str:
             action.type = _or_none(action.type)
@@ -144,3 +148,10 @@ def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:
 
     parse.__name__ = getattr(convert, "__name__", "value")  # argparse names it in "invalid int value: ..."
     return parse
+
+
+def _json_object(word: str) -> dict[str, Any]:
+    value = json.loads(word)
+    if not isinstance(value, dict):
+        raise UserError(f"expected a JSON object such as '{{\"a\": 1}}', not {word}")
+    return value
