@@ -307,10 +307,24 @@ class Runtime:
         keep = functools.partial(create_selective_checkpoint_contexts, list(plain.MATMULS))
         return functools.partial(layer._gradient_checkpointing_func, use_reentrant=False, context_fn=keep)
 
-    scan: Callable[..., torch.Tensor]
-    """Returns ``hidden`` after layers that are alike, as a loop whose program has one of them: see `scan.scan_layers`.
+    def scan(
+        self,
+        layer: nn.Module,
+        axes: Mapping[str, PartitionSpec],
+        policy: Remat,
+        hidden: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return ``hidden`` after layers that are alike, as a loop whose program has one of them.
 
-    Plain torch has none, since it compiles nothing that a loop would shorten."""
+        Args:
+            layer: One layer, whose parameters have those of all layers behind a first dimension.
+            axes: The mesh axes that the dimensions of each parameter of one layer go over.
+            policy: "full" or "dots", see `Remat`.
+            args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
+        """
+        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 
     segment_attention = staticmethod(plain.segment_attention)
     """Computes causal attention within segments by the device's best kernel."""

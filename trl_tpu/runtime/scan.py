@@ -35,15 +35,7 @@ def scan_layers(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return ``hidden`` after all layers whose weights ``layer`` has: `Runtime.scan` of PyTorch/XLA.
-
-    Args:
-        runtime: Whose layouts the gradients get.
-        layer: One layer, whose parameters have those of all layers behind a first dimension.
-        axes: The mesh axes that the dimensions of each parameter of one layer go over.
-        policy: "full" or "dots", see `Remat`.
-        args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
-    """
+    """Return ``hidden`` after all layers whose weights ``layer`` has: `Runtime.scan` of PyTorch/XLA."""
     leaves, structure = tree_flatten((args, kwargs))
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     is_bool = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves]
