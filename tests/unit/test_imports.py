@@ -156,7 +156,7 @@ BELOW = {
         "batching", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
     },
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
-    "plan": {"batching", "config", "modeling", "packing", "parallel", "runtime", "trainer"},
+    "plan": {"batching", "config", "data", "modeling", "packing", "parallel", "runtime", "trainer"},
     "scripts": {
         "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",
         "plan", "report", "runtime", "scoring", "trainer",
