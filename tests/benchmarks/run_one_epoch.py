@@ -61,7 +61,7 @@ def train(system: str, model: str, options: argparse.Namespace) -> None:
     folder = Path(options.output_dir, FOLDERS[system])
     pairs, _ = split(options)
     args = package.RewardConfig(
-        str(folder), bf16=True, num_train_epochs=1, per_device_train_batch_size=options.batch,
+        str(folder), use_cpu=True, bf16=True, num_train_epochs=1, per_device_train_batch_size=options.batch,
         max_length=512, learning_rate=options.learning_rate,
         lr_scheduler_type="cosine", warmup_steps=0.03, center_rewards_coefficient=0.01, gradient_checkpointing=True,
         logging_steps=0.02, save_strategy="no", report_to="none", disable_tqdm=True, seed=options.seed, **settings,
