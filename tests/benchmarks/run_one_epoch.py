@@ -2,7 +2,7 @@
 
 python -m tests.benchmarks.run_one_epoch --output_dir runs/one_epoch [--model FOLDER] [--table runs.md]
 
-SmolLM2-135M (or the model of a folder) learns those of 1,800 pairs of HH-RLHF that have at most 512 tokens, in plain
+SmolLM2-135M (or the model of a folder) learns those of 1,800 pairs of HH-RLHF that have at most 384 tokens, in plain
 torch, and is judged on the next 512 pairs by `trl_tpu.evaluation`: accuracy with its interval, calibration, and what
 the length alone would reach. Beside the two stand the untrained model and "the shorter answer wins". Both runs' curves
 are in one picture, training.png, and the rows in Markdown, which `--table` appends to the table of runs. In bfloat16
@@ -61,8 +61,8 @@ def train(system: str, model: str, options: argparse.Namespace) -> None:
     folder = Path(options.output_dir, FOLDERS[system])
     pairs, _ = split(options)
     args = package.RewardConfig(
-        str(folder), use_cpu=True, bf16=True, num_train_epochs=1, per_device_train_batch_size=options.batch,
-        max_length=512, learning_rate=options.learning_rate,
+        str(folder), bf16=True, num_train_epochs=1, per_device_train_batch_size=options.batch,
+        max_length=384, learning_rate=options.learning_rate,
         lr_scheduler_type="cosine", warmup_steps=0.03, center_rewards_coefficient=0.01, gradient_checkpointing=True,
         logging_steps=0.02, save_strategy="no", report_to="none", disable_tqdm=True, seed=options.seed, **settings,
     )  # fmt: skip
