@@ -4,7 +4,7 @@ import copy
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -199,6 +199,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    judges_steps: ClassVar[bool] = False
+    """Whether rows are solutions whose steps are judged, and the model a token classifier."""
 
     # TRL's defaults, which differ from TrainingArguments'
     learning_rate: float = 1e-4

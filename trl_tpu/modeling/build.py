@@ -87,12 +87,8 @@ def build_reward_model(
     processing_class: PreTrainedTokenizerBase | None = None,
     quantization_config: Any | None = None,
     peft_config: Any | None = None,
-    of_steps: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load or check the model, settle its special tokens and chat template, and add adapters.
-
-    Args:
-        of_steps: Whether the model has to be a token classifier with two labels, which is not loaded here.
 
     Returns:
         A model with one output, and the tokenizer that it agrees with on every special token.
@@ -124,7 +120,7 @@ def build_reward_model(
         for name, value in ignored.items():
             if value is not None:
                 logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
-    check_num_labels(without_adapters(model), of_steps, len(args.attributes or ["reward"]))
+    check_num_labels(without_adapters(model), args.judges_steps, len(args.attributes or ["reward"]))
     if args.attributes:
         name_attributes(without_adapters(model).config, args.attributes, args.attribute_weights)
     tokenizer = load_processing_class(
@@ -145,7 +141,7 @@ def build_reward_model(
     if args.disable_dropout:
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
-    if not of_steps:
+    if not args.judges_steps:
         tell_engines(without_adapters(model).config)
     return model, tokenizer
 

@@ -110,7 +110,6 @@ class RewardTrainer(DeviceTrainer):
     verdicts = Shown(lambda self: self.__reward_metrics.verdicts)
     """The verdict of the last evaluation, by the prefix of its metrics."""
     __old_columns = False
-    _of_steps = False  # whether a row is a solution whose steps are judged, and the model a token classifier
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     __date: str | None = None  # that the chat template has written into dialogues
     __build: Any = None  # makes a reward model of what `model_init` returns, where this constructor ran
@@ -153,7 +152,7 @@ class RewardTrainer(DeviceTrainer):
         given = upgrade_processing_class(processing_class, tokenizer)
 
         def build(model: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-            built, tokenizer = build_reward_model(model, args, given, quantization_config, peft_config, self._of_steps)
+            built, tokenizer = build_reward_model(model, args, given, quantization_config, peft_config)
             built.add_model_tags(self._tag_names)
             return built, tokenizer
 
@@ -245,7 +244,7 @@ class RewardTrainer(DeviceTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            own = (*SOLUTION, "labels") if self._of_steps else (*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED)
+            own = (*SOLUTION, "labels") if self.args.judges_steps else (*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED)
             columns = LEGACY_KEYS if self.__old_columns else own
             self._signature_columns = [*columns, *Pairs.label_columns]  # type: ignore[assignment]
 

@@ -1,13 +1,14 @@
 """PRMConfig: the settings of a `PRMTrainer`."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...config.checks import check_limits
 from ...config.field_help import help_from_docstring
 from ...config.reward_config import RewardConfig
 
 _OF_PAIRS = "center_rewards_coefficient margin_scale label_smoothing label_smoothing_factor eval_by truncation_mode"
-_OF_RANKINGS = "loss_type=plackett_luce|regression ties attributes"
+_OF_RANKINGS = "loss_type=plackett_luce|regression average_over=comparisons ties attributes"
 
 
 @help_from_docstring
@@ -31,6 +32,7 @@ class PRMConfig(RewardConfig):
         UserError: For settings of pairs, whose texts are left out or cut at either end.
     """
 
+    judges_steps: ClassVar[bool] = True
     learning_rate: float = 1e-5
     max_completion_length: int | None = None
     step_separator: str = "\n"

@@ -33,7 +33,6 @@ class PRMTrainer(RewardTrainer):
             step. Accuracy is measured anyway.
     """
 
-    _of_steps = True
     _tag_names = ["trl", "prm"]
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
