@@ -36,7 +36,7 @@ def package_of(system: str) -> tuple[Any, dict[str, Any]]:
     if system == "trl_tpu":
         import trl_tpu
 
-        return trl_tpu, {"use_cpu": True}
+        return trl_tpu, {}
     import trl
 
     return trl, {"use_cpu": True}

@@ -66,7 +66,8 @@ def train(system: str, model: str, options: argparse.Namespace) -> None:
         max_length=384, learning_rate=options.learning_rate,
         lr_scheduler_type="cosine", warmup_steps=0.03, center_rewards_coefficient=0.01,
         gradient_checkpointing=system == "trl_tpu",
-        logging_steps=0.02, save_strategy="no", report_to="none", disable_tqdm=True, seed=options.seed, **settings,
+        logging_steps=0.02, save_strategy="no", report_to="none", disable_tqdm=True, seed=options.seed,
+        **{"use_cpu": True, **settings},
     )  # fmt: skip
     trainer = package.RewardTrainer(model, args, train_dataset=pairs)
     began = time.process_time()
