@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from trl_tpu.data.judgements import Rankings, labels_of, weight_of
+from trl_tpu.data.judgements import Rankings, labels_of, weights_of
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.evaluation.ranking import judge_rankings, judged_sums
 from trl_tpu.modeling.losses import Loss
@@ -241,7 +241,7 @@ def test_each_comparison_may_count_once(ties: bool) -> None:
     labels = {name: torch.from_numpy(values) for name, values in labels_of(prepared, 3).items()}
     rewards_PK = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, 0.0]])
     losses_P = Loss(ties="davidson" if ties else "skip").losses_of(rewards_PK, labels)
-    assert weight_of(prepared) == labels["weight"].sum() == (4 if ties else 3)
+    assert sum(weights_of(prepared)) == labels["weight"].sum() == (4 if ties else 3)
     each = [(0.5, 2), (-1.0, 1), (2.0, 2)], [(1.0, 0), (0.0, 1)]
     one = [with_ties(row, "davidson", 1.0) if ties else instruct_gpt(row, 0, 0, 0) for row in each]
     assert losses_P.tolist() == pytest.approx([(3 if ties else 2) * one[0], one[1]], rel=1e-5)

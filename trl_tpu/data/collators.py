@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..packing.pack import pack, pack_unpadded
 from ..packing.schedule import RowPlan
 from ..packing.shapes import round_up
-from .judgements import LABELS, answers_in, labels_of, weight_of
+from .judgements import LABELS, answers_in, labels_of, weights_of
 from .measure import NO_LABEL, dialogues_in
 from .packed_batch import PackedBatch, PackedInputs
 
@@ -219,7 +219,7 @@ class PairRows:
         if count == 1:
             return rows
         own = {key: values_P.chunk(count)[index] for key, values_P in rows.items()}
-        return own | {"batch_pairs": torch.tensor([max(1, weight_of(examples)) / count])}
+        return own | {"batch_pairs": torch.tensor([max(1, sum(weights_of(examples))) / count])}
 
     def _fill(self, values_P: torch.Tensor) -> torch.Tensor:
         missing = self.pairs - values_P.shape[0]

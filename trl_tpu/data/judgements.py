@@ -164,18 +164,18 @@ def labels_of(rows: Sequence[Row], answers: int) -> dict[str, np.ndarray]:
     shape = (len(rows), -1, answers) if has_attributes else value_PK.shape
     labels = {name: value_PK.reshape(shape), "is_there": is_there_PK.reshape(shape)}
     if name == "step" or COUNTED in rows[0]:
-        labels["weight"] = np.array([weight_of([row]) for row in rows], np.float32)
+        labels["weight"] = np.array(weights_of(rows), np.float32)
     return labels
 
 
-def weight_of(rows: Sequence[Row]) -> int:
-    """Return how much prepared rows count in a mean.
+def weights_of(rows: Sequence[Row]) -> list[int]:
+    """Return how much each prepared row counts in a mean.
 
     A pair or a prompt counts once, or a prompt once for each comparison; a solution once for each labeled step.
     """
     if id_columns(rows[0]) == SOLUTION:
-        return sum(label != NO_LABEL for row in rows for label in row["labels"])
-    return sum(row[COUNTED] for row in rows) if COUNTED in rows[0] else len(rows)
+        return [sum(label != NO_LABEL for label in row["labels"]) for row in rows]
+    return [row[COUNTED] for row in rows] if COUNTED in rows[0] else [1] * len(rows)
 
 
 def answers_in(batch: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from .judgements import weight_of
+from .judgements import weights_of
 from .packed_batch import PackedBatch
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
@@ -137,10 +137,11 @@ class OwnPairs:
     def __call__(self, examples: list[Any]) -> Any:
         own = examples[self.index * self.pairs :][: self.pairs]
         batch = self.collate([*own, *examples[:1] * (self.pairs - len(own))])
-        if len(examples) == self.pairs * self.count and {weight_of([row]) for row in examples} == {1}:
+        weights = weights_of(examples)
+        if weights == [1] * (self.pairs * self.count):
             return batch
         pair_mask_P = torch.arange(self.pairs) < len(own)
-        batch_pairs_1 = torch.tensor([max(1, weight_of(examples)) / self.count])
+        batch_pairs_1 = torch.tensor([max(1, sum(weights)) / self.count])
         if "packed" not in batch:
             return batch | {"pair_mask": pair_mask_P, "batch_pairs": batch_pairs_1}
         (rows,) = batch["packed"].micro_batches

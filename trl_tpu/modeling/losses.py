@@ -18,13 +18,13 @@ class Loss:
     """What the loss depends on beside rewards and labels, as in `RewardConfig`.
 
     Args:
-        center_rewards_coefficient: As in `pairwise_losses`; of ranked answers, over all that are compared.
+        center_rewards_coefficient: As in `pairwise_losses`; of ranked answers, over all of which one is better.
         loss_type: Of ranked answers, "sigmoid", "plackett_luce" or "regression".
         ranking_top_k: The `top_k` of `plackett_luce_losses`.
         margin_scale: Makes differences of grades, times this, target margins (Llama 2's of several degrees,
             https://arxiv.org/abs/2307.09288, eq. 2).
         label_smoothing: As in `pairwise_losses`.
-        ties: Of ranked answers, "rao_kupper" or "davidson" take equal grades as ties: see `ranked_losses`.
+        ties: Of ranked answers, "rao_kupper" or "davidson" take equal grades as ties: see `tie_losses`.
         tie_threshold: Of these.
         attribute_loss_weights: Of each attribute's loss in the mean over those that grade a prompt's answers; None
             weighs them alike.
@@ -45,7 +45,7 @@ class Loss:
         Where the labels have a `weight`, [P], it is how much each counts in the mean, and multiplies its loss.
         """
         if rewards_PK.dim() == 3:
-            return self._of_attributes(rewards_PK, labels) * labels.get("weight", 1)
+            return self._of_attributes(rewards_PK, labels)
         if "step" in labels:  # rewards are the log-odds that steps are right
             right_PK = torch.where(labels["step"] > 0, rewards_PK, -rewards_PK)
             return _mean(-logsigmoid(right_PK), labels["is_there"]) * labels["weight"]
