@@ -24,7 +24,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def family(
+    name: str, tokenizer: PreTrainedTokenizerFast, outputs: int = 1, auto: Any = AutoModelForSequenceClassification
+) -> PreTrainedModel:
     sizes: dict[str, Any] = {
         "vocab_size": 328,
         "hidden_size": 56,
@@ -36,9 +38,9 @@ def family(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         "max_position_embeddings": 512,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-        "num_labels": 1,
+        "num_labels": outputs,
     }
     model_type = name.removesuffix("_lora").removesuffix("_grouped")
     config = AutoConfig.for_model(model_type, **(sizes | FAMILIES[name]))
     set_seed(0)
-    return AutoModelForSequenceClassification.from_config(config)
+    return auto.from_config(config)

@@ -23,14 +23,12 @@ if os.environ.get("USE_TORCH_XLA") != "0":  # before anything is computed
 import torch  # noqa: E402
 from collectives import read_collectives  # noqa: E402
 from families import family  # noqa: E402
-from tiny import made_up_pairs, made_up_rankings, tiny_tokenizer  # noqa: E402
+from judgements import form_in  # noqa: E402
+from timings import untimed  # noqa: E402
+from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
-from trl_tpu import (  # noqa: E402
-    RewardConfig,
-    RewardTrainer,
-    runtime,  # noqa: E402
-)
+from trl_tpu import RewardTrainer, runtime  # noqa: E402
 from trl_tpu.data.packed_batch import micro_batches_of  # noqa: E402
 
 STEPS = 12
@@ -44,6 +42,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "packed": {**PACKED, "gradient_checkpointing": False},
     "padded+ranked": {**PADDED, "gradient_checkpointing": False},
     "packed+accumulated+ranked": {**PACKED, "row_length": 256, "gradient_accumulation_steps": 2},
+    "padded+attributes": {**PADDED, "gradient_checkpointing": False},
+    "packed+attributes": {**PACKED, "gradient_checkpointing": False},
+    "padded+steps": {**PADDED, "gradient_checkpointing": False},
+    "packed+steps": {**PACKED, "row_length": 256, "gradient_checkpointing": False},
     "padded+lion": {**PADDED, "gradient_checkpointing": False},
     "accumulated": {**PADDED, "gradient_accumulation_steps": 2},
     "packed+accumulated": {**PACKED, "gradient_accumulation_steps": 2},
@@ -73,7 +75,7 @@ class Lion(torch.optim.Optimizer):
                 state["exp_avg"].mul_(second).add_(gradient, alpha=1 - second)
 
 
-class Watched(RewardTrainer):
+class Watching:
     """Keeps each step's loss on the device, and the shapes of the micro-batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -125,9 +127,9 @@ class Walking(TrainerCallback):
 
 
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
-    tokenizer = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320)
-    settings = VARIANTS[variant]
-    args = RewardConfig(
+    tokenizer, form = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320), form_in(variant)
+    settings = VARIANTS[variant] | form.settings
+    args = form.config(
         folder,
         mesh=mesh,
         bf16=False,
@@ -141,16 +143,18 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     )
     args.per_device_train_batch_size = PAIRS // settings.get("gradient_accumulation_steps", 1)
     args.per_device_train_batch_size //= args.mesh_shape.batch_shards
+    args.per_device_eval_batch_size = PAIRS // args.mesh_shape.batch_shards
     peft_config = None
     if name.endswith("_lora"):
         from peft import LoraConfig
 
         peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear")
     counting, walking = Counting(), Walking()
-    trainer = Watched(
-        family(name, tokenizer),
+    rows = form.rows(280)
+    trainer = type("Watched", (Watching, form.trainer), {})(
+        family(name, tokenizer, form.outputs, form.auto),
         args,
-        train_dataset=made_up_rankings(256, 4) if variant.endswith("ranked") else made_up_pairs(256),
+        train_dataset=rows.select(range(256)),
         processing_class=tokenizer,
         peft_config=peft_config,
         optimizer_cls_and_kwargs=(Lion, {"lr": 1e-4}) if variant.endswith("lion") else None,
@@ -170,6 +174,8 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         "counts": counting.at,
         "tensors": walking.tensors,
         "collectives": collectives(args.mesh_shape.sizes),
+        # of a batch and a half; of rankings and pairs there are other tests
+        "evaluated": untimed(trainer.evaluate(rows.select(range(256, 280)))) if form.outputs > 1 else {},
     }
 
 

@@ -9,15 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 from accelerate import PartialState
+from judgements import form_in
 from peft import LoraConfig
 from timings import untimed
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
 
-import trl_tpu
 from trl_tpu.errors import UserError
 from trl_tpu.runtime import Runtime, choice, current, replace
 
@@ -51,6 +50,11 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "ranked": (2, "ranked", "fsdp=2"),
     "ranked, padded": (2, "ranked, padded", "data=2"),
     "ranked, planned": (2, "ranked", "data=2"),
+    "attributes": (2, "attributes", "fsdp=2"),
+    "attributes, padded": (2, "attributes, padded", "data=2"),
+    "steps, planned": (2, "steps", "fsdp=2"),
+    "steps": (2, "steps", "data=2"),
+    "steps, padded": (2, "steps, padded", "fsdp=2"),
     "data=4": (4, "plain", "data=4"),
     "data=2,fsdp=2": (4, "accumulated", "data=2,fsdp=2"),
     "fsdp=2,tensor=2": (4, "plain", "fsdp=2,tensor=2"),
@@ -82,9 +86,11 @@ def train(
     model: str, out: Path, way: str, mesh: str | None = None, loaded_on: DistributedConfig | None = None
 ) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
-    pairs = (tiny.made_up_rankings if "ranked" in way else tiny.made_up_pairs)(39)
+    form = form_in(way)
+    pairs = form.rows(39)
     train_pairs: Any = pairs.select(range(26))
-    settings, arguments = SETTINGS | {"mesh": mesh, "use_cpu": not current().plans_shapes}, dict[str, Any]()
+    settings = SETTINGS | form.settings | {"mesh": mesh, "use_cpu": not current().plans_shapes}
+    arguments: dict[str, Any] = {"model": form.model(model), "eval_dataset": pairs.select(range(26, 39))}
     if way == "accumulated":  # the last batch of an epoch by itself
         settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
         train_pairs = train_pairs.to_iterable_dataset(num_shards=3)
@@ -96,9 +102,7 @@ def train(
         arguments["callbacks"] = [Infinite()]
     if loaded_on is not None:
         arguments["model"] = AutoModelForSequenceClassification.from_pretrained(model, distributed_config=loaded_on)
-    args = trl_tpu.RewardConfig(str(out), **settings)
-    arguments = {"model": model, "eval_dataset": pairs.select(range(26, 39))} | arguments
-    trainer = trl_tpu.RewardTrainer(args=args, train_dataset=train_pairs, **arguments)
+    trainer = form.trainer(args=form.config(str(out), **settings), train_dataset=train_pairs, **arguments)
     trainer.train()
     return {
         "described": trainer.describe(),

@@ -1,6 +1,5 @@
 """Training on answers that several attributes grade: packed equals padded, and what is saved gives one number."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from judgements import NAMES, WEIGHTS, graded
 from peft import LoraConfig
 from timings import untimed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -18,28 +17,9 @@ from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
-NAMES = ["far", "calm", "odd"]
-WEIGHTS = [0.65, -0.4, 0.5]
-
 
 class FixedRows(RewardTrainer):
     fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
-
-
-def graded(count: int, missing: tuple[str, ...] = (), seed: int = 0) -> Dataset:
-    """Answers that count on: how far, how calmly, and sometimes whether the number of steps is odd."""
-    chooser = random.Random(seed)
-
-    def row(number: int) -> dict[str, Any]:
-        steps = chooser.sample(range(8), chooser.randrange(2, 5))
-        texts = [" " + " ".join(["on"] * step + ["stop"] * (8 - step)) for step in steps]
-        grades = {"far": [float(step) for step in steps], "calm": [-abs(step - 3.5) for step in steps]}
-        grades["odd"] = [float(step % 2) for step in steps]
-        left_out = {*missing, *NAMES[1 + number % 2 :: 2][: number % 3 == 0]}
-        scores = {name: None if name in left_out else each for name, each in grades.items()}
-        return {"prompt": f"Count on from {chooser.randrange(50)}:", "completions": texts, "scores": scores}
-
-    return Dataset.from_list([row(number) for number in range(count)])
 
 
 @pytest.fixture(scope="module")

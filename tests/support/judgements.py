@@ -1,0 +1,69 @@
+"""Forms of judgement, by name: rows of each, a model for them, and the trainer that takes both."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import tiny
+from datasets import Dataset
+from stepwise import solutions
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    set_seed,
+)
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
+
+NAMES = ["far", "calm", "odd"]
+WEIGHTS = [0.65, -0.4, 0.5]
+
+
+def graded(count: int, missing: tuple[str, ...] = (), seed: int = 0) -> Dataset:
+    """Answers that count on: how far, how calmly, and sometimes whether the number of steps is odd."""
+    chooser = random.Random(seed)
+
+    def row(number: int) -> dict[str, Any]:
+        steps = chooser.sample(range(8), chooser.randrange(2, 5))
+        texts = [" " + " ".join(["on"] * step + ["stop"] * (8 - step)) for step in steps]
+        grades = {"far": [float(step) for step in steps], "calm": [-abs(step - 3.5) for step in steps]}
+        grades["odd"] = [float(step % 2) for step in steps]
+        left_out = {*missing, *NAMES[1 + number % 2 :: 2][: number % 3 == 0]}
+        scores = {name: None if name in left_out else each for name, each in grades.items()}
+        return {"prompt": f"Count on from {chooser.randrange(50)}:", "completions": texts, "scores": scores}
+
+    return Dataset.from_list([row(number) for number in range(count)])
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form: ``rows`` makes as many as it is told to, and ``outputs`` is how many the model has."""
+
+    rows: Callable[[int], Dataset]
+    outputs: int = 1
+    auto: Any = AutoModelForSequenceClassification
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: type[RewardConfig] = RewardConfig
+    trainer: type[RewardTrainer] = RewardTrainer
+
+    def model(self, folder: str) -> Any:
+        """The model of a folder, or one of its size with other outputs."""
+        set_seed(0)
+        config = AutoConfig.from_pretrained(folder, num_labels=self.outputs)
+        return folder if self.outputs == 1 else self.auto.from_config(config)
+
+
+FORMS = {
+    "ranked": Form(partial(tiny.made_up_rankings, most=4)),
+    "attributes": Form(graded, 3, settings={"attributes": NAMES, "attribute_weights": WEIGHTS, "ties": "skip"}),
+    "steps": Form(solutions, 2, AutoModelForTokenClassification, {}, PRMConfig, PRMTrainer),
+}
+
+
+def form_in(words: str) -> Form:
+    """The form that is named somewhere in the name of a test's case; else pairs."""
+    return next((form for name, form in FORMS.items() if name in words), Form(tiny.made_up_pairs))
