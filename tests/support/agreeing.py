@@ -16,6 +16,7 @@ import tiny
 import torch
 import trl
 from datasets import Dataset
+from judgements import form_in
 from stopping import At, later, sigterm
 from timings import untimed
 
@@ -42,6 +43,8 @@ WAYS: dict[str, tuple[Callable[[Dataset], Any], dict[str, Any]]] = {
         lambda pairs: pairs.map(lambda _, row: {"prompt": f"Count on from {row % 7}:"}, with_indices=True),
         {"group_by_prompt": True},
     ),
+    "attributes": (lambda rows: rows, {}),
+    "padded attributes": (lambda rows: rows, {"packing": False}),
     "streams": (lambda pairs: pairs.to_iterable_dataset(), {"logging_steps": 2}),  # not at the end of an epoch
     # files of unequal lengths, which accelerate would deal out; in epochs of other orders
     "padded streams": (
@@ -64,13 +67,14 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 def go(model: str, out: Path, way: str) -> dict[str, Any]:
     """Train two epochs of three steps and evaluate after each, once more from within one of them; and predict."""
     shape, settings = WAYS[way]
-    pairs = tiny.made_up_pairs(44)
+    form = form_in(way)
+    pairs = form.rows(44)
     train, held_out, test = (shape(pairs.select(rows)) for rows in (range(24), range(24, 37), range(37, 44)))
 
     def make() -> trl_tpu.RewardTrainer:
         more = {"gradient_accumulation_steps": 2, "save_steps": 2, "eval_strategy": "epoch"}
-        args = arguments(trl_tpu, out, **more, **settings)
-        return trl_tpu.RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out)
+        args = arguments(trl_tpu, out, **more, **settings, **form.settings)
+        return trl_tpu.RewardTrainer(form.model(model), args, train_dataset=train, eval_dataset=held_out)
 
     whole, resumed = make(), make()
     whole.train()

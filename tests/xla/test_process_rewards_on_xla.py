@@ -4,24 +4,22 @@ from pathlib import Path
 
 import pytest
 from counters import CountAtSteps
-from stepwise import BATCH, STEPS, by_transformers, load, save_model, settings, solutions
+from stepwise import STEPS, by_transformers, load, save_model, settings, solutions
 
-from trl_tpu import runtime
 from trl_tpu.experimental.prm import PRMTrainer
 
 
-@pytest.mark.eight
 @pytest.mark.parametrize("packing", [True, False])
 def test_planned_batches_are_what_transformers_computes(tmp_path: Path, packing: bool) -> None:
-    model, devices, counter = save_model(tmp_path / "model"), runtime.current().topology().devices, CountAtSteps()
-    data = {"train_dataset": solutions(22 * devices), "eval_dataset": solutions(9 * devices, seed=1)}
+    model, counter = save_model(tmp_path / "model"), CountAtSteps()
+    data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
     given = settings(tmp_path, logging_steps=STEPS, packing=packing)
     trainer = PRMTrainer(load(model), given, **data, callbacks=[counter])
     trainer.train()
     steps, shapes = counter.between(0, STEPS - 1), trainer.batch_plan.shapes
     assert shapes is not None and steps.compiles <= shapes and steps.device_to_host == 0
     rows, held_out = trainer.train_dataset, trainer.eval_dataset
-    losses, evaluated = by_transformers(model, rows, held_out, BATCH * devices)
+    losses, evaluated = by_transformers(model, rows, held_out)
     assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / STEPS, abs=1e-5)
     metrics = trainer.evaluate()
     assert metrics["eval_loss"] == pytest.approx(evaluated, abs=1e-5) and 0 <= metrics["eval_accuracy"] <= 1

@@ -29,6 +29,10 @@ RUNS = [
     "llama_grouped:fsdp=8:packed+accumulated+scanned",
     "llama:data=4,tensor=2:packed+accumulated+ranked",  # a mesh of its own: an update is one program for all losses
     "qwen3:fsdp=8:padded+ranked",
+    "llama:data=2,fsdp=2,tensor=2:packed+attributes",
+    "llama:data=2,fsdp=2,tensor=2:padded+attributes",
+    "qwen3:data=2,fsdp=2,tensor=2:packed+steps",
+    "qwen3:data=2,fsdp=2,tensor=2:padded+steps",
 ]
 LONG_RUNS = [
     "qwen3_moe:tensor=8:packed+accumulated",
@@ -43,6 +47,8 @@ LONG_RUNS = [
     "llama_lora:tensor=8:padded",
     "llama_lora:fsdp=8:packed+accumulated+scanned",
 ]
+
+OTHER_LOSSES = ("+lion", "+ranked", "+attributes", "+steps")
 
 Results = dict[str, dict[str, Any]]
 
@@ -69,7 +75,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def on_one_device(run: str) -> str:
-    kind = next((kind for kind in ("+lion", "+ranked") if run.endswith(kind)), "")
+    kind = next((kind for kind in OTHER_LOSSES if run.endswith(kind)), "")
     return f"{run.partition(':')[0]}:fsdp=-1:padded{kind}"
 
 
@@ -91,8 +97,9 @@ def test_losses_are_those_of_one_device(results: tuple[Results, Results], result
     one = results[1][on_one_device(run)]
     assert "error" not in one, one["error"]
     assert len(one["losses"]) == 12
-    assert one["losses"][0] > 0.6 > 2 * one["losses"][-1] or any(kind in run for kind in ("lora", "lion", "ranked"))
+    assert one["losses"][0] > 0.6 > 2 * one["losses"][-1] or any(kind in run for kind in ("lora", *OTHER_LOSSES))
     assert result["losses"] == pytest.approx(one["losses"], abs=1e-5)
+    assert result["evaluated"] == pytest.approx(one["evaluated"], abs=1e-5)
 
 
 @every_run
@@ -146,8 +153,8 @@ def explain(collective: dict[str, Any], tokens: int) -> str | None:
         return "ids, masks and sums"
     if not is_weight and (len(shape) == 1 or elements <= 8 * 56):
         return "vectors, routers and the score head"
-    if len(shape) == 3 and shape[-2:] in ([2, 56], [4, 56]):
-        return "hidden states at the last tokens of pairs, or of four answers"
+    if len(shape) == 3 and shape[-2:] in ([2, 56], [4, 56], [5, 56]):
+        return "hidden states at the last tokens of pairs, of four answers or of five steps"
     reasons: dict[str, Callable[[], bool]] = {
         "weights for use": lambda: is_weight and kind == "all-gather" and axes == {"fsdp"},
         "gradients of weights": lambda: is_weight and kind == "all-reduce" and axes <= {"data", "fsdp"},
