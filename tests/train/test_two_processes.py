@@ -68,7 +68,7 @@ def equal(ours: Any, reference: Any) -> bool:
         return ours.keys() == reference.keys() and all(equal(ours[key], reference[key]) for key in reference)
     if isinstance(reference, list):
         return len(ours) == len(reference) and all(map(equal, ours, reference))
-    return math.isclose(ours, reference, rel_tol=1e-5, abs_tol=1e-6)
+    return math.isclose(ours, reference, rel_tol=1e-5, abs_tol=1e-6) or ours != ours and reference != reference
 
 
 def check_resumed_to_the_bit(runs: Path) -> None:
