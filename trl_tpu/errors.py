@@ -7,6 +7,12 @@ of one message, so that they come back whole from worker processes.
 #: The exit status of a run that is to be started again to go on: EX_TEMPFAIL of sysexits.h.
 UNFINISHED = 75
 
+#: The exit status of a run of which a checkpoint could not be saved: EX_IOERR of sysexits.h.
+NOT_SAVED = 74
+
+#: The exit status of a run whose best model could not be loaded at its end: EX_CANTCREAT of sysexits.h.
+BEST_LOST = 73
+
 
 class UserError(ValueError):
     """Something that the user gave cannot work."""

@@ -9,11 +9,13 @@
 A save that fails is loud and counted, and leaves nothing behind; training goes on.
 """
 
+import logging
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import getitem
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,11 +23,14 @@ from torch.optim import Optimizer
 from ..modeling.stacked import by_layer
 from ..runtime import Runtime
 from .aside import discard, staging_of
-from .background import BackgroundSaves
 from .manifest import MANIFEST_FILE, Files, describe_files, files_in, publish, seal
 from .run_folder import RunFolder
 from .state_dict import STATE_FOLDER, are_in_model_files, state_tensors, trained_weights
 from .storage import join_shards, tensors_in, write_model, write_state
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Processes(Protocol):
@@ -93,9 +98,10 @@ class Checkpointer:
         self._writes, self._shares_disk, self._limit = writes, shares_disk, limit
         self.latest = ""
         """The folder, or URL, of the last save that was begun."""
-        self._background = BackgroundSaves()
-        self.failed = self._background.failed
+        self.failed: list[str] = []
         """Where checkpoints should be that could not be saved."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
 
     @property
     def _takes_part(self) -> bool:
@@ -104,22 +110,23 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until what was begun is saved, or has failed."""
-        self._background.wait()
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
 
     def save(self, contents: Contents) -> None:
         """Copy the state, and write it as a checkpoint beside training. All processes take part."""
         self.wait()
         self.latest = contents.place
-        on_host: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-        def take() -> None:
-            self._runtime.step_boundary()
-            contents.describe(contents.staging)
-            on_host.append(self._copy_to_host(contents))
-
-        could = self._all_could(lambda: self._make_room(contents), contents) and self._all_could(take, contents)
-        if could and self._takes_part:
-            self._background.submit(contents.place, lambda: self._write(contents, *on_host[0]))
+        try:
+            together(lambda: self._make_room(contents), self._processes.all_gather_object)
+            tensors = together(lambda: self._take(contents), self._processes.all_gather_object)
+        except Exception as error:  # whatever a file system, a serializer or another host can say
+            self._fail(contents, error)
+            self._clean_up(contents)
+            return
+        if self._takes_part:
+            self._pending = self._thread.submit(self._write, contents, *tensors)
 
     def keep_best_alone(self, run: RunFolder, best: str) -> None:
         """Delete the last checkpoint at the end of training, where one may stay and the best is another."""
@@ -133,11 +140,16 @@ class Checkpointer:
         if self._makes_folder(contents):
             contents.staging.mkdir(parents=True)
 
-    def _copy_to_host(self, contents: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return copies of what this process's devices hold, each tensor once: weights for model files, and the state.
+    def _take(self, contents: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write what is small, and return copies on the host of what this process's devices hold, each tensor once.
 
         Tensors of stacked layers are named after each layer.
+
+        Returns:
+            Weights for model files, and the state.
         """
+        self._runtime.step_boundary()
+        contents.describe(contents.staging)
         model, optimizer, runtime = contents.model, contents.optimizer, self._runtime
         if model is None or not self._takes_part:
             return {}, {}
@@ -152,14 +164,6 @@ class Checkpointer:
         shards = by_layer(model, runtime.local_shards(marked), getitem)
         return _marked("file ", shards), _marked("state ", shards)
 
-    def _all_could(self, action: Callable[[], None], contents: Contents) -> bool:
-        """Return whether every process could do its part; else the save has failed on all."""
-        failure = failure_anywhere(action, self._processes.all_gather_object)
-        if failure is not None:
-            self._background.fail(contents.place, failure)
-            self._clean_up(contents)
-        return failure is None
-
     # ---- beside training, on a thread; on several hosts all take part
 
     def _write(self, contents: Contents, weights: dict[str, Any], state: dict[str, Any]) -> None:
@@ -173,6 +177,8 @@ class Checkpointer:
                 self._together(lambda: remote.put(staging, files_in(staging), contents.name))
             # the manifest comes last, and no host goes on before the checkpoint is there
             self._together(lambda: self._publish(contents, files), by_writer=True)
+        except Exception as error:
+            self._fail(contents, error)
         finally:
             self._clean_up(contents)
 
@@ -189,8 +195,7 @@ class Checkpointer:
             topology = self._runtime.topology()
             own = slice(topology.process_index, None, topology.process_count)
         names = files_in(contents.staging)[own]  # every host has written its files
-        described: Files = {}
-        self._together(lambda: described.update(describe_files(contents.staging, names)))
+        described: Files = self._together(lambda: describe_files(contents.staging, names))
         if not self._shares_disk and contents.run.remote is None:
             return described
         return {name: file for each in self._gather(described) for name, file in each.items()}
@@ -209,11 +214,22 @@ class Checkpointer:
         """Return what the saving threads of all hosts give."""
         return self._runtime.all_gather_object(value, while_saving=True)
 
-    def _together(self, action: Callable[[], None], by_writer: bool = False) -> None:
+    def _together(self, action: Callable[[], Any], by_writer: bool = False) -> Any:
         """Act on the saving threads of all hosts, or on the writer's alone; raise on all what any one raised."""
-        acts = self._writes or not by_writer
-        if (failure := failure_anywhere(action if acts else lambda: None, self._gather)) is not None:
-            raise failure
+        return together(action if self._writes or not by_writer else lambda: None, self._gather)
+
+    # ---- both
+
+    def _fail(self, contents: Contents, error: Exception) -> None:
+        """Count a save that has failed."""
+        self.failed.append(contents.place)
+        logger.error(
+            "%s was NOT saved (%s: %s). Training goes on, and earlier checkpoints stay; make room or mend the folder.",
+            contents.place,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
 
     def _makes_folder(self, contents: Contents) -> bool:
         """Return whether this process makes the folder: one of those that share a disk; each where it is private."""
@@ -228,16 +244,22 @@ def _marked(mark: str, shards: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(mark): shard for name, shard in shards.items() if name.startswith(mark)}
 
 
-def failure_anywhere(action: Callable[[], None], all_gather_object: Callable[[Any], list[Any]]) -> Exception | None:
-    """Call ``action`` in every process; return why it failed in this one, or else in the first where it did.
+def together(action: Callable[[], T], all_gather_object: Callable[[Any], list[Any]]) -> T:
+    """Call ``action`` in every process and return what it returns; raise in all if it raised in any one.
 
     Libraries say that a disk is full in errors of many kinds.
+
+    Raises:
+        Exception: What it raised in this process; an OSError where it did in another only.
     """
     failure: Exception | None = None
     try:
-        action()
+        result = action()
     except Exception as error:
         failure = error
     said = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
-    elsewhere = next((each for each in said if each is not None), None)
-    return failure if failure is not None or elsewhere is None else OSError(f"on another host: {elsewhere}")
+    if failure is not None:
+        raise failure
+    if (elsewhere := next((each for each in said if each is not None), None)) is not None:
+        raise OSError(f"on another host: {elsewhere}")
+    return result

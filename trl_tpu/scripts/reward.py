@@ -19,13 +19,12 @@ from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
 from trl_tpu import forks
-from trl_tpu.checkpoint.background import BEST_LOST, NOT_SAVED
 from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.data.measure import dialogues_in, id_columns
-from trl_tpu.errors import UNFINISHED, UserError
+from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.datafiles import broken_line, pick_split
 from trl_tpu.scripts.parser import TrlParser

@@ -47,7 +47,7 @@ from ..checkpoint.aside import fill_aside
 from ..checkpoint.manifest import files_in, is_ours
 from ..checkpoint.remote import RemoteRun
 from ..checkpoint.run_folder import RunFolder
-from ..checkpoint.saver import failure_anywhere
+from ..checkpoint.saver import together
 from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..checkpoint.storage import older_weights
 from ..config.reward_config import RewardConfig
@@ -182,22 +182,17 @@ class DeviceTrainer(Trainer):
             ours.at_late_sigterm()
         return output
 
-    def __together(self, action: Callable[[], None]) -> None:
-        """Do something in every process, and raise in all what any one raised."""
-        if (failure := failure_anywhere(action, self.trl_tpu.agreement.all_gather_object)) is not None:
-            raise failure
-
     def __checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
         """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
-        ours = self.trl_tpu
+        ours, all_gather_object = self.trl_tpu, self.trl_tpu.agreement.all_gather_object
         ours.order = order_of_pairs(self.args, self.__batch_parts, self.train_dataset)
         if ours.runtime.shares_mesh and ours.agreement.count > 1:
             own = ours.order | describe_run(self.args, self.eval_dataset, resume)
-            check_alike(ours.agreement.all_gather_object(own))
-        self.__together(run.claim)
+            check_alike(all_gather_object(own))
+        together(run.claim, all_gather_object)
         checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
         step = ours.checkpoints.state().global_step
-        self.__together(lambda: run.begin(ours.checkpoints.place, step))
+        together(lambda: run.begin(ours.checkpoints.place, step), all_gather_object)
         return checkpoint
 
     def __begin(self) -> None:
@@ -534,8 +529,7 @@ class DeviceTrainer(Trainer):
                     Path(folder, name).unlink()
 
         # the other hosts wait here, since they may read it next
-        if (failure := failure_anywhere(write, runtime.all_gather_object)) is not None:
-            raise failure
+        together(write, runtime.all_gather_object)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -17,8 +17,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
 from .. import forks
-from ..checkpoint.background import NOT_SAVED
-from ..errors import UNFINISHED
+from ..errors import NOT_SAVED, UNFINISHED
 from .agreement import HostAgreement
 
 logger = logging.getLogger(__name__)
