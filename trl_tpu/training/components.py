@@ -19,7 +19,8 @@ from ..errors import UserError
 from ..runtime import current
 from .agreement import HostAgreement
 from .contents import keeps_state
-from .log_interval import LogInterval, StepMetrics
+from .log_interval import LogInterval
+from .metrics import RewardMetrics
 from .nonfinite import NonfiniteGuard, computes_in_float16
 from .preemption import Preemption, Unfinished
 from .recompile_guard import RecompileGuard
@@ -57,7 +58,7 @@ class Components:
         model: nn.Module,
         accelerator: Accelerator,
         batch_plan: BatchPlan,
-        metrics: StepMetrics,
+        metrics: RewardMetrics,
         announce: Callable[[str], None],
     ) -> None:
         self.runtime = runtime = current()

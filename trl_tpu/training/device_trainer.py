@@ -73,7 +73,7 @@ from ..runtime import choice, current
 from .callbacks import StepCallback, keeping_all, watches_saves
 from .components import Components, Shown
 from .contents import contents_of, is_users, keeps_state
-from .log_interval import StepMetrics
+from .metrics import RewardMetrics
 from .nonfinite import Counted, NonfiniteGuard
 from .optimizer import bare, fuse
 from .preemption import SIGTERM, EvaluationCutShort
@@ -119,7 +119,7 @@ class DeviceTrainer(Trainer):
                 self.add_callback(callback)
         return made
 
-    def _trl_tpu_parts(self) -> tuple[BatchPlan, StepMetrics]:
+    def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
         """Return how batches are laid out, and what steps add up beside the loss."""
         raise NotImplementedError
 
@@ -436,7 +436,7 @@ class DeviceTrainer(Trainer):
         ours.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self.__log_step(tr_loss, grad_norm, start_time, learning_rate)
-        ours.metrics.pause()
+        ours.metrics.throughput.pause()
         try:
             with preemption.cutting_evaluations_short():
                 super()._maybe_log_save_evaluate(
@@ -450,7 +450,7 @@ class DeviceTrainer(Trainer):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         ours.recompiles.resume()
-        ours.metrics.resume()
+        ours.metrics.throughput.resume()
         if acts:  # whereupon callbacks may have asked to stop
             ours.agreement.decide(self.args, self.state, self.control, {}, now=True)
 
@@ -468,14 +468,15 @@ class DeviceTrainer(Trainer):
         """
         ours, step = self.trl_tpu, self.state.global_step
         rate = self._get_learning_rate() if learning_rate is None else learning_rate
-        closed = ours.log_interval.close(loss_sum_1, grad_norm, rate, step, step - self._globalstep_last_logged)
+        steps = step - self._globalstep_last_logged
+        logs, loss_sum, counted = ours.log_interval.close(loss_sum_1, grad_norm, rate, step, steps)
         ours.recompiles.settle()
         self._tr_loss = ours.nonfinite.start_loss_sum()
-        self._total_loss_scalar += closed.loss_sum
+        self._total_loss_scalar += loss_sum
         self._globalstep_last_logged = step
         self.store_flos()
-        self.log(closed.logs, start_time)
-        self.__stop_if_nonfinite(closed.counted)
+        self.log(logs, start_time)
+        self.__stop_if_nonfinite(counted)
 
     def __stop_if_nonfinite(self, counted: Counted) -> None:
         """End the run if too many steps in a row were not finite, with the first of them and its rows named."""

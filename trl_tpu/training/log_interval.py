@@ -1,8 +1,7 @@
 """What is added up between two logs (losses, metrics, steps that are not finite): logged, saved, resumed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -10,46 +9,8 @@ from accelerate import Accelerator
 from ..parallel.chips import GiB
 from ..runtime import Runtime
 from .agreement import over_processes
+from .metrics import RewardMetrics
 from .nonfinite import Counted, NonfiniteGuard
-
-
-class StepMetrics(Protocol):
-    """What a trainer's steps add up on the device beside the loss."""
-
-    @property
-    def device_sums(self) -> list[torch.Tensor]:
-        """The open sums; fetched, they are what `close` reads."""
-
-    def start(self, step: int, parts: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
-        """Begin a run, or go on after ``step`` from ``parts``: the state that each process had saved.
-
-        Args:
-            index: Of this process, of which there may be another ``count`` now.
-        """
-
-    def close(self, fetched: Sequence[list[torch.Tensor]], step: int) -> dict[str, float]:
-        """Return what is logged of the sums of each process, and start anew."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to log the same numbers."""
-
-    def note_best(self, model: Any, folder: str) -> None:
-        """Note that ``model`` has been loaded from ``folder``, where the best one was saved."""
-
-    def pause(self) -> None:
-        """Leave the time until `resume` out of rates."""
-
-    def resume(self) -> None:
-        """Measure time again."""
-
-
-@dataclass(frozen=True)
-class Closed:
-    """An interval between two logs: what is logged, the sum of its losses, and its steps."""
-
-    logs: dict[str, float]
-    loss_sum: float
-    counted: Counted
 
 
 class LogInterval:
@@ -65,7 +26,7 @@ class LogInterval:
         runtime: Runtime,
         device: torch.device,
         accelerator: Accelerator,
-        metrics: StepMetrics,
+        metrics: RewardMetrics,
         nonfinite: NonfiniteGuard,
     ) -> None:
         self._runtime, self._device, self._accelerator = runtime, device, accelerator
@@ -105,11 +66,14 @@ class LogInterval:
         learning_rate: float,
         step: int,
         steps: int,
-    ) -> Closed:
+    ) -> tuple[dict[str, float], float, Counted]:
         """Read what was added up since the last log, ``steps`` before ``step``, and start anew.
 
         Args:
             grad_norm: Of the last step; None after an epoch without a step.
+
+        Returns:
+            What is logged, the sum of the interval's losses, and its steps.
         """
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
         own = [loss_sum_1, norm, self._nonfinite.device_counts, *self._metrics.device_sums]
@@ -129,4 +93,4 @@ class LogInterval:
             logs["memory_gib"] = memory / GiB
         if self._nonfinite.is_on:
             logs["nonfinite"] = counted.nonfinite
-        return Closed(logs, loss_sum, counted)
+        return logs, loss_sum, counted

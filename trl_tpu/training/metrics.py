@@ -68,7 +68,7 @@ class RewardMetrics:
         """Of several attributes, how their rewards make the one that is measured."""
         self.work_of_a_pair: float | None = None
         """Operations that an average pair of the training data needs, where that is known."""
-        self._throughput = Throughput()
+        self.throughput = Throughput()
         self.num_tokens = 0  # in all batches up to the last read, over resumes
         self.evaluated: RewardScale | None = None
         """How large rewards were in the last evaluation."""
@@ -106,27 +106,20 @@ class RewardMetrics:
         self.device_sums = add(self.device_sums, rewards_PK, mask_P, tokens, labels or {}, *settings)
 
     def start(self, step: int, parts: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
-        """Begin a run, or go on after ``step`` from the ``parts`` that each process had saved.
+        """Begin a run, or go on after ``step`` from ``parts``: the state that each process had saved.
 
-        Where there is another ``count`` of processes now, the first takes all sums.
+        Args:
+            index: Of this process, of which there may be another ``count`` now: then the first takes all sums.
         """
         everyone = [RewardSums(**_of_pairs(part["open"]) | part["open"]) for part in parts]
         before, peak = sum(everyone, RewardSums()), peak_flops_of(self._runtime.chip())
         peak = None if peak is None else peak * self._runtime.topology().devices
-        self._throughput.start(self.work_of_a_pair, peak, before, step)
+        self.throughput.start(self.work_of_a_pair, peak, before, step)
         self.evaluated = None
         self._windows.clear()
         if parts:
             self.num_tokens = parts[0]["num_tokens"]
             self._load(everyone[index] if len(parts) == count else before if index == 0 else RewardSums())
-
-    def pause(self) -> None:
-        """Leave the time until `resume` out of rates."""
-        self._throughput.pause()
-
-    def resume(self) -> None:
-        """Measure time again."""
-        self._throughput.resume()
 
     def tokens_so_far(self, fetched: Sequence[list[torch.Tensor]]) -> int:
         """Return how many tokens training has seen, those since the last log in ``fetched``, of each process."""
@@ -141,7 +134,7 @@ class RewardMetrics:
             self._windows.popleft()
         self._load(RewardSums())
         counted = {"num_tokens": self.num_tokens} if self.num_tokens else {}  # a loss of the user's counts none
-        return {**counted, **sums.metrics(), **self._throughput.close(sums, step)}
+        return {**counted, **sums.metrics(), **self.throughput.close(sums, step)}
 
     @property
     def scale(self) -> RewardScale | None:
