@@ -437,14 +437,16 @@ class DeviceTrainer(Trainer):
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self.__log_step(tr_loss, grad_norm, start_time, learning_rate)
         ours.metrics.throughput.pause()
+        preemption.cuts_evaluations_short = True  # others, as before the first step, go on
         try:
-            with preemption.cutting_evaluations_short():
-                super()._maybe_log_save_evaluate(
-                    tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-                )
+            super()._maybe_log_save_evaluate(
+                tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
+            )
         except EvaluationCutShort:
             preemption.stop(SIGTERM, self.args, self.state, self.control)
             must_save = True
+        finally:
+            preemption.cuts_evaluations_short = False
         if must_save and not preemption.has_saved(self.state.global_step):
             # the evaluation before it was cut short; or save_strategy="best" has taken the wish away
             self._save_checkpoint(model, trial)

@@ -79,7 +79,7 @@ class Preemption:
         self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
         """What this process requested at the end of the last step."""
         self.cuts_evaluations_short = False
-        """Whether an evaluation that runs now ends at a SIGTERM, and the step that it belongs to is saved."""
+        """Whether an evaluation that runs now ends at a SIGTERM by `EvaluationCutShort`, and its step is saved."""
         self._saved_step = -1
         self._started = self._last_save = time.monotonic()
 
@@ -108,15 +108,6 @@ class Preemption:
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-    @contextlib.contextmanager
-    def cutting_evaluations_short(self) -> Iterator[None]:
-        """Let evaluations end at a SIGTERM by `EvaluationCutShort`; others, as before the first step, go on."""
-        self.cuts_evaluations_short = True
-        try:
-            yield
-        finally:
-            self.cuts_evaluations_short = False
 
     def note_step(self, step: int, max_steps: int) -> None:
         """Note the end of ``step``, and what is requested by then."""
