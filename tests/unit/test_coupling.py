@@ -167,7 +167,7 @@ def test_the_hubs_repository_is_made_with_the_trainer() -> None:
 
 
 def test_the_end_deletes_all_but_the_best_with_a_limit_of_one() -> None:
-    """`training/callbacks.py` sets another limit after a stop."""
+    """`training/device_trainer.py` sets another limit after a stop."""
     assert "self.args.save_total_limit == 1" in inspect.getsource(Trainer._finalize_training)
 
 

@@ -1,7 +1,6 @@
 """What is done at the points of the loop where transformers calls callbacks only."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,21 +16,6 @@ def watches_saves(callback: TrainerCallback) -> bool:
     """Return whether a callback may look for what was saved; those of this package do not."""
     kind = type(callback)
     return kind.on_save is not TrainerCallback.on_save and kind.__module__.partition(".")[0] != _OWN
-
-
-@contextlib.contextmanager
-def keeping_all(args: TrainingArguments) -> Iterator[None]:
-    """Let a Trainer that ends delete no checkpoint: with a limit of 1 it would delete all but the best.
-
-    Also the one to resume from after a stop, and whatever else is named ``checkpoint-*``. There is no other way to
-    tell it, as it reads the limit in the middle of its last method.
-    """
-    limit = args.save_total_limit
-    args.save_total_limit = None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit
 
 
 class StepCallback(TrainerCallback):

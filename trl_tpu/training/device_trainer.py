@@ -70,7 +70,7 @@ from ..parallel.ranks import mesh_of, reshard, saves_what_it_is_given, spread_mo
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
 from ..runtime import choice, current
-from .callbacks import StepCallback, keeping_all, watches_saves
+from .callbacks import StepCallback, watches_saves
 from .components import Components, Shown
 from .contents import contents_of, is_users, keeps_state
 from .metrics import RewardMetrics
@@ -618,8 +618,13 @@ class DeviceTrainer(Trainer):
         if stopped_by is not None:
             done, of = self.state.global_step, self.state.max_steps
             logger.warning("At step %s of %s: %s.", done, of, ours.unfinished(stopped_by))
-        with keeping_all(self.args):
+        # with a limit of 1 it would delete all but the best: also the one to resume from after a stop, and whatever
+        # else is named `checkpoint-*`. It reads the limit in the middle, and there is no other way to tell it
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
             result = super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
         if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
             ours.checkpointer.keep_best_alone(ours.run_folder, Path(self.state.best_model_checkpoint).name)
         self.__report_pushes()
