@@ -60,7 +60,7 @@ class NonfiniteGuard:
     def start(self) -> None:
         """Begin a run."""
         self.total = 0  # nonfinite steps of this run up to the last log
-        self._seen_1 = self.finite_1 = self._to_device(torch.ones(1, dtype=torch.bool))
+        self._seen_1 = self._finite_1 = self._to_device(torch.ones(1, dtype=torch.bool))
         self._has_begun = False
         self._load(0, 0, 0, 0)
 
@@ -102,7 +102,7 @@ class NonfiniteGuard:
         return self._known_sum
 
     def _count(self, finite_1: torch.Tensor) -> None:
-        self.finite_1 = finite_1
+        self._finite_1 = finite_1
         failed = (~finite_1[0]).int()
         taken, nonfinite, in_a_row, reached_at = self.device_counts.unbind()
         taken, nonfinite, in_a_row = taken + 1, nonfinite + failed, (in_a_row + 1) * failed
@@ -112,14 +112,37 @@ class NonfiniteGuard:
     def _skip_before(self, optimizer: Any) -> None:
         """Let the coming update be none, if the step is not finite: by what the device finds, where that can be."""
         if self._runtime.plans_shapes and is_fused(optimizer):
-            optimizer.found_inf = (~self.finite_1[0]).float()  # what torch's loss scaling tells such a kernel
-        elif not self.finite_1:
+            optimizer.found_inf = (~self._finite_1[0]).float()  # what torch's loss scaling tells such a kernel
+        elif not self._finite_1:
             drop_gradients(optimizer)
 
     def skip_on_device(self, optimizer: Optimizer) -> None:
-        """Skip updates of ``optimizer``, whose state exists already, where the step is not finite."""
+        """Skip updates of ``optimizer`` where the step is not finite, without reading whether it is.
+
+        Old values of weights and state live only within the recorded step, so that the compiled one still updates in
+        place. This needs the state beforehand: if an optimizer makes it in its first step, that step is read instead.
+        What an optimizer counts on the host, as Adagrad and Adafactor do their steps, goes on counting.
+        """
         if self.is_on:
-            DeviceSkip(optimizer, self, self._runtime)
+            self._has_stepped = bool(optimizer.state)
+            self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
+            optimizer.register_step_pre_hook(self._before_update)
+            optimizer.register_step_post_hook(self._after_update)
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        if self._has_stepped:
+            self._old = [(tensor, tensor.detach().clone()) for tensor in _tensors(optimizer)]
+        elif self._runtime.fetch([self._finite_1])[0].all():
+            self._has_stepped = True
+        else:
+            drop_gradients(optimizer)
+
+    @torch.no_grad()
+    def _after_update(self, *_: object) -> None:
+        finite = self._finite_1[0]
+        for tensor, old in self._old:
+            tensor.copy_(torch.where(finite, tensor, old))
+        self._old = []
 
     def explain(self, first: int, last: int, rows: Sequence[int] | None, weights: str) -> str:
         """Return what to say at a stop.
@@ -157,38 +180,6 @@ class NonfiniteGuard:
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._runtime.to_device(tensor, self._device)
-
-
-class DeviceSkip:
-    """Skips an optimizer's update on an XLA device where the step is not finite, without reading whether it is.
-
-    Old values of weights and state live only within the recorded step, so that the compiled one still updates in
-    place. This needs the state beforehand: if an optimizer makes it in its first step, that step is read instead.
-    What an optimizer counts on the host, as Adagrad and Adafactor do their steps, goes on counting.
-    """
-
-    def __init__(self, optimizer: Optimizer, guard: NonfiniteGuard, runtime: Runtime) -> None:
-        self._guard = guard
-        self._runtime = runtime
-        self._has_stepped = bool(optimizer.state)
-        self._old: list[tuple[torch.Tensor, torch.Tensor]] = []
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
-
-    def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if self._has_stepped:
-            self._old = [(tensor, tensor.detach().clone()) for tensor in _tensors(optimizer)]
-        elif self._runtime.fetch([self._guard.finite_1])[0].all():
-            self._has_stepped = True
-        else:
-            drop_gradients(optimizer)
-
-    @torch.no_grad()
-    def _after(self, *_: object) -> None:
-        finite = self._guard.finite_1[0]
-        for tensor, old in self._old:
-            tensor.copy_(torch.where(finite, tensor, old))
-        self._old = []
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
