@@ -1,10 +1,9 @@
-"""Files and folders that are written aside and then renamed: each is there complete, or not at all.
+"""Folders that are written aside and then renamed, or their files are: each is there complete, or not at all.
 
 What is not complete lies in the folder `_unfinished` beside its place: a rename within one file system is atomic.
 """
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,14 @@ _LAST = ("config.json", "adapter_config.json")
 
 
 def staging_of(target: Path) -> Path:
-    """Return where a file or folder is written before it is complete."""
+    """Return where a folder is written before it is complete."""
     return target.parent / STAGING_FOLDER / target.name
 
 
 def discard(staging: Path) -> None:
     """Remove what is in staging, and the staging folder where nothing else is in it."""
+    shutil.rmtree(staging, ignore_errors=True)
     with contextlib.suppress(OSError):
-        shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
         staging.parent.rmdir()
 
 
@@ -37,29 +36,24 @@ def retire(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def write_aside(target: Path) -> Iterator[Path]:
-    """Give the path to write a file or a folder at; it is renamed to ``target`` at the end, or removed on an error."""
-    staging = staging_of(target)
-    discard(staging)  # of a process that was killed
-    staging.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield staging
-        os.replace(staging, target)
-    finally:
-        discard(staging)
-
-
-@contextlib.contextmanager
 def fill_aside(folder: Path) -> Iterator[Path]:
-    """Give a folder to write a model's files in; they are moved to ``folder``, which stays, when all are written."""
-    staging = staging_of(folder / "model")
-    discard(staging)
+    """Give a folder to write a model's files in, which are in ``folder`` when all are written.
+
+    A new one appears then. One that is there stays, and they are moved to it: a mount point cannot be replaced, and a
+    shell may be in it.
+    """
+    is_new = not folder.is_dir()
+    staging = staging_of(folder if is_new else folder / "model")
+    discard(staging)  # of a process that was killed
     staging.mkdir(parents=True)
     try:
         yield staging
-        for path in sorted(staging.iterdir(), key=lambda path: path.name in _LAST):
-            if (target := folder / path.name).is_dir() and not target.is_symlink():
-                shutil.rmtree(target)  # another adapter's
-            path.replace(target)
+        if is_new:
+            staging.rename(folder)
+        else:
+            for path in sorted(staging.iterdir(), key=lambda path: path.name in _LAST):
+                if (target := folder / path.name).is_dir() and not target.is_symlink():
+                    shutil.rmtree(target)  # another adapter's
+                path.replace(target)
     finally:
         discard(staging)

@@ -28,7 +28,7 @@ from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale, tell_engines
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
 from ..runtime.native import Runtime
-from .aside import STAGING_FOLDER, fill_aside, write_aside
+from .aside import STAGING_FOLDER, fill_aside
 from .manifest import MANIFEST_FILE, find_faults
 from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
 from .remote import local_copy
@@ -72,16 +72,13 @@ def export_checkpoint(
     if is_url(str(out)):
         raise UserError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
     out = Path(os.path.realpath(out))
-    # a folder that is there stays: a mount point cannot be replaced, and a shell may be in it
-    is_there = out.is_dir()
-    if os.path.lexists(out) and not (is_there and set(out.iterdir()) <= {out / STAGING_FOLDER}):
+    if os.path.lexists(out) and not (out.is_dir() and set(out.iterdir()) <= {out / STAGING_FOLDER}):
         raise UserError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
     with local_copy(checkpoint) as folder:
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
         _check(folder, merge, base, has_adapters)
         going_along = companions(folder)
-        with fill_aside(out) if is_there else write_aside(out) as staging:
-            staging.mkdir(exist_ok=True)
+        with fill_aside(out) as staging:
             for name in going_along:
                 if not (merge and name == BASE_CONFIG):
                     (staging / name).parent.mkdir(exist_ok=True)

@@ -517,6 +517,7 @@ class DeviceTrainer(Trainer):
                 if weights is None:  # accelerate's FSDP and DeepSpeed gather them
                     super(DeviceTrainer, self).save_model(folder, _internal_call=True)
                 return
+            Path(folder).mkdir(parents=True, exist_ok=True)
             with fill_aside(Path(folder)) as staging:
                 if weights is not None:
                     with saves_what_it_is_given(self.model):
