@@ -9,14 +9,6 @@ from .agreement import HostAgreement
 from .preemption import Preemption
 from .recompile_guard import RecompileGuard
 
-_OWN = __package__.partition(".")[0]
-
-
-def watches_saves(callback: TrainerCallback) -> bool:
-    """Return whether a callback may look for what was saved; those of this package do not."""
-    kind = type(callback)
-    return kind.on_save is not TrainerCallback.on_save and kind.__module__.partition(".")[0] != _OWN
-
 
 class StepCallback(TrainerCallback):
     """Tells components where a training and its steps begin and end.

@@ -39,7 +39,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from torch.utils.data import RandomSampler
-from transformers import PreTrainedModel, ProgressCallback, Trainer, get_scheduler
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, get_scheduler
 from transformers.trainer_utils import HubStrategy, has_length
 
 from ..batching.batch_plan import BatchPlan
@@ -70,7 +70,7 @@ from ..parallel.ranks import mesh_of, reshard, saves_what_it_is_given, spread_mo
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
 from ..runtime import choice, current
-from .callbacks import StepCallback, watches_saves
+from .callbacks import StepCallback
 from .components import Components, Shown
 from .contents import contents_of, is_users, keeps_state
 from .metrics import RewardMetrics
@@ -548,8 +548,8 @@ class DeviceTrainer(Trainer):
         ours.checkpointer.save(contents)
         ours.preemption.note_save(self.state.global_step)
         final = contents.run.path / contents.name
-        watched = is_users(self._save_checkpoint) or any(map(watches_saves, self.callback_handler.callbacks))
-        if self.args.push_to_hub or watched:
+        watch = [type(each).on_save is not TrainerCallback.on_save for each in self.callback_handler.callbacks]
+        if self.args.push_to_hub or is_users(self._save_checkpoint) or any(watch):
             ours.checkpointer.wait()  # they look for the folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
             self.__report_pushes()
