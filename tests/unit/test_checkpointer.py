@@ -204,7 +204,7 @@ def test_an_upload_that_fails_on_one_host_fails_on_all_and_the_next_is_whole(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(save_twice, range(2))) == [[f"{url}/checkpoint-1"]] * 2
     assert RemoteRun(url).checkpoints() == ["checkpoint-2"]
-    copy = RemoteRun(url).get("checkpoint-2", tmp_path / "copy")
+    copy = RemoteRun(f"{url}/checkpoint-2").get(tmp_path / "copy")
     assert find_faults(copy) == [] and {"of-host-0", "of-host-1"} <= {path.name for path in copy.iterdir()}
 
 
@@ -247,7 +247,7 @@ def test_a_url_is_no_pattern(store: str, run: str, tmp_path: Path) -> None:
         each.put(tmp_path, [MANIFEST_FILE], "checkpoint-1")
         each.put(tmp_path, [MANIFEST_FILE], "checkpoint-2/state")
     assert mine.checkpoints() == ["checkpoint-1"]
-    assert (mine.get("checkpoint-1", tmp_path / "copy") / MANIFEST_FILE).is_file()
+    assert (RemoteRun(f"{mine.url}/checkpoint-1").get(tmp_path / "copy") / MANIFEST_FILE).is_file()
     for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3"):
         mine.delete(name)
     assert mine.checkpoints() == [] and other.checkpoints() == ["checkpoint-1"]
@@ -264,5 +264,5 @@ def test_names_in_a_store_that_lead_out_of_the_copy_are_refused(
     store = {path: MemoryFile(None, path, b"hostile") for path in paths}
     monkeypatch.setattr(MemoryFileSystem, "store", store)
     with pytest.raises(UserError, match="would be written outside of the folder"):
-        RemoteRun("memory://run").get("checkpoint-1", tmp_path / "copy" / "of")
+        RemoteRun("memory://run/checkpoint-1").get(tmp_path / "copy" / "of")
     assert list(tmp_path.iterdir()) == []

@@ -29,7 +29,7 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="trl-tpu-") as place:
         name = str(folder).rstrip("/").rpartition("/")[2]
-        yield RemoteRun(str(folder)).get("", path_below(place, name) or Path(place))
+        yield RemoteRun(str(folder)).get(path_below(place, name) or Path(place))
 
 
 @contextmanager
@@ -114,18 +114,17 @@ class RemoteRun:
             self._files.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
             self._files.put_file(str(folder / name), target)
 
-    def get(self, name: str, folder: Path) -> Path:
-        """Download what is below ``name``, or all if that is empty, to below ``folder``.
+    def get(self, folder: Path) -> Path:
+        """Download what is below the URL to below ``folder``, and return that.
 
         Raises:
             UserError: There is nothing, it cannot be read, or a name there leads elsewhere: an archive or a store may
                 have any.
         """
-        url, target = "/".join(filter(None, (self.url, name))), folder / name
-        beginning = "/".join(filter(None, (self._root, name))) + "/"
-        with refusing(f"{url} cannot be copied", _CORRECT):
+        beginning = f"{self._root}/"
+        with refusing(f"{self.url} cannot be copied", _CORRECT):
             found = self._files.find(beginning)
-            copies = [path_below(target, path.removeprefix(beginning)) for path in found]
+            copies = [path_below(folder, path.removeprefix(beginning)) for path in found]
             if None in copies:
                 raise ValueError(f"its file {found[copies.index(None)]!r} would be written outside of the folder")
             if not copies:
@@ -133,7 +132,7 @@ class RemoteRun:
             for path, copy in zip(found, filter(None, copies), strict=True):
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(path, str(copy))
-        return target
+        return folder
 
     def delete(self, name: str) -> None:
         """Remove a checkpoint, its manifest first: half removed, it is no checkpoint."""
