@@ -14,6 +14,7 @@ from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
+    "prm": "train a process reward model on solutions whose steps are judged",
     "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
     "report": "a model's verdict and training, in numbers and pictures on a page",
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 0
     words = argv[1:]
-    if command == "reward":  # which handles what has come by then once it knows its folder
+    if command in ("reward", "prm"):  # which handles what has come by then once it knows its folder
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if command == "env":
         argparse.ArgumentParser(prog="trl-tpu env", description=COMMANDS["env"]).parse_args(words)

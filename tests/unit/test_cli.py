@@ -293,7 +293,7 @@ def test_training_from_flags_evaluates_saves_and_reports(tmp_path: Path, capsys:
     with patch("sys.argv", ["trl", *words.split(), "--do_eval"]):
         assert cli.main() == 0
     printed = lines(capsys)
-    table = printed[printed.index("Held-out pairs") + 1 :][:6]
+    table = printed[printed.index("Held-out data") + 1 :][:6]
     assert [row.split()[0] for row in table] == list(HELD_OUT)
     assert f"Model saved to {out}" in printed
     assert f"Report written to {out / 'report' / 'index.html'}" in printed
@@ -328,7 +328,7 @@ def test_training_from_yaml_with_adapters_on_a_mixture_of_files(
         assert cli.main(["reward", *words]) == 0
     printed = capfd.readouterr().out
     assert f"Model saved to {tmp_path / 'out'}" in printed
-    assert re.search(r"Held-out pairs\n  accuracy +[01]\.\d+\n  loss +\d\.\d+", printed)
+    assert re.search(r"Held-out data\n  accuracy +[01]\.\d+\n  loss +\d\.\d+", printed)
     assert json.loads((tmp_path / "out" / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
     rewards = rewards_of(tmp_path / "out", CHATS)
     assert None not in rewards and rewards[0] != rewards[1]

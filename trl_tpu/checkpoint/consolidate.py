@@ -23,10 +23,10 @@ from transformers import AutoConfig, PreTrainedModel
 from ..config.urls import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
-from ..modeling.attributes import fold_attributes, saved_attributes
 from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale, tell_engines, write_old_rope_names
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
+from ..modeling.outputs import Outputs, fold_attributes, write_outputs
 from ..runtime.native import Runtime
 from .aside import STAGING_FOLDER, fill_aside
 from .manifest import MANIFEST_FILE, find_faults
@@ -110,10 +110,11 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
     """Return the trained model in ``dtype``, or as it is stored."""
     in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
     stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+    outputs = Outputs.saved(checkpoint)
     read_as = stored if dtype == torch.float16 else dtype or stored  # what float16 has no room for has to be seen
     if in_files:
         model: Any
-        model, info = load_classifier(str(checkpoint), dtype=read_as, trust_remote_code=trust_remote_code)
+        model, info = load_classifier(str(checkpoint), outputs, dtype=read_as, trust_remote_code=trust_remote_code)
         if missing := sorted(info["missing_keys"])[:5]:
             raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it anew.")
     else:
@@ -121,7 +122,7 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
         model = model_without_weights(config, read_as, trust_remote_code).to_empty(device="cpu")
         model.tie_weights()
         read_weights(model, checkpoint, Runtime())
-    fold_attributes(model, saved_attributes(checkpoint))
+    fold_attributes(model, outputs)
     _check_range(model.named_parameters(), dtype)
     return model.to(dtype or stored)
 
@@ -136,7 +137,8 @@ def _write_adapters(
     else:
         stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
-        config.attribute_weights = list(saved_attributes(checkpoint).values())
+        outputs = Outputs.saved(checkpoint)
+        write_outputs(config, [*outputs.attributes], outputs.weights, outputs.step_separator)
         model = model_without_weights(config, stored_dtype, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored_dtype)
         read_weights(adapted, checkpoint, Runtime())
@@ -153,9 +155,9 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
     """Return the base model with the trained adapters merged in float32, then rounded once."""
     with tempfile.TemporaryDirectory() as adapters:
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        attributes = saved_attributes(checkpoint)
-        kwargs: Any = {"num_labels": len(attributes) or 1, "trust_remote_code": trust_remote_code}
-        model, info = load_classifier(base, dtype=torch.float32, **kwargs)
+        outputs = Outputs.saved(checkpoint)
+        kwargs: Any = {"num_labels": len(outputs.weights), "trust_remote_code": trust_remote_code}
+        model, info = load_classifier(base, outputs, dtype=torch.float32, **kwargs)
         trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
         if random := sorted(set(info["missing_keys"]) - trained)[:5]:
             raise UserError(
@@ -167,7 +169,7 @@ def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    fold_attributes(merged, attributes)
+    fold_attributes(merged, outputs)
     tell_engines(merged.config)
     set_scale(merged.config, saved_scale(checkpoint))
     dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32

@@ -199,8 +199,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
-    judges_steps: ClassVar[bool] = False
-    """Whether rows are solutions whose steps are judged, and the model a token classifier."""
+    step_separator: ClassVar[str | None] = None
+    """What follows each step, where rows are solutions whose steps are judged."""
 
     # TRL's defaults, which differ from TrainingArguments'
     learning_rate: float = 1e-4

@@ -18,7 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def judge(
-    rewards_NK: np.ndarray, dataset: Any, *grades: Any, eval_by: str | None = None, attributes: Sequence[str] = ()
+    rewards_NK: np.ndarray,
+    dataset: Any,
+    *grades: Any,
+    eval_by: str | None = None,
+    attributes: Sequence[str] = (),
+    of: str = "pairs",
 ) -> Verdict | None:
     """Return the verdict on the rewards of an evaluation; None if no pair has two finite ones.
 
@@ -28,12 +33,15 @@ def judge(
         eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
         grades: Of rankings, what `judge_rankings` takes after the rewards.
         attributes: Their names. Each of a row is a ranking of its own, and they are the groups.
+        of: What pairs are, see `Verdict`.
     """
     rows, groups = len(rewards_NK), list(attributes) * len(rewards_NK) or None
     rewards_NK, *grades = (values.reshape(-1, values.shape[-1]) for values in (rewards_NK, *grades))  # type: ignore[assignment]
     if not np.isfinite(rewards_NK).all(axis=-1).any():
         return None
-    judge_rows: Any = partial(judge_rankings, rewards_NK, *grades) if grades else partial(judge_pairs, rewards_NK)
+    judge_rows: Any = (
+        partial(judge_rankings, rewards_NK, *grades) if grades else partial(judge_pairs, rewards_NK, of=of)
+    )
     if not isinstance(dataset, Dataset):
         if eval_by is not None:
             logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)

@@ -17,6 +17,12 @@ from .reward_sums import RewardSums, sums_of
 from .verdict import Verdict, judge_pairs
 
 
+def compared(rewards_NK: torch.Tensor, mask_N: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> np.ndarray:
+    """Return the rewards of all comparisons, the better one's first [M, 2]; a step's is with 0."""
+    found = Comparisons.of(rewards_NK, mask_N, labels)
+    return torch.stack([found.better, found.worse], dim=-1)[found.are_there].numpy()
+
+
 def judged_sums(
     rewards_NK: torch.Tensor, mask_N: torch.Tensor, labels: Mapping[str, torch.Tensor], weights: Sequence[float] = ()
 ) -> RewardSums:
@@ -24,9 +30,7 @@ def judged_sums(
 
     Of several attributes all comparisons count, and as rewards their sums by ``weights``.
     """
-    compared = Comparisons.of(rewards_NK, mask_N, labels)
-    there = compared.are_there
-    compared_M2 = torch.stack([compared.better[there], compared.worse[there]], dim=-1).numpy()
+    compared_M2 = compared(rewards_NK, mask_N, labels)
     if "is_there" not in labels:
         return sums_of(compared_M2)
     rewards_A = weighted(rewards_NK, weights)[answers_there(labels["is_there"]) & mask_N[:, None]]
@@ -59,11 +63,11 @@ def judge_rankings(
     above_NKK = is_above(grade_NK, is_there_NK)
     prompt_M, better_M, worse_M = np.nonzero(above_NKK & is_judged_N[:, None, None])
 
-    def compared(values_NK: np.ndarray) -> np.ndarray:
+    def both(values_NK: np.ndarray) -> np.ndarray:
         return np.stack([values_NK[prompt_M, better_M], values_NK[prompt_M, worse_M]], axis=-1)
 
-    rewards_M2 = compared(rewards_NK)
-    verdict = judge_pairs(rewards_M2, None if lengths_NK is None else compared(lengths_NK))
+    rewards_M2 = both(rewards_NK)
+    verdict = judge_pairs(rewards_M2, None if lengths_NK is None else both(lengths_NK))
     judged_J, comparisons_J = np.unique(prompt_M, return_counts=True)
     margins_M = rewards_M2[:, 0] - rewards_M2[:, 1]
     right_J, wrong_J = (np.bincount(prompt_M, each_M)[judged_J] for each_M in (margins_M > 0, margins_M < 0))
@@ -88,6 +92,18 @@ def by_attribute(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     graded = scores if isinstance(scores, dict) and None not in rewards else {}
     by_name = {name: [each[name] for each in rewards] for name in graded if name in rewards[0]}
     return [{**row, "attribute": name, "scores": graded[name], "rewards": by_name[name]} for name in by_name] or [row]
+
+
+def by_step(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a scored row of labeled steps as a pair for each, in which a wrong one is below 0; another as it is."""
+    steps, labels, rewards = (row.get(name) for name in ("completions", "labels", "rewards"))
+    if not isinstance(labels, list) or not isinstance(rewards, list) or len(labels) != len(rewards):
+        return [row]
+    pairs = [(reward, 0.0) if label else (0.0, reward) for label, reward in zip(labels, rewards, strict=True)]
+    return [
+        {**row, "completions": steps[: place + 1], "rewards": None, "reward_chosen": better, "reward_rejected": worse}
+        for place, (better, worse) in enumerate(pairs)
+    ]
 
 
 def grades_beside_rewards(row: Mapping[str, Any]) -> list[float]:

@@ -31,6 +31,7 @@ class Verdict:
         top1_accuracy: Of rankings, how often the highest reward is of an answer with the highest grade. Their pairs
             are comparisons: see `trl_tpu.evaluation.ranking.judge_rankings`.
         kendall_tau: Of rankings, the mean over prompts.
+        of: What the pairs are: of "steps" each is a step's reward and 0.
     """
 
     pairs: int
@@ -47,6 +48,7 @@ class Verdict:
     worst: tuple[int, ...]
     top1_accuracy: Proportion | None = None
     kendall_tau: float | None = None
+    of: str = "pairs"
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log, by the names that evaluation gives them, less its prefix."""
@@ -70,6 +72,7 @@ def judge_pairs(
     lengths_N2: np.ndarray | None = None,
     groups: Sequence[str] | None = None,
     worst: int = 10,
+    of: str = "pairs",
 ) -> Verdict:
     """Judge a model by its rewards of pairs, chosen first.
 
@@ -78,6 +81,7 @@ def judge_pairs(
         lengths_N2: Tokens of the answers.
         groups: The label of each pair.
         worst: How many of the pairs that went most wrong to name, at most.
+        of: What they are, see `Verdict`.
 
     Raises:
         UserError: No pair has two finite rewards, or groups are too many.
@@ -105,4 +109,5 @@ def judge_pairs(
         groups=accuracies,
         mean_over_groups=mean_of(accuracies),
         worst=tuple(int(kept[number]) for number in worst_first[:worst]),
+        of=of,
     )

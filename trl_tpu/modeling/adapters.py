@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
-    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``."""
+def get_peft_config(model_args: "ModelConfig", step_separator: str | None = None) -> "LoraConfig | None":
+    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``.
+
+    Where steps are judged, the model with adapters is a token classifier.
+    """
     if not model_args.use_peft:
         return None
     from peft import LoraConfig
 
     return LoraConfig(
-        task_type=model_args.lora_task_type,
+        task_type=model_args.lora_task_type if step_separator is None else "TOKEN_CLS",
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha,
         lora_dropout=model_args.lora_dropout,
@@ -151,20 +154,22 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def load_adapted_model(folder: str, **kwargs: Any) -> "PeftModel":
-    """Load the sequence classifier with the adapters saved in `folder`, which names its base model.
+def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs: Any) -> "PeftModel":
+    """Load the classifier with the adapters saved in `folder`, which names its base model.
 
     Args:
         folder: Folder or Hub id of saved adapters.
+        step_separator: What follows each step that it judges; None where it judges dialogues.
         **kwargs: For the base model's ``from_pretrained``.
 
     Raises:
         UserError: A file is broken, or names what is not there.
     """
-    from peft import AutoPeftModelForSequenceClassification
+    import peft
 
+    dialogues, steps = peft.AutoPeftModelForSequenceClassification, peft.AutoPeftModelForTokenClassification
     with explaining(f"{folder} cannot be loaded as a reward model"):
-        return AutoPeftModelForSequenceClassification.from_pretrained(folder, **kwargs)
+        return (dialogues if step_separator is None else steps).from_pretrained(folder, **kwargs)
 
 
 def _train_added_tokens(peft_config: Any, added_tokens: list[int], model: PreTrainedModel) -> None:

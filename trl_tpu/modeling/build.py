@@ -16,6 +16,7 @@ from ..data.checks import TOKEN_COLUMNS
 from ..data.judgements import Rankings
 from ..data.measure import dialogues_in, measure
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
+from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..parallel.ranks import distributed_config
@@ -30,21 +31,22 @@ from .adapters import (
     without_adapters,
 )
 from .attention.static import use_static_attention
-from .attributes import name_attributes
 from .chat_template import set_chat_template
 from .dropout import disable_dropout_in_model
 from .engines import tell_engines
 from .experts import use_static_experts
 from .frozen import freeze
 from .layers import find_layers
-from .load import check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
+from .load import check_outputs, forget_files, get_config_model_id, load_model, load_processing_class
 from .losses import TIES
+from .outputs import Outputs, write_outputs
 from .positions import learned_positions
 from .score_head import keep_score_head_in_float32
 from .special_tokens import set_eos_token, set_pad_token
 
 logger = logging.getLogger(__name__)
 
+_OF_SOLUTIONS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
 _LOOKED_AT = 100  # dialogues, before training, for how they end
 
 
@@ -100,6 +102,7 @@ def build_reward_model(
         UserError, ImportError: From the parts, which say what to do.
     """
     revision, in_files = None, False
+    outputs = Outputs(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
     if isinstance(model, str):
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
         revision = (model_init_kwargs or {}).get("revision")
@@ -113,16 +116,16 @@ def build_reward_model(
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
             in_files=in_files,
-            num_labels=len(args.attributes or ["reward"]),
+            outputs=outputs,
         )
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name, value in ignored.items():
             if value is not None:
                 logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
-    check_num_labels(without_adapters(model), args.judges_steps, len(args.attributes or ["reward"]))
-    if args.attributes:
-        name_attributes(without_adapters(model).config, args.attributes, args.attribute_weights)
+    base = without_adapters(model)
+    check_outputs(base, outputs)
+    write_outputs(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(
         model, processing_class, revision=revision, trust_remote_code=args.trust_remote_code
     )
@@ -141,8 +144,7 @@ def build_reward_model(
     if args.disable_dropout:
         disable_dropout_in_model(model)
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
-    if not args.judges_steps:
-        tell_engines(without_adapters(model).config)
+    tell_engines(base.config)
     return model, tokenizer
 
 
@@ -180,13 +182,19 @@ def build_dataset(
     args: RewardConfig,
     name: str,
     old_columns: bool = False,
+    tokenize_solution: Any = tokenize_solution,
 ) -> Any:
-    """Make token pairs that ``model`` can read of a dataset in any of the accepted forms.
+    """Make token pairs, or solutions, that ``model`` can read of a dataset in any of the accepted forms.
 
     Raises:
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
+    how = {"num_embeddings": embeddings.weight.shape[0], "num_proc": args.dataset_num_proc, "name": name}
+    if args.step_separator is not None:
+        settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
+        settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
+        return check_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
     prepare: Any = prepare_legacy_dataset
     if not old_columns or args.attributes:  # of which TRL's old columns have no grades
         of_scores = args.loss_type == "regression"
@@ -198,16 +206,8 @@ def build_dataset(
             attributes=tuple(args.attributes or ()),
         )
         prepare = partial(prepare_preference_dataset, rankings=rankings)
-    prepared = prepare(
-        dataset,
-        processing_class,
-        num_embeddings=embeddings.weight.shape[0],
-        max_length=args.max_length,
-        num_proc=args.dataset_num_proc,
-        name=name,
-        truncation_mode=args.truncation_mode,
-    )
-    return check_positions(prepared, model, name)
+    limits = {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
+    return check_positions(prepare(dataset, processing_class, **how, **limits), model, name)
 
 
 def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:

@@ -40,8 +40,10 @@ def tell_engines(config: PretrainedConfig) -> None:
     """Write into the config of a model with one output that this output is the reward, as it is.
 
     ``problem_type`` is what transformers' pipeline and vLLM's `/classify` read, and does not change training, since
-    nothing passes labels. ``head_dtype`` is vLLM's. What the config's owner has set stays.
+    nothing passes labels. ``head_dtype`` is vLLM's. What the config's owner has set stays, and that of a model of steps.
     """
+    if getattr(config, "step_separator", None) is not None:
+        return
     if config.problem_type is None:
         config.problem_type = "regression"
     own: Any = getattr(config, "sentence_transformers", None) or {}

@@ -12,7 +12,6 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from transformers import (
     AutoConfig,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -22,6 +21,7 @@ from transformers import (
 from .. import runtime
 from ..errors import UserError, UserFileError
 from .model_shape import model_without_weights
+from .outputs import Outputs, write_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ def load_model(
     trust_remote_code: bool = False,
     quantization_config: Any | None = None,
     in_files: bool = False,
-    num_labels: int = 1,
+    outputs: Outputs,
 ) -> PreTrainedModel:
-    """Load a checkpoint as a reward model: a sequence classifier with one label, or with one for each attribute.
+    """Load a checkpoint as a reward model with these outputs.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
     The model stays on the CPU for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
@@ -61,7 +61,7 @@ def load_model(
         trust_remote_code: The default for the ``model_init_kwargs`` of that name.
         quantization_config: A quantization config of transformers.
         in_files: As in `load_classifier`.
-        num_labels: How many rewards it gives.
+        outputs: What it shall give.
 
     Raises:
         UserError: ``quantization_config`` in both places or on XLA, or a name or folder that holds no whole model.
@@ -74,17 +74,19 @@ def load_model(
     if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
     kwargs.setdefault("dtype", torch.float32)
-    if kwargs.get("num_labels", num_labels) != num_labels:
+    if kwargs.get("num_labels", num_labels := len(outputs.weights)) != num_labels:
         logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: this reward model has {num_labels}.")
     kwargs["num_labels"] = num_labels
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     if runtime.current().shares_mesh:
         _fit_xla(kwargs)
-    return load_classifier(name, in_files=in_files, **kwargs)[0]
+    return load_classifier(name, outputs, in_files=in_files, **kwargs)[0]
 
 
-def load_classifier(name: str, *, in_files: bool = False, **kwargs: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a sequence classifier, and transformers' loading info: which weights are missing or unexpected.
+def load_classifier(
+    name: str, outputs: Outputs, *, in_files: bool = False, **kwargs: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model with these outputs, and transformers' loading info: which weights are missing or unexpected.
 
     Args:
         name: A Hub id or folder.
@@ -96,41 +98,41 @@ def load_classifier(name: str, *, in_files: bool = False, **kwargs: Any) -> tupl
     Raises:
         UserError: There is none, or a file is broken.
     """
-    from_pretrained = AutoModelForSequenceClassification.from_pretrained
     with explaining(f"{name} cannot be loaded as a reward model"):
         _check_shards(Path(name))
         if in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}:
             random_state = torch.get_rng_state()
-            if loaded := _load_in_files(name, kwargs):
+            if loaded := _load_in_files(name, outputs, kwargs):
                 return loaded
             torch.set_rng_state(random_state)  # the new head is the one that it would have been
             logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
-        return from_pretrained(name, output_loading_info=True, **kwargs)
+        return outputs.auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
 
 
-def _load_in_files(name: str, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+def _load_in_files(
+    name: str, outputs: Outputs, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """Load a model whose backbone is "offloaded to disk", as transformers calls it; None where it cannot be."""
     of_offloading = logging.getLogger("accelerate.big_modeling")
     level = of_offloading.level
     of_offloading.setLevel(logging.ERROR)  # it warns of what was asked for
     try:
-        device_map = _offload_backbone(name, kwargs)
-        model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, output_loading_info=True, **kwargs | {"device_map": device_map}
-        )
+        settings = kwargs | {"device_map": _offload_backbone(name, outputs, kwargs), "output_loading_info": True}
+        model, info = outputs.auto_class.from_pretrained(name, **settings)
     except (OSError, ValueError):  # weights that are in no file as they are, or an error that the host meets as well
         return None
     finally:
         of_offloading.setLevel(level)
-    is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
+    is_lost = any(settings["device_map"].get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
     # of a model in another type these stay float32, but would be read in that type
     is_mixed = model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
     return None if is_lost or is_mixed else (model, info)
 
 
-def _offload_backbone(name: str, kwargs: dict[str, Any]) -> dict[str, str]:
+def _offload_backbone(name: str, outputs: Outputs, kwargs: dict[str, Any]) -> dict[str, str]:
     """Return the device map of a classifier whose backbone, but for its input embeddings, stays on disk."""
     config = AutoConfig.from_pretrained(name, **kwargs)
+    write_outputs(config, (), None, outputs.step_separator)
     empty = model_without_weights(config, None, kwargs["trust_remote_code"])
     offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
     return {
@@ -169,11 +171,12 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
         logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
 
 
-def check_num_labels(model: Any, of_steps: bool = False, needed: int = 1) -> None:
+def check_outputs(model: Any, outputs: Outputs) -> None:
     """Raise UserError unless the model has one output, or, to judge steps, is a token classifier with two labels.
 
     Of several attributes it has as many outputs as are needed.
     """
+    of_steps, needed = outputs.step_separator is not None, len(outputs.weights)
     num_labels, kind = getattr(getattr(model, "config", None), "num_labels", None), type(model).__name__
     if of_steps and (num_labels != 2 or "TokenClassification" not in kind):
         auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..parallel.sharding_plan import bare_name
+from .outputs import Outputs
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,10 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
         dtype: The weights', by torch's name or itself; None for torch's default.
         trust_remote_code: Whether the model may bring its own code.
     """
-    config.num_labels = len(getattr(config, "attribute_weights", ())) or 1
+    outputs = Outputs.of(config)
+    config.num_labels = len(outputs.weights)
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return outputs.auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def read_model(model: Any) -> ModelShape:

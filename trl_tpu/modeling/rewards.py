@@ -56,6 +56,9 @@ class PairBatch:
         """
         if "end" in self.labels:
             return rewards_from(logits_RA.float(), self.labels).gather(1, self.labels["end"])
+        if logits_RA.dim() == 3:  # of each token, and what is asked for are the last ones
+            last_R = self.attention_mask_RL.sum(-1) - 1
+            logits_RA = logits_RA[torch.arange(len(last_R), device=last_R.device), last_R]
         return rewards_from(self._by_pair(logits_RA.squeeze(-1).float()), self.labels)
 
     def _by_pair(self, values_R: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
@@ -17,8 +18,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
+from ..data.measure import NO_LABEL
 from ..errors import UserError
+from ..experimental.prm import PRMConfig, PRMTrainer
 from ..modeling.model_shape import model_without_weights
+from ..modeling.outputs import Outputs
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
 from ..trainer.reward_trainer import RewardTrainer
@@ -35,7 +39,6 @@ _FIXED = {
     "push_to_hub": False,
     "max_length": None,
     "row_length": None,
-    **dict.fromkeys(("attributes", "attribute_weights", "attribute_loss_weights")),  # what is traced are pairs
 }
 
 
@@ -44,14 +47,14 @@ class StepRequest:
     """Settings of a trace.
 
     Args:
-        model: A model's config; no weights are read.
+        model: A model's config, which says what its outputs are; no weights are read.
         chips: In the mesh.
         length: Columns of each row.
         rows: Packed rows, over which the pairs of a batch are dealt out evenly; None pads, a row to each dialogue.
         arguments: Of `RewardConfig`, its batch size and mesh among them.
         peft: A `peft.LoraConfig`; None trains the whole model.
         dtype: That of the weights, by torch's name.
-        answers: Of each prompt, to make rankings; None makes pairs.
+        answers: Of each prompt, to make rankings, or steps of each solution; None makes pairs, or two steps.
     """
 
     model: PretrainedConfig
@@ -124,11 +127,13 @@ def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> Rew
     """
     accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
     fixed = _FIXED | {"output_dir": folder, "gradient_accumulation_steps": accumulation}
-    args = RewardConfig(**{**request.arguments, **fixed})
+    of_steps = Outputs.of(request.model).step_separator is not None
+    config, trainer_type = (PRMConfig, PRMTrainer) if of_steps else (RewardConfig, RewardTrainer)
+    args = config(**{**request.arguments, **fixed})
     pairs = args.train_batch_size
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # nothing is tokenized
     rows = RowPlan((RowShape(request.rows or pairs, request.length),))
-    trainer: RewardTrainer = type("RewardTrainer", (RewardTrainer,), {"fixed_rows": rows})(
+    trainer: RewardTrainer = type(trainer_type.__name__, (trainer_type,), {"fixed_rows": rows})(
         model=model,
         args=args,
         train_dataset=_full_pairs(request, pairs, 2 * accumulation),
@@ -147,10 +152,16 @@ def _full_pairs(request: StepRequest, pairs: int, batches: int) -> Dataset:
     size = request.length // max(in_a_row, 1)
     answer = max(1, size // (2 * answers))
     prompt = size - (answers if in_a_row else 1) * answer
-    rows: list[dict[str, Any]] = []
+    rows, outputs = list[dict[str, Any]](), Outputs.of(request.model)
     for number in range(pairs * batches):  # pairs share no first token, nor do answers
         begin = [2 + number % 2, *([4 + number // 2 % 2] * (prompt - 1))]
         ids = [begin + [6 + place] * answer for place in range(answers)]
-        ranked = {"answer_ids": ids, "grades": [*range(answers)]}
-        rows.append(dict(zip(TOKEN_COLUMNS, ids, strict=True)) if request.answers is None else ranked)
+        grades = [[*range(answers)]] * len(outputs.attributes) or [*range(answers)]
+        if outputs.step_separator is not None:
+            solution = np.resize(begin, size)
+            rows.append({"input_ids": solution, "labels": np.where(np.arange(size) < size - answers, NO_LABEL, 1)})
+        elif request.answers is not None:
+            rows.append({"answer_ids": ids, "grades": grades})
+        else:
+            rows.append(dict(zip(TOKEN_COLUMNS, ids, strict=True)))
     return Dataset.from_list(rows)

@@ -1,7 +1,7 @@
 """The model card that is saved and pushed beside a reward model."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..modeling.engines import RewardScale
+from ..modeling.outputs import Outputs
 
 _TAG = "generated_from_trainer"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -23,16 +24,14 @@ class Reading:
         max_length: Most tokens of a dialogue that it was trained on; None for any.
         scale: How large its rewards are, if that was measured.
         date: What the chat template wrote into dialogues when training began, if it writes the day's date.
-        step_separator: What it reads after each step, of which it judges each; None where it judges dialogues.
-        attributes: The weights of what it grades dialogues by, if by several attributes.
+        outputs: What it gives.
     """
 
     tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int | None = None
     scale: RewardScale | None = None
     date: str | None = None
-    step_separator: str | None = None
-    attributes: Mapping[str, float] = field(default_factory=dict)
+    outputs: Outputs = Outputs({})
 
     @property
     def bos(self) -> str | None:
@@ -70,7 +69,7 @@ def make_model_card(
         datasets=[dataset_name] if dataset_name else None,
         library_name="transformers",
         model_name=name,
-        pipeline_tag="text-classification" if reading.step_separator is None else "token-classification",
+        pipeline_tag="text-classification" if reading.outputs.step_separator is None else "token-classification",
         tags=sorted({_TAG, *tags}),
         licence="license",
     )

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from ..evaluation.best_of_n import Answers, BestOfN, judge_best_of_n
 from ..evaluation.proportion import label_of
-from ..evaluation.ranking import by_attribute, grades_beside_rewards, judge_rankings, rankings_of
+from ..evaluation.ranking import by_attribute, by_step, grades_beside_rewards, judge_rankings, rankings_of
 from ..evaluation.verdict import Verdict, judge_pairs
 
 Row = dict[str, Any]
@@ -41,13 +41,13 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         UserError: The file cannot be read, has no rewards of chosen and of rejected answers, not one finite, or no
             such column.
     """
-    rows = [dict(each) for row in _rows(path) for each in by_attribute(row)]
+    rows = [dict(each) for row in _rows(path) for graded in by_attribute(row) for each in by_step(graded)]
     columns = {name for row in rows for name in row}
     grades = [] if columns.issuperset(_REWARDS) else [grades_beside_rewards(row) for row in rows]
     if not any(grades) and not columns.issuperset(_REWARDS):
         raise UserError(
             f"{path} does not say which answer is better: its columns are {', '.join(sorted(columns))}. Score pairs, "
-            f"which gives {' and '.join(_REWARDS)}, or completions with scores or ranks: `trl-tpu score --output`."
+            f"which gives {' and '.join(_REWARDS)}, or completions with scores, ranks or labels of steps: `trl-tpu score --output`."
         )
     if eval_by is not None and eval_by not in columns:
         raise UserError(f"{path} has no {eval_by!r}; it has {', '.join(sorted(columns))}.")
@@ -63,8 +63,9 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         return ScoredRows(rows, judge_best_of_n(answers, groups))
     rewards_N2 = np.array(rewards).reshape(-1, 2)
     tokens_N2 = np.array([[row.get("tokens_chosen"), row.get("tokens_rejected")] for row in rows], dtype=np.float64)
+    of = "steps" if {"completions", "labels"} <= columns else "pairs"
     are_known = not np.isnan(tokens_N2[np.isfinite(rewards_N2).all(axis=1)]).any()
-    return ScoredRows(rows, judge_pairs(rewards_N2, tokens_N2 if are_known else None, groups))
+    return ScoredRows(rows, judge_pairs(rewards_N2, tokens_N2 if are_known else None, groups, of=of))
 
 
 def _rows(path: Path) -> list[Row]:

@@ -13,19 +13,20 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
             said.append(f"Over its {len(verdict.groups)} groups the mean is {verdict.mean_over_groups:.1%}.")
         return [*said, *_left_out(verdict.left_out, "rows")]
     accuracy = verdict.accuracy
-    said = [f"It prefers the chosen answer in {_share(accuracy)} of {verdict.pairs:,} pairs."]
+    does = "tells right from wrong" if verdict.of == "steps" else "prefers the chosen answer"
+    said = [f"It {does} in {_share(accuracy)} of {verdict.pairs:,} {verdict.of}."]
     if accuracy.high < 0.5:
         said.append("That is worse than chance: see whether chosen and rejected are exchanged.")
     elif accuracy.low <= 0.5:
-        said.append("That cannot be told from chance: more pairs are needed, or a better model.")
-    said += _of_length(verdict)
+        said.append(f"That cannot be told from chance: more {verdict.of} are needed, or a better model.")
+    said += _of_length(verdict) if verdict.of == "pairs" else []
     said.append(f"Its margins have an expected calibration error of {verdict.calibration.ece:.3f}; 0 is best.")
     if below := [name for name, each in verdict.groups.items() if each.high < 0.5]:
         said.append(f"It is worse than chance on: {', '.join(below)}.")
     if verdict.ties > verdict.pairs / 100:
         share = verdict.ties / verdict.pairs
-        said.append(f"{share:.1%} of the pairs get equal rewards, from which nothing is learned.")
-    return [*said, *_left_out(verdict.left_out, "pairs")]
+        said.append(f"{share:.1%} of the {verdict.of} get equal rewards, from which nothing is learned.")
+    return [*said, *_left_out(verdict.left_out, verdict.of)]
 
 
 def _share(share: Proportion) -> str:

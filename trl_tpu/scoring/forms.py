@@ -5,7 +5,7 @@ columns                     dialogues                                       rewa
 ==========================  ==============================================  =======================================
 chosen, rejected            a pair, in any form that training takes         reward_chosen, ..., tokens_chosen, ...
 chosen, rejected as lists   several answers each, as in RewardBench 2       the same, lists
-completions                 a list of answers                               rewards, tokens: lists
+completions                 a list of answers, or the steps of a solution   rewards, tokens: lists
 messages                    a conversation                                  reward, tokens
 text                        a text                                          reward, tokens
 ==========================  ==============================================  =======================================
@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
+from ..data.measure import dialogues_in
+from ..data.solutions import check_solution, tokenize_solution
 from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError
 from .scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
-Dialogue = str | list[dict[str, Any]]
+Dialogue = str | list[dict[str, Any]] | np.ndarray
 
 #: The column that says why a row has no reward, or lacks some; null in others.
 REASON = "not_scored"
@@ -98,13 +100,16 @@ class Form:
             logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
         return form
 
-    def read(self, row: Mapping[str, Any] | UserError, where: str, tokenizer: Any) -> Items:
+    def read(
+        self, row: Mapping[str, Any] | UserError, where: str, tokenizer: Any, step_separator: str | None = None
+    ) -> Items:
         """Find the dialogues of a row; those that are broken say why.
 
         Args:
             row: Or what is wrong with it.
             where: How errors begin.
             tokenizer: Has the token that ends texts.
+            step_separator: What follows each step that a model judges, of which each is a dialogue's end.
         """
         if isinstance(row, UserError):
             return {column: Item({}, where, fault=str(row)) for column in self.outputs}
@@ -112,7 +117,9 @@ class Form:
         for column in self.outputs:
             value, place = row.get(column), f"{where}: `{column}"
             settings = {"tokenizer": tokenizer, "has_prompt": "prompt" in row and column not in ("messages", "text")}
-            if isinstance(value, list) and (column == "completions" or (value and not isinstance(value[0], dict))):
+            if step_separator is not None:
+                items[column] = _steps(row, place, tokenizer, step_separator)
+            elif isinstance(value, list) and (column == "completions" or (value and not isinstance(value[0], dict))):
                 items[column] = [_read(row, each, f"{place}[{n}]`", **settings) for n, each in enumerate(value)]
             elif column == "completions":
                 items[column] = Item(row, place, fault=f"{place}` must be a list of answers, got {value!r:.80}")
@@ -165,6 +172,18 @@ def _read(row: Mapping[str, Any], answer: Any, where: str, tokenizer: Any, has_p
     return Item(row, where, dialogue)
 
 
+def _steps(row: Mapping[str, Any], where: str, tokenizer: Any, step_separator: str) -> Item | list[Item]:
+    """Read the solution of a row: the dialogues up to the end of each step, as token ids."""
+    try:
+        check_solution(row, where.rpartition(":")[0])
+    except UserError as error:
+        return Item(row, where, fault=str(error))
+    steps, how = row["completions"], (None, None, False, True)  # nothing is cut
+    solution = tokenize_solution({**row, "labels": [0] * len(steps)}, tokenizer, step_separator, *how)
+    dialogues = zip(steps, dialogues_in(solution), strict=False)  # without a step, what is before it is none
+    return [Item(row, f"{where}[{place}]`", ids) for place, (_, ids) in enumerate(dialogues)]
+
+
 def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[tuple[Item, np.ndarray]]:
     """Tokenize dialogues as training does, and return those that can be scored; the others say why.
 
@@ -181,12 +200,12 @@ def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[
         if item.dialogue is None:
             continue
         try:
-            is_text = isinstance(item.dialogue, str)
-            ids = (
-                next(tokenized)
-                if is_text
-                else tokenize_dialogue(item.dialogue, scorer.tokenizer, item.row, item.where)
-            )
+            if isinstance(item.dialogue, str):
+                ids = next(tokenized)
+            elif isinstance(item.dialogue, list):
+                ids = tokenize_dialogue(item.dialogue, scorer.tokenizer, item.row, item.where)
+            else:
+                ids = item.dialogue
             checks.check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)
             if max_length is not None and len(ids) > max_length:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapt
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
 from ..modeling.attention.unmodified import PackingImpossible
-from ..modeling.attributes import saved_attributes
 from ..modeling.engines import RewardScale, saved_scale, scale_of
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.outputs import Outputs
 from ..modeling.positions import learned_positions, position_groups
 from ..modeling.rewards import read_batch
 from ..modeling.score_head import keep_score_head_in_float32
@@ -76,15 +76,15 @@ class Scorer:
         self.bf16 = bf16
         self.device = self.runtime.device
         self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
-        self.attributes = saved_attributes(model_folder)
-        self.model: Any = _load(model_folder, trust_remote_code, len(self.attributes) or 1).eval()
+        self.outputs = Outputs.saved(model_folder)
+        self.model: Any = _load(model_folder, trust_remote_code, self.outputs).eval()
         self.model.config.get_text_config().use_cache = False  # keys and values of what is read only once
         self.pad_token_id = self._settle_pad_token(model_folder)
         self.scale = self._scale_of(model_folder) if standardize else None
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
         self._group_of = position_groups(self.model)
-        self.fingerprint = _fingerprint(self.model, self.tokenizer, self.attributes)
+        self.fingerprint = _fingerprint(self.model, self.tokenizer, self.outputs)
         if bf16:
             keep_score_head_in_float32(self.model)
         if self.runtime.plans_shapes:
@@ -140,9 +140,9 @@ class Scorer:
             again = np.flatnonzero(~np.isfinite(rewards_DA).all(axis=1)).tolist()
             alone = self._compute([dialogues[index] for index in again], self.padded)
             rewards_DA[again] = self._fetch(alone, len(again))
-            scale, weights = self.scale or RewardScale(0.0, 1.0), list(self.attributes.values())
-            rewards_D = (weighted(rewards_DA, weights or [1.0]) - scale.mean) / scale.std
-            return np.column_stack([rewards_D, rewards_DA[:, : len(weights)]])
+            scale = self.scale or RewardScale(0.0, 1.0)
+            rewards_D = (weighted(rewards_DA, self.outputs.weights) - scale.mean) / scale.std
+            return np.column_stack([rewards_D, rewards_DA[:, : len(self.outputs.attributes)]])
 
         return rewards
 
@@ -176,7 +176,7 @@ class Scorer:
         return self.runtime.place(value, axes, self.device)
 
     def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:
-        rewards_DA = np.full((count, max(1, len(self.attributes))), math.nan)
+        rewards_DA = np.full((count, len(self.outputs.weights)), math.nan)
         host = self.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
         for (members_N2, here_N, _), rewards_P2 in zip(computed, host, strict=True):
             rewards_P2A = rewards_P2.double().view(len(rewards_P2), -1, 2).transpose(1, 2).numpy()
@@ -189,8 +189,8 @@ def _rewards_of(model: Any, inputs: dict[str, Any], pad_token_id: int) -> torch.
     return read_batch(inputs, pad_token_id, "right").rewards(model)[0].flatten(1)
 
 
-def _fingerprint(model: torch.nn.Module, tokenizer: Any, attributes: Mapping[str, float]) -> str:
-    """Return a number for what the rewards depend on: samples of every weight, the tokenizer and the attributes.
+def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: Outputs) -> str:
+    """Return a number for what the rewards depend on: samples of every weight, the tokenizer and what outputs are.
 
     Training moves all weights that it trains, so a few numbers of each tell one checkpoint from the next.
     """
@@ -200,16 +200,17 @@ def _fingerprint(model: torch.nn.Module, tokenizer: Any, attributes: Mapping[str
         sample = flat[:: max(1, len(flat) // 64)].float().numpy()
         digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.tobytes())
     words = [tokenizer.get_vocab(), tokenizer.eos_token, tokenizer.pad_token, tokenizer.chat_template]
-    words += attributes.items()
+    words += [*outputs.attributes.items(), outputs.step_separator]
     digest.update(json.dumps(words, sort_keys=True).encode())
     return digest.hexdigest()
 
 
-def _load(model_folder: str, trust_remote_code: bool, outputs: int) -> Any:
-    kwargs: dict[str, Any] = {"num_labels": outputs, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
+def _load(model_folder: str, trust_remote_code: bool, outputs: Outputs) -> Any:
+    kwargs: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    kwargs["num_labels"] = len(outputs.weights)
     if find_adapter_config_file(model_folder) is not None:
-        return load_adapted_model(model_folder, **kwargs)
-    model, report = load_classifier(model_folder, **kwargs)
+        return load_adapted_model(model_folder, outputs.step_separator, **kwargs)
+    model, report = load_classifier(model_folder, outputs, **kwargs)
     if report["missing_keys"]:
         raise UserError(
             f"{model_folder} is not a saved reward model: it lacks {sorted(report['missing_keys'])}, so its rewards "

@@ -97,6 +97,11 @@ def scored_windows(
         max_length: Most tokens of a dialogue that gets a reward; no limit when None.
         first: The number of the first row.
     """
+    if scorer.outputs.step_separator is not None and (form.best_only or "completions" not in form.outputs):
+        raise UserError(
+            "The model judges steps, so rows need `prompt` and `completions`, a list of the steps of one solution, of "
+            "which none is the best."
+        )
     coming = iter(rows)
     computing: list[Callable[[], Window]] = []
     while some := list(islice(coming, WINDOW)):
@@ -113,7 +118,8 @@ def _start(
     scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
 ) -> Callable[[], Window]:
     read = [
-        form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
+        form.read(row, checks.row_of(number, "scored"), scorer.tokenizer, scorer.outputs.step_separator)
+        for number, row in enumerate(rows, first)
     ]
     ready = tokenize([item for items in read for item in all_of(items)], scorer, max_length)
     chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))
@@ -124,11 +130,11 @@ def _start(
         for (item, _), (reward, *by_attribute) in zip(ready, rewards().tolist(), strict=True):
             if np.isfinite(reward):
                 item.reward = reward
-                item.by_attribute = dict(zip(scorer.attributes, by_attribute, strict=True))
+                item.by_attribute = dict(zip(scorer.outputs.attributes, by_attribute, strict=True))
             else:
                 item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
         return rows, [
-            form.written({} if isinstance(row, UserError) else row, items, bool(scorer.attributes))
+            form.written({} if isinstance(row, UserError) else row, items, bool(scorer.outputs.attributes))
             for row, items in zip(rows, read, strict=True)
         ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.ranking import by_attribute, grades_beside_rewards, judge_rankings, rankings_of
+from ..evaluation.ranking import by_attribute, by_step, grades_beside_rewards, judge_rankings, rankings_of
 from ..evaluation.reward_sums import RewardSums, sums_of
 from .forms import REASON
 
@@ -40,7 +40,7 @@ class Summary:
         for column in self.columns:
             rewards = [reward for row in rows for reward in _numbers(row.get(column))]
             self.by_column[column] += sums_of(np.array([rewards, rewards]).T)
-        both = [(row.get("reward_chosen"), row.get("reward_rejected")) for row in rows]
+        both = [(row.get("reward_chosen"), row.get("reward_rejected")) for each in rows for row in by_step(each)]
         pairs = [pair for pair in both if all(isinstance(reward, float) for reward in pair)]
         self.pairs += sums_of(np.array(pairs))
         for row in [ranking for each in rows for ranking in by_attribute(each)]:
@@ -57,7 +57,7 @@ class Summary:
     def lines(self) -> Iterator[str]:
         """Yield accuracy and margin of pairs, and the range of each column."""
         if found := self.pairs.metrics():
-            yield f"pairs            {self.pairs.pairs}"
+            yield f"{'pairs' if 'reward_chosen' in self.columns else 'steps':<16} {self.pairs.pairs}"
             yield f"accuracy         {found['accuracy']:.4f}"
             yield f"ties             {self.pairs.ties}"
             yield f"mean margin      {found['margin']:.4f}"

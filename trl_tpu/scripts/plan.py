@@ -19,12 +19,14 @@ from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.data.measure import measure
 from trl_tpu.errors import UserError
+from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.frozen import freeze
 from trl_tpu.modeling.load import explaining, load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
+from trl_tpu.modeling.outputs import write_outputs
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
 from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.plan import layers, report
@@ -63,9 +65,9 @@ class PlanArguments:
     all_layers: bool = False
 
 
-def make_parser() -> TrlParser:
-    """Make the parser: the flags of ``trl-tpu reward`` and those of planning."""
-    types = (PlanArguments, ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig)
+def make_parser(config: type[RewardConfig] = RewardConfig) -> TrlParser:
+    """Make the parser: the flags of planning and those of the training, of ``trl-tpu reward`` or ``trl-tpu prm``."""
+    types = (PlanArguments, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
     return TrlParser(types, prog="trl-tpu plan")
 
 
@@ -82,7 +84,7 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
     """Plan, and print what was found.
 
     Args:
-        argv: The words after the command's name.
+        argv: The words after the command's name; ``prm`` before the flags plans process rewards.
         compile_layout: What compiles; by default the TPU's compiler.
 
     Returns:
@@ -93,7 +95,8 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
             itself would refuse.
         RuntimeError: The compiler fails for another reason than memory.
     """
-    parser = make_parser()
+    config = PRMConfig if argv[:1] == ["prm"] else RewardConfig
+    argv, parser = argv[argv[:1] == ["prm"] :], make_parser(config)
     plan_args, script, args, model_args, data = parser.parse_args_and_config(argv)
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
@@ -104,12 +107,12 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
         workload = read_workload(script, args, model_args, data, folder)
     depths = None if plan_args.all_layers or args.scan_layers else layers.two_depths(workload.config)
     given = parser.parse_known_args(take_config(argv)[1])[0]  # before `RewardConfig` has read it
-    fields = {each.name for each in dataclasses.fields(RewardConfig) if each.init} - _DECIDED_BY_REMAT
+    fields = {each.name for each in dataclasses.fields(config) if each.init} - _DECIDED_BY_REMAT
     compile_layout = compile_layout or partial(
         layers.compile_layout,
         arguments={name: value for name, value in vars(given).items() if name in fields}
         | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None},
-        peft_config=get_peft_config(model_args),
+        peft_config=get_peft_config(model_args, args.step_separator),
         depths=depths,
     )
 
@@ -161,7 +164,7 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
-    config.attribute_weights = []  # what is traced are pairs
+    write_outputs(config, args.attributes or (), args.attribute_weights, args.step_separator)
     model = model_without_weights(config, dtype if dtype != "auto" else config.dtype or "float32")
     tokens = None
     if script.dataset_name or data.datasets:
@@ -173,7 +176,7 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
         _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
         tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
-    if (peft_config := get_peft_config(model_args)) is not None:
+    if (peft_config := get_peft_config(model_args, args.step_separator)) is not None:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
     freeze(model, args.frozen_parameters)
     return Workload(model, args, assumed_pair(args) if tokens is None else measure(tokens).lengths, tokens)

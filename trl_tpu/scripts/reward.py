@@ -23,8 +23,10 @@ from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
+from trl_tpu.data.judgements import labels_of
 from trl_tpu.data.measure import dialogues_in, id_columns
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
+from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.datafiles import broken_line, pick_split
 from trl_tpu.scripts.parser import TrlParser
@@ -89,13 +91,14 @@ def main(
     if training_args.eval_strategy != "no" or training_args.do_eval:
         eval_dataset = pick_split(dataset, script_args.dataset_test_split, what)
 
-    trainer = RewardTrainer(
+    trainer_type = RewardTrainer if training_args.step_separator is None else PRMTrainer
+    trainer = trainer_type(
         model=resolve_model(model_args.model_name_or_path, output_dir),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+        peft_config=get_peft_config(model_args, training_args.step_separator),
     )
 
     def say(line: str) -> None:
@@ -108,8 +111,9 @@ def main(
         for place, ids in enumerate(dialogues_in(pair)):
             name = columns[place] if len(columns) == 2 else f"{columns[0]}[{place}]"
             say(f"{name} of the first pair: {trainer.processing_class.decode(list(ids))!r}")
-        if "grades" in pair:
-            say(f"grades of the first pair: {pair['grades']}")
+        for name, (values, *_) in labels_of([pair], len(dialogues_in(pair))).items():
+            if name != "is_there":
+                say(f"{name} of the first pair: {values.tolist()}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
@@ -228,17 +232,17 @@ def held_out_table(metrics: dict[str, float]) -> str:
     """
     rows = ("accuracy", "loss", "margin", "mean_reward", "min_reward", "max_reward")
     lines = [f"  {name:<12} {metrics[f'eval_{name}']:>9.4f}" for name in rows if f"eval_{name}" in metrics]
-    return "\n".join(["Held-out pairs", *lines])
+    return "\n".join(["Held-out data", *lines])
 
 
-def make_parser(prog: str | None = None) -> TrlParser:
+def make_parser(prog: str | None = None, config: type[RewardConfig] = RewardConfig) -> TrlParser:
     """Make the parser of the command's flags."""
-    return TrlParser((RewardScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig), prog=prog)
+    return TrlParser((RewardScriptArguments, config, ModelConfig, DatasetMixtureConfig), prog=prog)
 
 
-def run(argv: list[str]) -> int:
-    """Run the command ``trl-tpu reward``; returns the exit status."""
-    parsed = make_parser(prog="trl-tpu reward").parse_args_and_config(argv)
+def run(argv: list[str], parser: TrlParser | None = None) -> int:
+    """Run the command ``trl-tpu reward``, or one that has another parser; returns the exit status."""
+    parsed = (parser or make_parser(prog="trl-tpu reward")).parse_args_and_config(argv)
     script_args, training_args, model_args, dataset_args = parsed
     try:
         main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)

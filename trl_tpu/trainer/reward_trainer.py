@@ -38,9 +38,8 @@ from ..data.measure import NO_LABEL, SOLUTION
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..evaluation.judge import check_eval_by, judge
-from ..evaluation.ranking import judged_sums
+from ..evaluation.ranking import compared, judged_sums
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
-from ..modeling.attributes import attributes_of
 from ..modeling.build import (
     build_dataset,
     build_reward_model,
@@ -51,6 +50,7 @@ from ..modeling.build import (
 )
 from ..modeling.engines import BASE_CONFIG, set_scale
 from ..modeling.losses import Loss
+from ..modeling.outputs import Outputs
 from ..modeling.rewards import rewards_of
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..modeling.work import work_of_a_pair
@@ -213,7 +213,7 @@ class RewardTrainer(DeviceTrainer):
     @cached_property
     def __reward_metrics(self) -> RewardMetrics:
         metrics = RewardMetrics(runtime.current(), self.args.device, skips_nonfinite=self.args.nonfinite_limit > 0)
-        metrics.attribute_weights = tuple(attributes_of(without_adapters(self.model).config).values())
+        metrics.attribute_weights = tuple(Outputs.of(without_adapters(self.model).config).attributes.values())
         return metrics
 
     def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
@@ -244,7 +244,8 @@ class RewardTrainer(DeviceTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            own = (*SOLUTION, "labels") if self.args.judges_steps else (*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED)
+            own = (*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED)
+            own = own if self.args.step_separator is None else (*SOLUTION, "labels")
             columns = LEGACY_KEYS if self.__old_columns else own
             self._signature_columns = [*columns, *Pairs.label_columns]  # type: ignore[assignment]
 
@@ -443,11 +444,12 @@ class RewardTrainer(DeviceTrainer):
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
             self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
-        if "step" in labels:
-            return own
         pairs = self.__evaluated_pairs(len(rewards_NK))
+        of = "steps" if "step" in labels else "pairs"
+        if of == "steps":
+            rewards_NK, labels, pairs = torch.from_numpy(compared(rewards_NK, every_N, labels)), {}, None
         grades = [labels[name].numpy() for name in ("grade", "is_there") if name in labels]
-        groups: Any = {"eval_by": self.args.eval_by, "attributes": self.args.attributes or ()}
+        groups: Any = {"eval_by": self.args.eval_by, "attributes": self.args.attributes or (), "of": of}
         if (verdict := judge(rewards_NK.double().numpy(), pairs, *grades, **groups)) is not None:
             self.__reward_metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
@@ -521,8 +523,7 @@ class RewardTrainer(DeviceTrainer):
         base = get_config_model_id(self.model.config)
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
-        scale, separator = self.__reward_metrics.scale, getattr(self.args, "step_separator", None)
-        grades = attributes_of(self.model.config)
+        scale, outputs = self.__reward_metrics.scale, Outputs.of(self.model.config)
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
@@ -530,7 +531,7 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            reading=Reading(self.processing_class, self.args.max_length, scale, self.__date, separator, grades),
+            reading=Reading(self.processing_class, self.args.max_length, scale, self.__date, outputs),
             evaluation=evaluation,
         )
         card.save(path)

@@ -1,7 +1,6 @@
 """PRMConfig: the settings of a `PRMTrainer`."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...config.checks import check_limits
 from ...config.field_help import help_from_docstring
@@ -32,10 +31,9 @@ class PRMConfig(RewardConfig):
         UserError: For settings of pairs, whose texts are left out or cut at either end.
     """
 
-    judges_steps: ClassVar[bool] = True
     learning_rate: float = 1e-5
     max_completion_length: int | None = None
-    step_separator: str = "\n"
+    step_separator: str = "\n"  # type: ignore[misc]  # None where dialogues are judged
     train_on_last_step_only: bool = False
 
     def __post_init__(self) -> None:

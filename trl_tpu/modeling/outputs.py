@@ -1,0 +1,99 @@
+"""What a reward model's outputs are, as its config says: one reward, one of each attribute, or two of each step."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import CONFIG_NAME, cached_file
+
+from .engines import BASE_CONFIG
+from .score_head import score_head_of
+
+_CONFIGS = (BASE_CONFIG, CONFIG_NAME)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of a model, and how they make its reward.
+
+    Args:
+        attributes: The weights of attributes by their names, in the order of the outputs; none of other models.
+        step_separator: What follows each step that the model judges; None where it judges dialogues.
+    """
+
+    attributes: Mapping[str, float]
+    step_separator: str | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig | dict[str, Any]) -> "Outputs":
+        """Read a model's config."""
+        said = config if isinstance(config, dict) else vars(config)
+        names = {int(place): name for place, name in (said.get("id2label") or {}).items()}
+        weights = {names[place]: float(weight) for place, weight in enumerate(said.get("attribute_weights") or ())}
+        return cls(weights, said.get("step_separator"))
+
+    @classmethod
+    def saved(cls, model: str | Path) -> "Outputs":
+        """Read the config of a saved model, or of that which saved adapters make, in a folder or at the Hub.
+
+        Those of TRL do not say what follows a step: then it is a line break, TRL's default.
+        """
+        files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in _CONFIGS)
+        said = next((json.loads(Path(file).read_text("utf-8")) for file in files if file), {})
+        if any("TokenClassification" in name for name in said.get("architectures") or ()):
+            said.setdefault("step_separator", "\n")
+        return cls.of(said)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """What each counts in the reward; that of a step is the log-odds that it is right."""
+        return (-1.0, 1.0) if self.step_separator is not None else tuple(self.attributes.values()) or (1.0,)
+
+    @property
+    def auto_class(self) -> Any:
+        """The class of transformers that loads such models."""
+        dialogues, steps = AutoModelForSequenceClassification, AutoModelForTokenClassification
+        return dialogues if self.step_separator is None else steps
+
+
+def write_outputs(
+    config: PretrainedConfig, names: Sequence[str], weights: Sequence[float] | None, step_separator: str | None
+) -> None:
+    """Write into a model's config what its outputs are, in place of what it says of the model it begins as.
+
+    Args:
+        names: Of attributes, in the order of the outputs; none of other models.
+        weights: Of each; by default those that the config has, or else alike.
+        step_separator: As in `Outputs`.
+    """
+    before = Outputs.of(config).attributes
+    for name in ("attribute_weights", "step_separator"):
+        vars(config).pop(name, None)
+    if names:
+        config.attribute_weights = list(weights or before.values()) or [1 / len(names)] * len(names)
+        config.id2label, config.label2id = dict(enumerate(names)), {name: place for place, name in enumerate(names)}
+    if step_separator is not None:
+        config.step_separator = step_separator
+
+
+def fold_attributes(model: PreTrainedModel, outputs: Outputs) -> None:
+    """Give a model of attributes one output, the reward that they make, for readers that know one number.
+
+    Its score head has to be a linear layer, as all are in transformers. The weights of other models stay.
+    """
+    write_outputs(model.config, (), None, outputs.step_separator)
+    if not outputs.attributes:
+        return
+    weights_A = torch.tensor(outputs.weights, dtype=torch.float64)
+    for parameter in score_head_of(model).parameters():
+        parameter.data = (weights_A @ parameter.data.double())[None].to(parameter.dtype)
+    model.config.num_labels = 1
