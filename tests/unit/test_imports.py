@@ -156,10 +156,10 @@ BELOW = {
         "batching", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
     },
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
-    "plan": {"batching", "config", "data", "modeling", "packing", "parallel", "runtime", "trainer"},
+    "plan": {"batching", "config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer"},
     "scripts": {
         "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",
-        "plan", "report", "runtime", "scoring", "trainer",
+        "experimental", "plan", "report", "runtime", "scoring", "trainer",
     },
     "import_utils": set(),
     "cli": {"plan", "scripts", "runtime"},

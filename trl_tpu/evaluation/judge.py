@@ -39,9 +39,8 @@ def judge(
     rewards_NK, *grades = (values.reshape(-1, values.shape[-1]) for values in (rewards_NK, *grades))  # type: ignore[assignment]
     if not np.isfinite(rewards_NK).all(axis=-1).any():
         return None
-    judge_rows: Any = (
-        partial(judge_rankings, rewards_NK, *grades) if grades else partial(judge_pairs, rewards_NK, of=of)
-    )
+    judge_rows: Any = judge_rankings if grades else partial(judge_pairs, of=of)
+    judge_rows = partial(judge_rows, rewards_NK, *grades)
     if not isinstance(dataset, Dataset):
         if eval_by is not None:
             logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)

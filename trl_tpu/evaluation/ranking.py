@@ -96,7 +96,8 @@ def by_attribute(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def by_step(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return a scored row of labeled steps as a pair for each, in which a wrong one is below 0; another as it is."""
-    steps, labels, rewards = (row.get(name) for name in ("completions", "labels", "rewards"))
+    steps: Any = row.get("completions")
+    labels, rewards = row.get("labels"), row.get("rewards")
     if not isinstance(labels, list) or not isinstance(rewards, list) or len(labels) != len(rewards):
         return [row]
     pairs = [(reward, 0.0) if label else (0.0, reward) for label, reward in zip(labels, rewards, strict=True)]

@@ -37,7 +37,7 @@ from .engines import tell_engines
 from .experts import use_static_experts
 from .frozen import freeze
 from .layers import find_layers
-from .load import check_outputs, forget_files, get_config_model_id, load_model, load_processing_class
+from .load import check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
 from .losses import TIES
 from .outputs import Outputs, write_outputs
 from .positions import learned_positions
@@ -124,7 +124,7 @@ def build_reward_model(
             if value is not None:
                 logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
     base = without_adapters(model)
-    check_outputs(base, outputs)
+    check_num_labels(base, outputs)
     write_outputs(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(
         model, processing_class, revision=revision, trust_remote_code=args.trust_remote_code

@@ -40,7 +40,7 @@ def tell_engines(config: PretrainedConfig) -> None:
     """Write into the config of a model with one output that this output is the reward, as it is.
 
     ``problem_type`` is what transformers' pipeline and vLLM's `/classify` read, and does not change training, since
-    nothing passes labels. ``head_dtype`` is vLLM's. What the config's owner has set stays, and that of a model of steps.
+    nothing passes labels. ``head_dtype`` is vLLM's. What the config's owner has set stays. A model of steps has two.
     """
     if getattr(config, "step_separator", None) is not None:
         return

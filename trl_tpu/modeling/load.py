@@ -21,7 +21,7 @@ from transformers import (
 from .. import runtime
 from ..errors import UserError, UserFileError
 from .model_shape import model_without_weights
-from .outputs import Outputs, write_outputs
+from .outputs import ONE_REWARD, Outputs, write_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def load_model(
     trust_remote_code: bool = False,
     quantization_config: Any | None = None,
     in_files: bool = False,
-    outputs: Outputs,
+    outputs: Outputs = ONE_REWARD,
 ) -> PreTrainedModel:
     """Load a checkpoint as a reward model with these outputs.
 
@@ -171,7 +171,7 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
         logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
 
 
-def check_outputs(model: Any, outputs: Outputs) -> None:
+def check_num_labels(model: Any, outputs: Outputs = ONE_REWARD) -> None:
     """Raise UserError unless the model has one output, or, to judge steps, is a token classifier with two labels.
 
     Of several attributes it has as many outputs as are needed.

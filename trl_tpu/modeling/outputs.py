@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Outputs:
         step_separator: What follows each step that the model judges; None where it judges dialogues.
     """
 
-    attributes: Mapping[str, float]
+    attributes: Mapping[str, float] = field(default_factory=dict)
     step_separator: str | None = None
 
     @classmethod
@@ -48,7 +48,7 @@ class Outputs:
         Those of TRL do not say what follows a step: then it is a line break, TRL's default.
         """
         files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in _CONFIGS)
-        said = next((json.loads(Path(file).read_text("utf-8")) for file in files if file), {})
+        said: dict[str, Any] = next((json.loads(Path(file).read_text("utf-8")) for file in files if file), {})
         if any("TokenClassification" in name for name in said.get("architectures") or ()):
             said.setdefault("step_separator", "\n")
         return cls.of(said)
@@ -63,6 +63,9 @@ class Outputs:
         """The class of transformers that loads such models."""
         dialogues, steps = AutoModelForSequenceClassification, AutoModelForTokenClassification
         return dialogues if self.step_separator is None else steps
+
+
+ONE_REWARD = Outputs()
 
 
 def write_outputs(

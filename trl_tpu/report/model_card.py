@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..modeling.engines import RewardScale
-from ..modeling.outputs import Outputs
+from ..modeling.outputs import ONE_REWARD, Outputs
 
 _TAG = "generated_from_trainer"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
@@ -31,7 +31,7 @@ class Reading:
     max_length: int | None = None
     scale: RewardScale | None = None
     date: str | None = None
-    outputs: Outputs = Outputs({})
+    outputs: Outputs = ONE_REWARD
 
     @property
     def bos(self) -> str | None:

@@ -47,7 +47,8 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     if not any(grades) and not columns.issuperset(_REWARDS):
         raise UserError(
             f"{path} does not say which answer is better: its columns are {', '.join(sorted(columns))}. Score pairs, "
-            f"which gives {' and '.join(_REWARDS)}, or completions with scores, ranks or labels of steps: `trl-tpu score --output`."
+            f"which gives {' and '.join(_REWARDS)}, or completions with scores, ranks, or labels of steps: `trl-tpu "
+            "score --output`."
         )
     if eval_by is not None and eval_by not in columns:
         raise UserError(f"{path} has no {eval_by!r}; it has {', '.join(sorted(columns))}.")

@@ -64,7 +64,7 @@ def score(
     return chain.from_iterable(scored for _, scored in scored_windows(model, all_rows, form, max_length))
 
 
-def _as_row(row: Row | Dialogue) -> Row:
+def _as_row(row: Any) -> Row:
     if isinstance(row, str):
         return {"text": row}
     return {"messages": row} if isinstance(row, list) else row

@@ -244,8 +244,8 @@ class RewardTrainer(DeviceTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            own = (*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED)
-            own = own if self.args.step_separator is None else (*SOLUTION, "labels")
+            own = {*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED}
+            own = own if self.args.step_separator is None else {*SOLUTION, "labels"}
             columns = LEGACY_KEYS if self.__old_columns else own
             self._signature_columns = [*columns, *Pairs.label_columns]  # type: ignore[assignment]
 
