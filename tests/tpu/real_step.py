@@ -13,10 +13,10 @@ if __name__ == "__main__":
     request = pickle.loads(Path(request_file).read_bytes())
 
     import torch
-    from transformers import AutoModelForSequenceClassification
-
+    from trl_tpu.modeling.outputs import Outputs
     from trl_tpu.plan.trace import trainer_of
 
-    request.model.num_labels = 1
-    model = AutoModelForSequenceClassification.from_config(request.model, dtype=getattr(torch, request.dtype))
+    outputs = Outputs.of(request.model)
+    request.model.num_labels = len(outputs.weights)
+    model = outputs.auto_class.from_config(request.model, dtype=getattr(torch, request.dtype))
     trainer_of(request, model, folder).train()

@@ -38,6 +38,12 @@ def lora() -> Any:
 CASES: dict[str, dict[str, Any]] = {
     "packed": {"rows": 4},
     "rankings": {"rows": 4, "answers": 3},
+    "steps": {"rows": 4, "answers": 3, "model": {"step_separator": "\n"}},
+    "attributes, padded": {
+        "answers": 3,
+        "model": {"attribute_weights": [0.5, 0.5], "id2label": {0: "a", 1: "b"}},
+        "arguments": {"attributes": ["a", "b"], "packing": "false"},
+    },
     "padded, tensor parallel": {
         "length": 64,
         "dtype": "bfloat16",
@@ -57,9 +63,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def request_of(name: str) -> StepRequest:
     case = {"length": 128} | CASES[name]
-    own, peft = case.pop("arguments", {}), case.pop("peft", None)
+    own, peft, model = (case.pop(name, {}) for name in ("arguments", "peft", "model"))
     sizes = {"per_device_train_batch_size": 2}
-    return StepRequest(LlamaConfig(**CONFIG), CHIPS, arguments=sizes | own, peft=peft and peft(), **case)
+    return StepRequest(LlamaConfig(**CONFIG, **model), CHIPS, arguments=sizes | own, peft=peft() if peft else None, **case)
 
 
 Traced, Written = Future[TracedProgram], Future[list[bytes]]
@@ -145,4 +151,4 @@ def donors_of(module: bytes) -> list[int]:
 
 def test_what_the_trainer_refuses_is_refused_with_its_words() -> None:
     with pytest.raises(RuntimeError, match="fsdp=3"):
-        trace_step(StepRequest(LlamaConfig(**CONFIG), CHIPS, length=128, rows=4, arguments={"mesh": "fsdp=3"}))
+        trace_step(StepRequest(LlamaConfig(**CONFIG, **model), CHIPS, length=128, rows=4, arguments={"mesh": "fsdp=3"}))
