@@ -13,6 +13,7 @@ if __name__ == "__main__":
     request = pickle.loads(Path(request_file).read_bytes())
 
     import torch
+
     from trl_tpu.modeling.outputs import Outputs
     from trl_tpu.plan.trace import trainer_of
 

@@ -65,7 +65,9 @@ def request_of(name: str) -> StepRequest:
     case = {"length": 128} | CASES[name]
     own, peft, model = (case.pop(name, {}) for name in ("arguments", "peft", "model"))
     sizes = {"per_device_train_batch_size": 2}
-    return StepRequest(LlamaConfig(**CONFIG, **model), CHIPS, arguments=sizes | own, peft=peft() if peft else None, **case)
+    return StepRequest(
+        LlamaConfig(**CONFIG, **model), CHIPS, arguments=sizes | own, peft=peft() if peft else None, **case
+    )
 
 
 Traced, Written = Future[TracedProgram], Future[list[bytes]]
@@ -151,4 +153,4 @@ def donors_of(module: bytes) -> list[int]:
 
 def test_what_the_trainer_refuses_is_refused_with_its_words() -> None:
     with pytest.raises(RuntimeError, match="fsdp=3"):
-        trace_step(StepRequest(LlamaConfig(**CONFIG, **model), CHIPS, length=128, rows=4, arguments={"mesh": "fsdp=3"}))
+        trace_step(StepRequest(LlamaConfig(**CONFIG), CHIPS, length=128, rows=4, arguments={"mesh": "fsdp=3"}))

@@ -1,5 +1,6 @@
 """Process rewards: packed, padded and transformers' own token classification give the same numbers."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
+from trl_tpu.scoring.forms import REASON
+from trl_tpu.scoring.stream import score
+from trl_tpu.scripts import prm
+from trl_tpu.scripts.export import run as export_run
+from trl_tpu.scripts.report import run as report_run
+from trl_tpu.scripts.score import run as score_run
 
 HEAD = "base_model.model.score.modules_to_save.default.weight"
 
@@ -119,6 +126,61 @@ def test_solutions_without_labels_count_nothing(model: str, tmp_path: Path) -> N
         trainer.train()
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
         assert losses == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("family", "separator"), [("Llama", "\n"), ("GPT2", "\n"), ("Llama", " => ")])
+def test_scores_are_the_log_odds_at_the_ends_of_steps(model: str, tmp_path: Path, family: str, separator: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1, num_labels=2,
+    )  # fmt: skip
+    if separator != "\n":  # as TRL saves it, it has none
+        config.step_separator = separator
+    made = getattr(transformers, f"{family}ForTokenClassification")(config).eval()
+    made.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rows = [*solutions(9).to_list(), {"prompt": "None:", "completions": []}, {"prompt": None, "completions": ["a"]}]
+    scored = list(score(str(tmp_path), rows))
+    for row, each in zip(rows[:9], scored, strict=False):
+        solution = PRMTrainer.tokenize_row(row, tokenizer, separator, None, None, False, True)
+        logits = made(torch.tensor([solution["input_ids"]])).logits[0].double()
+        ends = [place for place, label in enumerate(solution["labels"]) if label != -100]
+        assert each["rewards"] == pytest.approx((logits[:, 1] - logits[:, 0])[ends].tolist(), abs=2e-6)
+        assert each["tokens"] == [end + 1 for end in ends]
+    assert (scored[9]["rewards"], scored[10]["rewards"]) == ([], None) and "`prompt` must be text" in scored[10][
+        REASON
+    ]
+    for kind, best in (({"text": "a"}, False), ({"prompt": "a", "completions": ["b"]}, True)):
+        with pytest.raises(UserError, match="The model judges steps"):
+            list(score(str(tmp_path), [kind], best_of_n=best))
+
+
+@pytest.mark.parametrize("adapters", [[], ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]])
+def test_the_command_trains_what_is_scored_and_reported(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture, adapters: list[str]
+) -> None:
+    for split, rows in {"train": solutions(16), "test": solutions(9, seed=1)}.items():
+        rows.to_json(tmp_path / "data" / f"{split}.jsonl")
+    words = [
+        "--model_name_or_path", model, "--dataset_name", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run"),
+        "--max_steps", "2", "--do_eval", "true", "--report_to", "none", "--disable_tqdm", "true", *adapters,
+    ]  # fmt: skip
+    assert prm.run([*words, "--dry_run", "true"]) == 0
+    assert (
+        r"slowly:After it comes 0.\n'" in (shown := capsys.readouterr().out) and "step of the first pair: [" in shown
+    )
+    assert prm.run(words) == 0
+    accuracy = re.search(r"Held-out data\n  accuracy +(\S+)", capsys.readouterr().out)
+    for folder, export in (("run", []), ("exported", ["--merge"] if adapters else [])):
+        if folder == "exported":
+            export_run([str(tmp_path / "run" / "checkpoint-2"), str(tmp_path / folder), *export])
+        to = str(tmp_path / f"{folder}.jsonl")
+        data = ["--dataset_name", str(tmp_path / "data"), "--dataset_split", "test", "--output", to]
+        assert score_run(["--model_name_or_path", str(tmp_path / folder), *data]) == 0
+        assert accuracy is not None and f"accuracy         {accuracy[1]}" in capsys.readouterr().out
+    assert report_run([to]) == 0
+    assert f"It tells right from wrong in {float(accuracy[1]):.1%}" in capsys.readouterr().out
 
 
 BAD = [{"labels": [1]}, {"labels": [1, None]}, {"labels": [1, 2]}, {"completions": []}, {"completions": None}]

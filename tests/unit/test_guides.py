@@ -27,11 +27,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES
 from trl_tpu.parallel.rules import Rules
-from trl_tpu.scripts import export, plan, report, reward, score, synthetic
+from trl_tpu.scripts import export, plan, prm, report, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
 MAKE_PARSER: dict[str, Any] = {
     "reward": reward.make_parser,
+    "prm": prm.make_parser,
     "score": score.make_parser,
     "export": export.make_parser,
     "plan": plan.make_parser,

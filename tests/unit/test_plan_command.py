@@ -1,17 +1,21 @@
 """The command ``trl-tpu plan``: from flags and YAML to what is compiled and printed, with a made-up compiler."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 from places import ROOT
 from planned import REFUSAL, compiled
+from stepwise import solutions
 from transformers import AutoConfig
 
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.outputs import Outputs
 from trl_tpu.plan import layers
 from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.trace import StepRequest, TracedProgram
@@ -103,6 +107,24 @@ def test_rankings_are_planned_with_all_their_answers(
     (layout,) = planned("synthetic:tiny", f"--dataset_name synthetic:rankings --packing {packing}")
     assert layout.shape == (rows or 8 * 4, length)  # of 8 prompts
     assert layout.workload.attends_with_masks(2**20)  # of however long rows, as they train
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_steps_and_attributes_are_planned_as_they_train(
+    packing: str, tmp_path: Path, traced: list[StepRequest], capsys: pytest.CaptureFixture
+) -> None:
+    solutions(20).to_json(tmp_path / "steps.jsonl")
+    words = ["--topology", "v6e:1x1", "--model_name_or_path", "synthetic:tiny", "--report_to", "none"]
+    words += ["--packing", packing, "--per_device_train_batch_size", "4"]
+    of_steps = ["prm", *words, "--step_separator", " "]
+    assert plan.main([*words, "--attributes", "helpful", "brief", "--max_length", "64"]) == 0
+    assert plan.main(of_steps) == plan.main([*of_steps, "--dataset_name", str(tmp_path / "steps.jsonl")]) == 0
+    assert [each.model.num_labels for each in traced] == [2, 2, 2]
+    wanted = [Outputs({"helpful": 0.5, "brief": 0.5}), Outputs({}, " "), Outputs({}, " ")]
+    assert [Outputs.of(each.model) for each in traced] == wanted
+    assert traced[2].answers == 5
+    rows = re.findall(r"4 pairs in (\d+) rows of", capsys.readouterr().err)
+    assert rows == (["8", "4", "4"] if packing == "false" else ANY)  # a solution is a row
 
 
 def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, traced: list[StepRequest]) -> None:
