@@ -288,15 +288,14 @@ def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
     dialogues += dialogues[:3]
     unpadded, planned = Batches(0, 500, 384).unpadded, Batches(0, 512, 384, shards=2, row_length=32).planned
     found, shapes = set(), []
-    for members_N2, batch in (unpadded if kind == "unpadded" else planned)(dialogues):
+    for members_N, batch in (unpadded if kind == "unpadded" else planned)(dialogues):
         for rows in batch["packed"].micro_batches:
             shapes.append(tuple(rows.input_ids_RL.shape))
-            for pair in np.flatnonzero(rows.pair_mask_P):
-                for half, member in enumerate(members_N2[pair]):
-                    row, column = rows.last_row_PK[pair, half], rows.last_column_PK[pair, half]
-                    seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
-                    assert rows.input_ids_RL[row, seen].tolist() == dialogues[member].tolist()
-                    found.add(int(member))
+            for place in np.flatnonzero(rows.pair_mask_P):
+                row, column = rows.last_row_PK[place, 0], rows.last_column_PK[place, 0]
+                seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
+                assert rows.input_ids_RL[row, seen].tolist() == dialogues[members_N[place]].tolist()
+                found.add(int(members_N[place]))
     assert found == set(range(len(dialogues)))
     if kind == "unpadded":
         assert sum(length for _, length in shapes) < 0.6 * sum(map(len, dialogues))

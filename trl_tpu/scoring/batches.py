@@ -1,9 +1,8 @@
-"""Makes training's batches of dialogues that are only to be scored: which of them are pairs, and by which collator.
+"""Makes training's batches of dialogues that are only to be scored: each is the one answer of a row.
 
-In lexicographic order those dialogues are neighbors that share most: the answers to a prompt, and prompts that begin
-alike. For packed rows two neighbors that share a part are a pair, and any other dialogue is one with itself: what a
-pair shares is computed once, so that takes the dialogue's own tokens. In padded rows nothing is shared, so there two
-dialogues of about one length are a pair.
+In lexicographic order those are neighbors that share most, the answers to a prompt, and prompts that begin alike: they
+come into one batch, whose packed rows hold what they share once. Padded rows share nothing, so there a batch has
+dialogues of about one length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +18,10 @@ from ..packing.trie import in_order
 
 _SHORTEST_ROW = 128
 _SHORTEST_PADDED_ROW = 64
-_PAIRS = 1024  # that are packed together
-_SHARED_PART = 0.25  # of a dialogue: what the next must share, to be a pair with it
+_MOST = 2048  # dialogues that are packed together
 _USUAL = 0.75  # of the dialogues fit three times into a usual row
 
-#: Which two dialogues each pair of a batch is, [P, 2], and what a collator makes of them.
+#: Which dialogues a batch has, [N], and what a collator makes of them.
 Batch = tuple[np.ndarray, dict[str, Any]]
 
 
@@ -49,15 +47,16 @@ class Batches:
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
         """Yield rows without padding, for a device that takes any shape."""
-        collate = UnpaddedRow(self.pad_token_id, self.attention_crossover_length)
-        some: list[tuple[int, int]] = []
-        tokens = 0
-        for size, shared, pair in _neighbors(dialogues, self.tokens):
-            if some and (tokens + size - shared > self.tokens or len(some) == _PAIRS):
+        collate = UnpaddedRow(self.pad_token_id, self.attention_crossover_length, answers=1)
+        order, shared = in_order(list(dialogues))
+        some, tokens = list[int](), 0
+        for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
+            size = len(dialogues[index])
+            if some and (tokens + size - common > self.tokens or len(some) == _MOST):
                 yield _batch(collate, dialogues, some)
                 some, tokens = [], 0
-            tokens += size - (shared if some else 0)
-            some.append(pair)
+            tokens += size - (common if some else 0)
+            some.append(index)
         if some:
             yield _batch(collate, dialogues, some)
 
@@ -66,17 +65,17 @@ class Batches:
         if self.row_length is None and dialogues:
             usual = np.quantile([len(ids) for ids in dialogues], _USUAL)
             self.row_length = _doubled(_SHORTEST_ROW, 3 * usual)
-        length = self.row_length or _SHORTEST_ROW
-        by_length: dict[int, list[tuple[int, int]]] = {}
-        for size, _, pair in _neighbors(dialogues, length):
-            by_length.setdefault(_doubled(length, size), []).append(pair)
-        pairs = round_up(_PAIRS, self.shards)
+        by_length: dict[int, list[int]] = {}
+        for index in in_order(list(dialogues))[0].tolist():
+            length = _doubled(self.row_length or _SHORTEST_ROW, len(dialogues[index]))
+            by_length.setdefault(length, []).append(index)
+        most = round_up(_MOST, self.shards)
         for length, members in sorted(by_length.items()):
             shape = RowShape(self.shards * max(1, self.tokens // length), length)
             plan = RowPlan((shape,), (shape,), self.attention_crossover_length)
-            collate = PlannedRows(plan, pairs, self.pad_token_id)
-            for first in range(0, len(members), pairs):
-                yield _batch(collate, dialogues, members[first : first + pairs])
+            collate = PlannedRows(plan, most, self.pad_token_id, answers=1)
+            for first in range(0, len(members), most):
+                yield _batch(collate, dialogues, members[first : first + most])
 
     def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
         """Yield padded rows, for models of which packed rows are not exact, and to keep dialogues apart."""
@@ -84,34 +83,12 @@ class Batches:
         while waiting:
             longest = len(dialogues[waiting[0]])
             length = _doubled(_SHORTEST_PADDED_ROW, longest) if self.is_static else longest
-            pairs = self.shards * max(1, self.tokens // length // 2)
-            some, waiting = waiting[: 2 * pairs], waiting[2 * pairs :]
-            some += some[-1:] * (len(some) % 2)
-            collate: Any = DataCollatorForPreference(self.pad_token_id, pad_to_multiple_of=length)
+            most = self.shards * max(1, self.tokens // length)
+            some, waiting = waiting[:most], waiting[most:]
+            collate: Any = DataCollatorForPreference(self.pad_token_id, pad_to_multiple_of=length, answers=1)
             if self.is_static:
-                collate = PairRows(collate, pairs, self.pad_token_id)
-            yield _batch(collate, dialogues, list(zip(some[::2], some[1::2], strict=True)))
-
-
-def _neighbors(dialogues: Sequence[np.ndarray], most: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Yield pairs of neighbors in lexicographic order, and dialogues that share too little with themselves.
-
-    Before each pair how many tokens it has, its common prefix once, and how many of these the pair before it has.
-
-    Args:
-        most: Most tokens of two neighbors.
-    """
-    order, shared = (each.tolist() for each in in_order(list(dialogues)))
-    shared = [0, *shared, 0]  # of each dialogue with the one before it
-    place = 0
-    while place < len(order):
-        size, common, before = len(dialogues[order[place]]), shared[place + 1], shared[place]
-        last = min(place + 1, len(order) - 1)
-        both = size + len(dialogues[order[last]]) - common
-        if common < _SHARED_PART * size or both > most:
-            last, both = place, size
-        yield both, before, (order[place], order[last])
-        place = last + 1
+                collate = PairRows(collate, most, self.pad_token_id)
+            yield _batch(collate, dialogues, some)
 
 
 def _doubled(length: int, least: float) -> int:
@@ -121,6 +98,6 @@ def _doubled(length: int, least: float) -> int:
     return length
 
 
-def _batch(collate: Any, dialogues: Sequence[np.ndarray], pairs: list[tuple[int, int]]) -> Batch:
-    examples = [{"chosen_ids": dialogues[one].tolist(), "rejected_ids": dialogues[two].tolist()} for one, two in pairs]
-    return np.array(pairs), collate(examples)
+def _batch(collate: Any, dialogues: Sequence[np.ndarray], members: list[int]) -> Batch:
+    examples = [{"answer_ids": [dialogues[index]], "grades": [0.0]} for index in members]  # which nothing compares
+    return np.array(members), collate(examples)

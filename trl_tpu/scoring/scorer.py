@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Batch]]
 
-#: Of a micro-batch: which two dialogues each pair of its batch is [N, 2], which pairs it holds [N], and on the device
-#: their rewards [P, 2], or [P, 2A] of A attributes.
+#: Of a micro-batch: which dialogues its batch has [N], which of them it holds [N], and on the device their rewards, of
+#: A outputs [P, A].
 Computed = tuple[np.ndarray, np.ndarray, torch.Tensor]
 
 TOKENS_A_PASS = 4096
@@ -148,13 +148,13 @@ class Scorer:
 
     def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> list[Computed]:
         computed, compute = [], self.runtime.compiled(_rewards_of)
-        for members_N2, batch in self._apart(dialogues, batches):
+        for members_N, batch in self._apart(dialogues, batches):
             for inputs in micro_batches_of(batch):
-                here_N = read_batch(inputs, self.pad_token_id, "right").mask_P.numpy()[: len(members_N2)]
+                here_N = read_batch(inputs, self.pad_token_id, "right").mask_P.numpy()[: len(members_N)]
                 sent = {name: self._sent(value) for name, value in inputs.items()}
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                    rewards_P2 = compute(self.model, sent, self.pad_token_id)
-                computed.append((members_N2, here_N, self.runtime.constrain(rewards_P2.float(), (None, None))))
+                    rewards_PA = compute(self.model, sent, self.pad_token_id)
+                computed.append((members_N, here_N, self.runtime.constrain(rewards_PA.float(), (None, None))))
                 self.runtime.step_boundary()
         return computed
 
@@ -178,14 +178,13 @@ class Scorer:
     def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:
         rewards_DA = np.full((count, len(self.outputs.weights)), math.nan)
         host = self.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
-        for (members_N2, here_N, _), rewards_P2 in zip(computed, host, strict=True):
-            rewards_P2A = rewards_P2.double().view(len(rewards_P2), -1, 2).transpose(1, 2).numpy()
-            rewards_DA[members_N2[here_N]] = rewards_P2A[: len(here_N)][here_N]
+        for (members_N, here_N, _), rewards_PA in zip(computed, host, strict=True):
+            rewards_DA[members_N[here_N]] = rewards_PA.double().numpy()[: len(here_N)][here_N]
         return rewards_DA
 
 
 def _rewards_of(model: Any, inputs: dict[str, Any], pad_token_id: int) -> torch.Tensor:
-    """Compute the rewards of a micro-batch, [P, 2]; of A attributes one after the other, [P, 2A]."""
+    """Compute the rewards of a micro-batch, of A outputs [P, A]."""
     return read_batch(inputs, pad_token_id, "right").rewards(model)[0].flatten(1)
 
 
