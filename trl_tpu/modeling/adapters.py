@@ -26,17 +26,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def get_peft_config(model_args: "ModelConfig", step_separator: str | None = None) -> "LoraConfig | None":
-    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``.
-
-    Where steps are judged, the model with adapters is a token classifier.
-    """
+def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
+    """Make the LoRA configuration that the flags ask for, or None without ``use_peft``."""
     if not model_args.use_peft:
         return None
     from peft import LoraConfig
 
     return LoraConfig(
-        task_type=model_args.lora_task_type if step_separator is None else "TOKEN_CLS",
+        task_type=model_args.lora_task_type,
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha,
         lora_dropout=model_args.lora_dropout,

@@ -68,7 +68,10 @@ class PlanArguments:
 def make_parser(config: type[RewardConfig] = RewardConfig) -> TrlParser:
     """Make the parser: the flags of planning and those of the training, of ``trl-tpu reward`` or ``trl-tpu prm``."""
     types = (PlanArguments, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
-    return TrlParser(types, prog="trl-tpu plan")
+    parser = TrlParser(types, prog="trl-tpu plan")
+    if config.step_separator is not None:
+        parser.set_defaults(lora_task_type="TOKEN_CLS")
+    return parser
 
 
 def run(argv: list[str]) -> int:
@@ -112,7 +115,7 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
         layers.compile_layout,
         arguments={name: value for name, value in vars(given).items() if name in fields}
         | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None},
-        peft_config=get_peft_config(model_args, args.step_separator),
+        peft_config=get_peft_config(model_args),
         depths=depths,
     )
 
@@ -176,7 +179,7 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
         _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
         tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
-    if (peft_config := get_peft_config(model_args, args.step_separator)) is not None:
+    if (peft_config := get_peft_config(model_args)) is not None:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
     freeze(model, args.frozen_parameters)
     return Workload(model, args, assumed_pair(args) if tokens is None else measure(tokens).lengths, tokens)

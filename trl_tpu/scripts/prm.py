@@ -7,7 +7,9 @@ from trl_tpu.scripts.parser import TrlParser
 
 def make_parser() -> TrlParser:
     """Make the parser of the command's flags."""
-    return reward.make_parser(prog="trl-tpu prm", config=PRMConfig)
+    parser = reward.make_parser(prog="trl-tpu prm", config=PRMConfig)
+    parser.set_defaults(lora_task_type="TOKEN_CLS")
+    return parser
 
 
 def run(argv: list[str]) -> int:

@@ -98,7 +98,7 @@ def main(
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args, training_args.step_separator),
+        peft_config=get_peft_config(model_args),
     )
 
     def say(line: str) -> None:
