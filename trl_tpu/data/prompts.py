@@ -1,8 +1,6 @@
 """Pairs that share a prompt: found by their tokens, and handed out together."""
 
 from collections.abc import Iterator
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from datasets import Dataset
@@ -10,45 +8,39 @@ from torch.utils.data import Sampler
 
 from .measure import flat, id_columns, measure, tables_of
 
-_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no power of it vanishes
 _MORE = 16  # the first tokens that a pair's answers may have in common, of which nothing tells that they are no prompt
 
 
-_GROUPS: WeakKeyDictionary[Dataset, np.ndarray] = WeakKeyDictionary()
-
-
 def prompt_groups(dataset: Dataset) -> np.ndarray:
-    """Return `_prompt_groups` of a dataset, found once."""
-    if dataset not in _GROUPS:
-        _GROUPS[dataset] = _prompt_groups(dataset)
-    return _GROUPS[dataset]
-
-
-def _prompt_groups(dataset: Dataset) -> np.ndarray:
     """Number the pairs of token ids, so that those that share a prompt have the same number [N].
 
     What a pair's dialogues share is the prompt, and some more tokens if its answers begin alike. So a prompt is what
     the dialogues of some pair share, and its pairs are those whose dialogues share it and at most a few tokens more.
     What all dialogues of the dataset share, a system prompt say, is none.
     """
-    measured = measure(dataset)
-    columns: Any = id_columns(dataset.column_names)  # which `measure` has read
-    depth_NK = np.maximum(measured.lengths.prefix_P[:, None] - np.arange(_MORE), 0)
-    hash_NK = np.zeros(depth_NK.shape, np.uint64)  # of as many first tokens
-    power_L = np.cumprod(np.full(measured.longest_N.max(initial=0), _BASE))
-    first = 0
+    prompt_of: dict[bytes, bytes] = {}  # of what a pair's dialogues share
+    around = [b""]  # in lexicographic order, the prompts that what comes next may begin with
+    for shared in sorted(set(_shared(dataset))):
+        while not shared.startswith(around[-1]):
+            around.pop()
+        if not around[-1] or len(shared) - len(around[-1]) > 4 * _MORE:
+            around.append(shared)
+        prompt_of[shared] = around[-1]
+    numbers: dict[bytes | int, int] = {}
+    keys = (prompt_of[shared] or pair for pair, shared in enumerate(_shared(dataset)))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def _shared(dataset: Dataset) -> Iterator[bytes]:
+    """Yield the first tokens that each pair's dialogues share, 4 bytes each, without those that all dialogues share."""
+    measured, columns = measure(dataset), id_columns(dataset.column_names)
+    assert columns is not None  # which `measure` has read
+    prefixes = iter(measured.lengths.prefix_P.tolist())
     for table in tables_of(dataset, columns[:1]):
         values_T, ends_N = flat(table[columns[0]])
-        within_T = np.arange(len(values_T)) - np.repeat(ends_N[:-1], np.diff(ends_N))
-        sum_T = np.append(np.uint64(0), np.cumsum((values_T + 1).astype(np.uint64) * power_L[within_T]))  # mod 2^64
-        here, start_N1 = slice(first, first + len(table)), ends_N[:-1, None]
-        hash_NK[here] = sum_T[start_N1 + depth_NK[here]] - sum_T[start_N1]
-        first = here.stop
-    is_more_NK = depth_NK > measured.shared_prefix
-    found_NK = is_more_NK & np.isin(hash_NK, hash_NK[is_more_NK[:, 0], 0])
-    each_N, shortest_N = np.arange(first), _MORE - 1 - found_NK[:, ::-1].argmax(axis=1)
-    key_N = np.where(found_NK.any(axis=1), hash_NK[each_N, shortest_N], each_N.astype(np.uint64))
-    return np.unique(key_N, return_inverse=True)[1]
+        ids = values_T.astype(np.uint32).tobytes()
+        for start, prefix in zip(ends_N[:-1].tolist(), prefixes, strict=False):
+            yield ids[4 * (start + measured.shared_prefix) : 4 * (start + prefix)]
 
 
 class ByPrompt(Sampler[int]):
