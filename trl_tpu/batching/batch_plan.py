@@ -10,7 +10,6 @@ from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config.packing_option import Packing
 from ..config.reward_config import RewardConfig
 from ..data.collators import (
     DataCollatorForPreference,
@@ -162,11 +161,11 @@ class BatchPlan:
         self._find_out_about_padding()
 
     def _pad_because(self, obstacle: str) -> None:
-        if self._args.packing == Packing.TRUE:
+        if self._args.packing == "true":
             raise UserError(
                 f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle."
             )
-        if self._args.packing == Packing.AUTO:
+        if self._args.packing == "auto":
             logger.warning(f"Batches are padded, not packed: {obstacle}.")
         self.padded_because = obstacle
 
@@ -349,7 +348,7 @@ def _obstacle_in_settings(args: RewardConfig, old_columns: bool, model: PreTrain
     """Return which setting keeps batches from being packed; None if none does."""
     counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
     obstacles = {
-        "packing is turned off": args.packing == Packing.FALSE,
+        "packing is turned off": args.packing == "false",
         "this is the old API, with its own columns and collator": old_columns,
         "neftune_noise_alpha scales its noise by the length of rows": bool(args.neftune_noise_alpha),
         "long dialogues change positions beside them (see max_length)": _outgrows_rope(model, args),

@@ -97,6 +97,8 @@ def check_values(args: Any) -> None:
                 is_mapping = False
             if not is_mapping:  # transformers would leave the text as it is, or not say whose it is
                 raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, got {value}.')
+    if args.packing not in ("auto", "true", "false"):
+        raise UserError(f"packing must be 'auto', true or false, got {args.packing!r}.")
     if args.packed_attention not in ("auto", "masks", "expanded"):
         raise UserError(f"packed_attention must be 'auto', 'masks' or 'expanded', got {args.packed_attention!r}.")
     if args.truncation_mode not in (None, "keep_start", "keep_end"):

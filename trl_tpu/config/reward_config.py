@@ -20,7 +20,6 @@ from .checks import RANK_LIMITS, TORCHTPU_LIMITS, XLA_LIMITS, check_limits, chec
 from .duration import parse_duration
 from .field_help import help_from_docstring
 from .metric_names import ERRORS
-from .packing_option import Packing
 from .removed_arguments import RemovedArguments
 from .urls import is_url, private_folder
 
@@ -29,6 +28,9 @@ _ENDING = {
     SchedulerType.LINEAR: (SchedulerType.POLYNOMIAL, "lr_end"),  # of power 1
     SchedulerType.COSINE: (SchedulerType.COSINE_WITH_MIN_LR, "min_lr"),
 }
+
+#: Other words for `packing`, as other flags take them.
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 @help_from_docstring
@@ -284,7 +286,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
         self._fit_to_runtime()
         self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
-        self.packing = Packing.parse(self.packing)
+        self.packing = str(self.packing).lower()
+        self.packing = _SWITCHES.get(self.packing, self.packing)
         check_values(self)
         is_given = self.per_device_train_batch_size is not None
         if not is_given:

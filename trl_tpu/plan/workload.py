@@ -9,7 +9,6 @@ from datasets import Dataset
 
 from ..batching.batch_plan import LONG_ROW
 from ..batching.planned_shapes import plan_rows_of
-from ..config.packing_option import Packing
 from ..config.reward_config import RewardConfig
 from ..data.measure import has_many, most_answers
 from ..modeling.adapters import without_adapters
@@ -57,7 +56,7 @@ class Workload:
 
     @property
     def is_packed(self) -> bool:
-        return self.args.packing != Packing.FALSE
+        return self.args.packing != "false"
 
     @property
     def answers(self) -> int | None:
@@ -110,7 +109,7 @@ def assumed_pair(args: RewardConfig) -> PairLengths:
 
     Half of a dialogue of `max_length` is prompt, which packed rows hold once; in padded rows a dialogue fills a row.
     """
-    if args.packing == Packing.FALSE:
+    if args.packing == "false":
         length = args.row_length or args.max_length or LONG_ROW
         return PairLengths.of_size(4 * length // 3)  # of which three quarters are a dialogue
     usual = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW
