@@ -119,19 +119,15 @@ def plan_rows(
     added = np.maximum(np.asarray(sizes) - shared_prefix, 0)
     if max_shapes < 2 or len(added) < pairs:
         return single
-    batches_BP = -np.sort(-draw_batches(added, pairs, max_batches=max(48, 2048 // pairs)), axis=1)
+    batches_BP = draw_batches(added, pairs, max_batches=max(48, 2048 // pairs))
     work_B = covering_work([(shape,) for shape in single.update], single, batches_BP, shared_prefix).min(axis=0)
     work_B[np.isinf(work_B)] = single.work(single.update[-1:])  # by `zigzag`, where best fit fails
     needed = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
     if work_B.sum() / (1 + single.longest / attention_crossover_length) < _GOOD_ENOUGH * needed:
         return single
-    if row_length is None:
-        longest = int(added.max()) + shared_prefix
-        lengths = _lengths(batches_BP, longest, shared_prefix, multiple)
-        any_pair = RowShape(shards, int(round_up(max(longest, 1), multiple)))
-    else:
-        lengths, any_pair = np.array([row_length]), RowShape(shards, row_length)
-    several, several_work = _plan_accumulation(batches_BP, lengths, any_pair, max_shapes, shared_prefix, single)
+    longest = int(added.max()) + shared_prefix
+    lengths = np.array([row_length]) if row_length else _lengths(batches_BP, longest, shared_prefix, multiple)
+    several, several_work = _plan_accumulation(batches_BP, lengths, shards, max_shapes, shared_prefix, single)
     return several if several_work < work_B.sum() else single
 
 
@@ -153,19 +149,18 @@ def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_pre
 
 
 def _lengths(batches_BP: np.ndarray, longest: int, shared_prefix: int, multiple: int) -> np.ndarray:
-    """Return row lengths worth trying."""
+    """Return row lengths worth trying, in ascending order; the last holds any pair."""
     shortest = min(max(float(np.median(batches_BP)) + shared_prefix, 1.0), longest)
     return np.unique(round_up(np.geomspace(shortest, max(longest, 1), _CANDIDATE_LENGTHS).astype(int), multiple))
 
 
 def _plan_accumulation(
-    batches_BP: np.ndarray, lengths: np.ndarray, any_pair: RowShape, max_shapes: int, shared_prefix: int, like: RowPlan
+    batches_BP: np.ndarray, lengths: np.ndarray, shards: int, max_shapes: int, shared_prefix: int, like: RowPlan
 ) -> tuple[RowPlan, float]:
     """Return the best plan whose batches may accumulate, and its total work on the batches."""
-    shards, crossover_length = any_pair.rows, like.attention_crossover_length
-    updates = _updates(batches_BP, lengths, shards, shared_prefix)
+    crossover_length, updates = like.attention_crossover_length, _updates(batches_BP, lengths, shards, shared_prefix)
     plans = []
-    others = [RowShape(shards, int(length)) for length in lengths if length < any_pair.length]
+    *others, any_pair = (RowShape(shards, int(length)) for length in lengths)
     for accumulate in [(any_pair,), *((any_pair, other) for other in others if max_shapes > 2)]:
         plan = replace(like, update=(), accumulate=accumulate)
         before = plan.accumulations

@@ -106,12 +106,12 @@ def holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: 
 
 
 def draw_batches(sizes: np.ndarray, pairs: int, max_batches: int = 512) -> np.ndarray:
-    """Draw batches of sizes [B, P] as training would: consecutive parts of random orders."""
+    """Draw batches of sizes [B, P] as training would, consecutive parts of random orders; each in descending order."""
     count = min(max_batches, max(64, 2**15 // pairs))
     generator = np.random.default_rng(0)
     whole = len(sizes) // pairs
     epochs = [generator.permutation(sizes)[: whole * pairs].reshape(whole, pairs) for _ in range(-(-count // whole))]
-    return np.concatenate(epochs)[:count]
+    return -np.sort(-np.concatenate(epochs)[:count], axis=1)
 
 
 def _candidates(
@@ -131,11 +131,10 @@ def _candidates(
 
 
 def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
-    """Return how many rows best fit, the largest pair first, needs for each batch [B]; 0 where a pair is too long."""
-    sizes_BP = -np.sort(-batches_BP, axis=1)
+    """Return how many rows best fit needs for each batch, in descending order, [B]; 0 where a pair is too long."""
     # any two rows together are more than full, or one pair would have gone to the other row
-    rows = min(sizes_BP.shape[1], int(2 * sizes_BP.sum(axis=1).max() // max(length, 1)) + 2)
-    fits_B, free_BR = best_fit(sizes_BP, np.full(rows, length))
+    rows = min(batches_BP.shape[1], int(2 * batches_BP.sum(axis=1).max() // max(length, 1)) + 2)
+    fits_B, free_BR = best_fit(batches_BP, np.full(rows, length))
     return np.where(fits_B, np.maximum((free_BR < length).sum(axis=1), 1), 0)
 
 
