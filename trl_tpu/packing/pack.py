@@ -164,7 +164,9 @@ class _Batch:
         pair_D, (pairs, _) = self.pair_D, self.shape
         weight = max(1, self.labels["weight"].sum()) if "weight" in self.labels else len(here_P)
         answer_D = np.arange(len(pair_D)) - self.firsts_P[pair_D]
-        layout = lay_out(self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id)
+        input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, trees = lay_out(
+            self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id
+        )
 
         def fill(values_P: np.ndarray, dtype: Any = None) -> np.ndarray:
             """Put zeros for the pairs that are elsewhere, and up to P."""
@@ -178,16 +180,16 @@ class _Batch:
             return filled_PK
 
         return PackedRows(
-            layout.input_ids_RL,
-            layout.position_ids_RL,
-            layout.subtree_end_RL,
+            input_ids_RL,
+            position_ids_RL,
+            subtree_end_RL,
             last_row_PK=by_answer(row_of_tree[trees_D]),
-            last_column_PK=by_answer(layout.last_column_D),
+            last_column_PK=by_answer(last_column_D),
             pair_mask_P=fill(here_P),
             tokens_P=fill(self.tokens_P, np.int32),
             labels={name: fill(values_P) for name, values_P in self.labels.items()},
             batch_pairs_1=np.array([weight / parts], np.float32),
-            trees=layout.trees,
+            trees=trees,
         )
 
 

@@ -91,17 +91,6 @@ class Tree:
     """Its tokens in order. A tree that does not branch has one tail."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Rows in which tries are written depth first."""
-
-    input_ids_RL: np.ndarray
-    position_ids_RL: np.ndarray
-    subtree_end_RL: np.ndarray
-    last_column_D: np.ndarray
-    trees: tuple[Tree, ...]
-
-
 def lay_out(
     dialogues: list[np.ndarray],
     trees_D: np.ndarray,
@@ -110,10 +99,14 @@ def lay_out(
     prefix_DD: np.ndarray,
     shape: RowShape,
     pad_token_id: int,
-) -> Layout:
-    """Write each tree into its row, after those that are there; dialogues in tree -1 are left out.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[Tree, ...]]:
+    """Write each tree into its row, depth first, after those that are there; dialogues in tree -1 are left out.
 
     Of ``prefix_DD`` only what a dialogue shares with the one before it, in its tree and in ``order``, is read.
+
+    Returns:
+        The rows' token ids, position ids and ends of subtrees, [R, L] each; the last column of each dialogue [D]; and
+        where the trees lie.
     """
     rows, length = shape.rows, shape.length
     columns = np.arange(max(length, max(map(len, dialogues))), dtype=np.int32)
@@ -154,17 +147,12 @@ def lay_out(
         trees[-1][1] = start
         after = tree
     spans = tuple(Tree(int(start), int(stop), tuple(tails[tree])) for tree, start, stop in reversed(trees))
-    return Layout(input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, spans)
+    return input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, spans
 
 
 def _grow(tails: list[Tail], depth: int, size: int) -> None:
     """Let a dialogue follow that leaves the one before it at ``depth`` and adds ``size`` tokens."""
-    if not size:
-        return
-    if not tails:
-        tails.append(Tail(0, size, ()))
-        return
-    last = tails[-1]
+    last = tails[-1] if tails else Tail(0, 0, ())
     path = last.after(depth)
     if path and path[-1][1] == last.stop:  # it goes on where the one before it ended
         tails[-1] = replace(last, stop=last.stop + size)
