@@ -125,7 +125,7 @@ def test_pairs_are_drawn_alike_each_time() -> None:
     assert set(pairs.drawn(50).sizes_P.tolist()) == {17, 31}
     assert pairs.drawn(50).tokens == pairs.drawn(50).tokens
     assert PairLengths.of_size(1001).drawn(3).sizes_P.tolist() == [1001] * 3
-    assert pairs.longest_dialogue == 26
+    assert pairs.longest_P.tolist() == [14, 26]
 
 
 def test_a_windowed_layer_costs_less_only_where_texts_are_longer_than_the_window() -> None:

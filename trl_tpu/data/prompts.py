@@ -32,7 +32,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
 
 
 def _shared(dataset: Dataset) -> Iterator[bytes]:
-    """Yield the first tokens that each pair's dialogues share, 4 bytes each, without those that all dialogues share."""
+    """Yield the tokens that each pair's dialogues begin with alike, 4 bytes each, without those of all dialogues."""
     measured, columns = measure(dataset), id_columns(dataset.column_names)
     assert columns is not None  # which `measure` has read
     prefixes = iter(measured.lengths.prefix_P.tolist())

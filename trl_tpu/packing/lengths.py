@@ -49,10 +49,6 @@ class PairLengths:
         return self.prefix_P + self.tails_PK.sum(axis=1)
 
     @property
-    def longest_dialogue(self) -> int:
-        return int(self.longest_P.max())
-
-    @property
     def longest_P(self) -> np.ndarray:
         """Tokens of the longest dialogue of each pair."""
         return self.prefix_P + self.tails_PK.max(axis=1, initial=0)

@@ -87,7 +87,7 @@ class Workload:
     def shape(self, pairs: int, shards: int) -> tuple[int, int]:
         """Return the rows of the largest micro-batch of ``pairs`` pairs over ``shards`` shards, and their length."""
         if not self.is_packed:
-            return self.dialogues * pairs, self.lengths.longest_dialogue
+            return self.dialogues * pairs, int(self.lengths.longest_P.max())
         if self.tokens is None:
             size = int(self.lengths.sizes_P[0])
             length = self.args.row_length or int(round_up(size, 128))
