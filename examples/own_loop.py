@@ -26,6 +26,7 @@ from trl_tpu.checkpoint.state_dict import whole_weights
 from trl_tpu.data.loader import host_batches
 from trl_tpu.data.packed_batch import micro_batches_of
 from trl_tpu.modeling.build import build_dataset, build_reward_model
+from trl_tpu.parallel.mesh import BATCH_AXES
 from trl_tpu.parallel.shard import keep_activations_split, place_model, plan_model
 from trl_tpu.runtime import current
 from trl_tpu.scripts import synthetic, utils
@@ -49,7 +50,7 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
 
     def batches_of(pairs: Any, batch_size: int, order: Any = None) -> Any:
         collate = batch_plan.collator(pairs, batch_size, batch_plan.default_collator())
-        return runtime.loader(host_batches(pairs, collate, batch_size, order, args), args.mesh_shape.batch_axes)
+        return runtime.loader(host_batches(pairs, collate, batch_size, order, args), BATCH_AXES)
 
     # each weight in its shards, and activations split as the batch is
     sharding = plan_model(model, args.mesh_shape, args.sharding_rules)

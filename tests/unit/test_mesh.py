@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trl_tpu.parallel.mesh import AXES, MeshShape, check_heads, parse_mesh
+from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, check_heads, parse_mesh
 
 counts = st.integers(1, 16)
 
@@ -25,7 +25,7 @@ def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsd
     ):
         assert parse_mesh(spec, devices) == shape
     assert shape.devices == prod(shape.sizes.values()) == shape.batch_shards * tensor == devices
-    assert tuple(shape.sizes) == AXES == (*shape.batch_axes, "tensor")
+    assert tuple(shape.sizes) == AXES == (*BATCH_AXES, "tensor")
     assert parse_mesh(str(shape), devices) == shape
 
 

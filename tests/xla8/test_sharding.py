@@ -11,6 +11,7 @@ import torch_xla.distributed.spmd as xs
 
 from trl_tpu import RewardTrainer
 from trl_tpu.data.loader import skip_batches
+from trl_tpu.parallel.mesh import BATCH_AXES
 
 
 def bytes_on_a_device(tensor: torch.Tensor) -> int:
@@ -47,7 +48,7 @@ def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model
     """Also after skipping batches, as a resumed run does."""
     trainer = RewardTrainer(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
-    skipped = trainer.trl_tpu.runtime.loader(skip_batches(loader.batches, 2), trainer.args.mesh_shape.batch_axes)
+    skipped = trainer.trl_tpu.runtime.loader(skip_batches(loader.batches, 2), BATCH_AXES)
     for batches in (loader, skipped):
         for batch in batches:
             some = [rows.named_tensors() for rows in batch["packed"].micro_batches] if packing else [batch]

@@ -42,14 +42,9 @@ class MeshShape:
         return prod(self.sizes.values())
 
     @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The axes that the batch is split over."""
-        return BATCH_AXES
-
-    @property
     def batch_shards(self) -> int:
         """How many parts a batch is split into: one for each device of the batch axes."""
-        return prod(self.sizes[axis] for axis in self.batch_axes)
+        return prod(self.sizes[axis] for axis in BATCH_AXES)
 
     def __str__(self) -> str:
         extras = {"tensor": self.tensor, "slices": self.slices}

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError
 from ..runtime import Runtime
-from .mesh import MeshShape, check_heads, names_of
+from .mesh import BATCH_AXES, MeshShape, check_heads, names_of
 from .rules import Rules
 from .shard_report import ShardReport
 from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
@@ -95,7 +95,6 @@ def keep_activations_split(
 
     Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
     """
-    batch = plan.mesh.batch_axes
     for name, module in model.named_modules():
         weight = placements.get(f"{name}.weight")
         if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.is_sharded:
@@ -103,9 +102,9 @@ def keep_activations_split(
         elif isinstance(module, nn.Linear) and weight is not None:
             gathered = plan.style_of(f"{bare_name(name)}.weight") in GATHERED_OUTPUTS
             out = "tensor" if "tensor" in names_of(weight.axes[0]) and not gathered else None
-            _constrain(module, batch, out, runtime)
+            _constrain(module, BATCH_AXES, out, runtime)
         elif isinstance(module, GradientCheckpointingLayer | nn.Embedding):
-            _constrain(module, batch, None, runtime)
+            _constrain(module, BATCH_AXES, None, runtime)
 
 
 def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime: Runtime) -> None:
@@ -122,8 +121,8 @@ def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime:
     module.register_forward_pre_hook(gather_ids)
     _constrain(module, "data", axes, runtime)
     if mesh.tensor > 1:
-        _constrain(module, mesh.batch_axes, "tensor", runtime)
-    _constrain(module, mesh.batch_axes, None, runtime)
+        _constrain(module, BATCH_AXES, "tensor", runtime)
+    _constrain(module, BATCH_AXES, None, runtime)
 
 
 def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> None:

@@ -27,7 +27,7 @@ from ..modeling.positions import learned_positions, position_groups
 from ..modeling.rewards import read_batch
 from ..modeling.score_head import keep_score_head_in_float32
 from ..packing.shapes import attention_crossover_length
-from ..parallel.mesh import parse_mesh
+from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from .batches import Batch, Batches
 
@@ -172,7 +172,7 @@ class Scorer:
         """Copy what a collator made to the devices: rows and pairs over the batch axes, lists of numbers whole."""
         if not isinstance(value, torch.Tensor):
             return value.map_tensors(self._sent)
-        axes = (None,) if value.ndim == 1 else (self.mesh.batch_axes, *[None] * (value.ndim - 1))
+        axes = (None,) if value.ndim == 1 else (BATCH_AXES, *[None] * (value.ndim - 1))
         return self.runtime.place(value, axes, self.device)
 
     def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:

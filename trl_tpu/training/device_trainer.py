@@ -66,6 +66,7 @@ from ..data.packed_batch import micro_batches_of, tensors_of
 from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..modeling.adapters import complete_config
+from ..parallel.mesh import BATCH_AXES
 from ..parallel.ranks import mesh_of, reshard, saves_what_it_is_given, spread_model, whole
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
@@ -275,7 +276,7 @@ class DeviceTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        runtime, mesh, parts = current(), self.args.mesh_shape, self.__batch_parts
+        runtime, parts = current(), self.__batch_parts
         if description == "Evaluation" and (steps := self.args.max_eval_steps) is not None:
             pairs = steps * batch_size * (1 if self.accelerator.split_batches else parts)
             dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
@@ -315,7 +316,7 @@ class DeviceTrainer(Trainer):
             sampler = training_order(dataset, sampler, self.args.data_seed)
         # accelerate's loader would replicate batches, and forget its settings on resume
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
-        return runtime.loader(batches, mesh.batch_axes)
+        return runtime.loader(batches, BATCH_AXES)
 
     def __by_prompt(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> Any:
         """Return the order in which pairs that share a prompt are together; a subclass's own order stays."""
@@ -329,7 +330,7 @@ class DeviceTrainer(Trainer):
         def skip(loader: Any, count: int) -> Any:
             # a script's own loader is torch's, or accelerate's around it
             batches = skip_batches(getattr(loader, "dataloader", loader), count)
-            return self.trl_tpu.runtime.loader(batches, self.args.mesh_shape.batch_axes)
+            return self.trl_tpu.runtime.loader(batches, BATCH_AXES)
 
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
