@@ -87,7 +87,8 @@ class BatchPlan:
         self._collator = data_collator
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._sizes_N: Any = None  # of training pairs, where `group_by_prompt` puts them together
-        self._is_unpadded = self._expands = False
+        self._is_unpadded = not runtime.plans_shapes and fixed_rows is None  # where batches are packed
+        self._expands = False
         self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
         self._reads_padding = False
         self.padded_because = None
@@ -116,7 +117,6 @@ class BatchPlan:
         except PackingImpossible as reason:
             self._pad_because(str(reason))
             return
-        self._is_unpadded = not self._runtime.plans_shapes and self._fixed_rows is None
         if not self._packs(self._train_dataset):
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
         elif self._expands:
@@ -194,15 +194,13 @@ class BatchPlan:
             self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(self._args.train_batch_size))
         if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
-        every = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
-        if not any(map(has_many, every)):  # these have more dialogues than a row's two halves hold
+        evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+        if not any(map(has_many, [train_dataset, *evaluated])):  # more dialogues than a row's halves hold
             self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
         if self._expands:
             self._row_plans.clear()  # dialogues then take more room
-        if self._args.row_length is None:
-            return
-        for dataset in eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]:
-            if isinstance(dataset, Dataset):
+        for dataset in evaluated:
+            if self._args.row_length is not None and isinstance(dataset, Dataset):
                 self.rows(dataset, self._args.eval_batch_size)
 
     # ---- collators
