@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
 from ..data.collators import bucket_lengths
-from ..data.measure import has_many, id_columns, measure
+from ..data.measure import dialogues_in, has_many, measure
 from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..packing.schedule import RowPlan, plan_rows
@@ -68,11 +68,10 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
             "leave group_by_prompt out."
         )
     measured, group_N = measure(dataset), prompt_groups(dataset)
-    columns: Any = id_columns(dataset.column_names)  # which `measure` has read
     order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
     for first in range(0, min(_DRAWN, len(order_N)), pairs):
-        batch = dataset[order_N[first : first + pairs]]
-        dialogues = [np.asarray(ids) for pair in zip(*map(batch.get, columns), strict=True) for ids in pair]
+        rows = map(dataset.__getitem__, order_N[first : first + pairs])
+        dialogues = [np.asarray(ids) for row in rows for ids in dialogues_in(row)]
         order, shared = in_order(dialogues)
         added_D = np.array([len(ids) for ids in dialogues])
         added_D[order] -= [measured.shared_prefix, *shared]

@@ -47,8 +47,7 @@ class MeshShape:
         return prod(self.sizes[axis] for axis in BATCH_AXES)
 
     def __str__(self) -> str:
-        extras = {"tensor": self.tensor, "slices": self.slices}
-        shown = {"data": self.data, "fsdp": self.fsdp} | {name: size for name, size in extras.items() if size > 1}
+        shown = {name: size for name, size in vars(self).items() if size > 1 or name in BATCH_AXES}
         return ",".join(f"{name}={size}" for name, size in shown.items())
 
 
