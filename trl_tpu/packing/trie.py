@@ -14,9 +14,8 @@ from .shapes import RowShape
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Return how many first tokens two dialogues share."""
     length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 def in_order(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -116,8 +115,8 @@ def lay_out(
     last_column_D = np.zeros(len(dialogues), np.int32)
 
     path = np.zeros_like(columns)  # by depth, the column of the current dialogue's token
-    written = []  # (tree, row, depth where its own tokens start, its length, first column, column after its last)
-    tails: dict[int, list[Tail]] = defaultdict(list)
+    # of each tree's dialogues: depth where its own tokens start, its length, their first column, the one after them
+    written: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     stops_R = np.zeros(rows, np.int64)
     before = -1
     for index in order[np.argsort(trees_D[order], kind="stable")]:
@@ -125,29 +124,27 @@ def lay_out(
         if tree < 0:
             continue
         row = row_of_tree[tree]
-        depth = prefix_DD[before, index] if before >= 0 and trees_D[before] == tree else 0
+        depth = prefix_DD[before, index] if written[tree] else 0
         start, stop = stops_R[row], stops_R[row] + len(ids) - depth
         stops_R[row] = stop
         input_ids_RL[row, start:stop] = ids[depth:]
         position_ids_RL[row, start:stop] = columns[depth : len(ids)]
         path[depth : len(ids)] = columns[start:stop]
         last_column_D[index] = path[len(ids) - 1]
-        written.append((tree, row, depth, len(ids), start, stop))
-        _grow(tails[tree], int(depth), int(stop - start))
+        written[tree].append((int(depth), len(ids), int(start), int(stop)))
         before = index
 
-    ends = np.zeros_like(columns)  # by depth, where the subtree of a token at that depth ends
-    after, trees = -1, []
-    for tree, row, depth, size, start, stop in reversed(written):
-        if tree != after:
-            ends[:] = stop
-            trees.append([tree, start, stop])
-        subtree_end_RL[row, start:stop] = ends[depth:size]
-        ends[depth:] = start
-        trees[-1][1] = start
-        after = tree
-    spans = tuple(Tree(int(start), int(stop), tuple(tails[tree])) for tree, start, stop in reversed(trees))
-    return input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, spans
+    trees = []
+    for tree, parts in written.items():
+        tails: list[Tail] = []
+        for depth, _, start, stop in parts:
+            _grow(tails, depth, stop - start)
+        trees.append(Tree(parts[0][2], stop, tuple(tails)))
+        ends = np.full_like(columns, stop)  # by depth, where the subtree of a token at that depth ends
+        for depth, size, start, stop in reversed(parts):
+            subtree_end_RL[row_of_tree[tree], start:stop] = ends[depth:size]
+            ends[depth:] = start
+    return input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, tuple(trees)
 
 
 def _grow(tails: list[Tail], depth: int, size: int) -> None:
