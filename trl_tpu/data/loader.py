@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import transformers.trainer
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
@@ -45,14 +45,10 @@ def host_batches(
 
     Workers that augment rows draw alike on all hosts that share a mesh, where each makes the whole batch.
     """
-    settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS}
-    settings["collate_fn"] = collate
+    settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in (*_SETTINGS, "drop_last")}
     seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
     settings["worker_init_fn"] = partial(outlive_sigterm, seed)
-    if isinstance(dataset, IterableDataset) or sampler is None:
-        return DataLoader(dataset, batch_size=batch_size, drop_last=args.dataloader_drop_last, **settings)
-    batches = BatchSampler(sampler, batch_size, drop_last=args.dataloader_drop_last)
-    return DataLoader(dataset, batch_sampler=batches, **settings)
+    return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **settings)
 
 
 def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
