@@ -249,9 +249,7 @@ class PlannedRows:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         dialogues, labels = list(map(dialogues_in, examples)), labels_of(examples, self.answers)
         rows = pack(dialogues, self.plan, self.pairs, self.pad_token_id, labels, self.answers, self.expands, self.part)
-        pair_mask_P = torch.arange(self.pairs) < len(examples)
-        tensors = tuple(each.map_tensors(torch.from_numpy) for each in rows)
-        return PackedInputs(packed=PackedBatch(tensors, pair_mask_P))
+        return PackedInputs(packed=PackedBatch(tuple(each.map_tensors(torch.from_numpy) for each in rows)))
 
 
 @dataclass(frozen=True)
@@ -271,5 +269,4 @@ class UnpaddedRow:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> PackedInputs:
         dialogues, labels = list(map(dialogues_in, examples)), labels_of(examples, self.answers)
         row = pack_unpadded(dialogues, self.pad_token_id, labels, self.answers, self.attention_crossover_length)
-        tensors = row.map_tensors(torch.from_numpy)
-        return PackedInputs(packed=PackedBatch((tensors,), tensors.pair_mask_P))
+        return PackedInputs(packed=PackedBatch((row.map_tensors(torch.from_numpy),)))

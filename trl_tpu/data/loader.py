@@ -143,7 +143,7 @@ class OwnPairs:
         (rows,) = batch["packed"].micro_batches
         tokens_P = torch.where(pair_mask_P, rows.tokens_P, 0)
         rows = replace(rows, pair_mask_P=pair_mask_P, tokens_P=tokens_P, batch_pairs_1=batch_pairs_1)
-        return type(batch)(batch, packed=PackedBatch((rows,), pair_mask_P))
+        return type(batch)(batch, packed=PackedBatch((rows,)))
 
 
 def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:

@@ -18,13 +18,10 @@ class PackedBatch:
 
     micro_batches: tuple[PackedRows[torch.Tensor], ...]
     """In order: all but the last only accumulate gradients, and the last also updates."""
-    pair_mask_P: torch.Tensor
-    """True for the real pairs of the batch, which a short one has fewer of."""
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "PackedBatch":
         """Return the same batch with ``function`` of each tensor in its place."""
-        micro_batches = tuple(rows.map_tensors(function) for rows in self.micro_batches)
-        return PackedBatch(micro_batches, function(self.pair_mask_P))
+        return PackedBatch(tuple(rows.map_tensors(function) for rows in self.micro_batches))
 
     def to(self, device: Any, non_blocking: bool = False) -> "PackedBatch":
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
