@@ -126,6 +126,5 @@ def _text(axes: str | tuple[str, ...] | None) -> str:
     return "null" if axes is None else axes if isinstance(axes, str) else f"[{', '.join(axes)}]"
 
 
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
+def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
