@@ -72,9 +72,7 @@ def kind_of(name: str) -> str:
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     rows = [("parameter", "shape", "over", "a device", "why"), *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
 
 
 def _text(axes: str | tuple[str, ...] | None) -> str:
