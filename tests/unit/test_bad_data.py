@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, Features, IterableDataset, Value
 from preference_forms import assistant, stream, tiny_tokenizer, user
 
-from trl_tpu.data.checks import TOKEN_COLUMNS, check_margins, check_raw_row
+from trl_tpu.data.checks import check_labels, check_raw_row
 from trl_tpu.data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
@@ -176,8 +176,9 @@ def test_row_numbers_are_right_beyond_the_first_batch_and_with_workers() -> None
     ids = {"chosen_ids": [[1]] * 12_000 + [[]], "rejected_ids": [[2]] * 12_001}
     with pytest.raises(ValueError, match="Row 12000 of"):
         prepare(Dataset.from_dict(ids))
+    margins = {"margin": [1.0] * 12_000 + [math.nan]}
     with pytest.raises(ValueError, match="Row 12000 of"):
-        check_margins(Dataset.from_dict({"margin": [1.0] * 12_000 + [math.nan]}), TOKEN_COLUMNS, "train")
+        prepare(Dataset.from_dict({"chosen_ids": [[1]] * 12_001, "rejected_ids": [[2]] * 12_001} | margins))
 
 
 def test_one_huge_row_among_many_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,12 +207,17 @@ def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_pr
 
 @pytest.mark.parametrize("kind", ["int8", "uint64", "float16", "float64"])
 def test_margins_may_be_numbers_of_any_kind(kind: str) -> None:
-    check_margins(Dataset.from_dict({"margin": [1, 2]}, Features({"margin": Value(kind)})), TOKEN_COLUMNS, "train")
+    margins = Dataset.from_dict({"margin": [1, 2]}, Features({"margin": Value(kind)}))
+    prepare(margins.add_column("chosen_ids", [[1], [2]]).add_column("rejected_ids", [[3], [4]]))
 
 
 def test_old_margins_may_be_lists_of_one() -> None:
-    check_margins(Dataset.from_dict({"margin": [[1.0], [2.0]]}), OLD_TOKEN_COLUMNS, "train")
+    def check(*margins: list[float]) -> None:
+        for index, margin in enumerate(margins):
+            check_labels({"margin": margin}, OLD_TOKEN_COLUMNS, index, "train")
+
+    check([1.0], [2.0])
     with pytest.raises(ValueError, match=r"Row 1 .*`margin` is \[nan\]"):
-        check_margins(Dataset.from_dict({"margin": [[1.0], [math.nan]]}), OLD_TOKEN_COLUMNS, "train")
+        check([1.0], [math.nan])
     with pytest.raises(ValueError, match="Row 0 .*`margin`"):
-        check_margins(Dataset.from_dict({"margin": [[1.0, 2.0]]}), OLD_TOKEN_COLUMNS, "train")
+        check([1.0, 2.0])

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserKeyError, UserTypeError
-from .measure import NO_LABEL, tables_of
+from .measure import NO_LABEL
 
 logger = logging.getLogger(__name__)
 
@@ -300,16 +300,13 @@ def check_margin(value: Any, columns: tuple[str, ...], where: str) -> None:
         )
 
 
-def check_margins(dataset: Dataset | IterableDataset, columns: tuple[str, ...], name: str) -> None:
-    """Check every row of a dataset as `check_margin` does, where it has the column ``margin``; nothing of a stream."""
-    if isinstance(dataset, IterableDataset) or "margin" not in dataset.column_names:
-        return
-    if all(_are_finite(table["margin"]) for table in tables_of(dataset, ["margin"])):  # at once
-        return
-    for index, value in enumerate(dataset["margin"]):  # to name the bad one
-        check_margin(value, columns, row_of(index, name, "margin"))
+def check_labels(row: Mapping[str, Any], columns: tuple[str, ...], index: int, name: str) -> None:
+    """Check what may stand beside a pair's token ids, which are in ``columns``: its margin, and its probability.
 
-
-def _are_finite(column: pa.ChunkedArray) -> bool:
-    is_number = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
-    return is_number and not column.null_count and bool(np.all(np.abs(column.to_numpy().astype(float)) <= _LARGEST))
+    Raises:
+        UserError: One is not what it must be.
+    """
+    if "margin" in row:
+        check_margin(row["margin"], columns, row_of(index, name, "margin"))
+    if "chosen_probability" in row:
+        check_probability(row["chosen_probability"], row_of(index, name, "chosen_probability"))

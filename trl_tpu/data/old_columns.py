@@ -50,7 +50,6 @@ def prepare_legacy_dataset(
             f"`RewardDataCollatorWithPadding` reads {', '.join(LEGACY_KEYS)}, the columns of TRL up to 0.23. Leave "
             "`data_collator` out for today's, chosen_ids and rejected_ids."
         )
-    checks.check_margins(dataset, OLD_TOKEN_COLUMNS, name)
     if is_raw:
         checks.check_columns(columns, name)
         if "prompt" in columns:

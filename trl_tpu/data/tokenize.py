@@ -82,10 +82,6 @@ def prepare_preference_dataset(
         )
     if isinstance(judgement, Pairs):
         checks.check_columns(columns, name)
-        checks.check_margins(dataset, checks.TOKEN_COLUMNS, name)
-        if isinstance(dataset, Dataset) and "chosen_probability" in columns:
-            for index, value in enumerate(dataset["chosen_probability"]):
-                checks.check_probability(value, checks.row_of(index, name, "chosen_probability"))
     if not set(judgement.id_columns) <= set(columns):
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
@@ -248,6 +244,9 @@ def keep_fitting(
             for key, dialogues in dialogues_of(table, columns).items():
                 rows_D = first + rows_of(table, columns)[: len(dialogues)]  # of two columns, each has every row
                 checks.check_id_column(dialogues, key, rows_D, name, num_embeddings)
+            labels = table.drop(list(columns)).to_pylist() if len(columns) == 2 else []
+            for index, row in enumerate(labels, start=first):
+                checks.check_labels(row, columns, index, name)
             if "grades" in table.column_names:
                 checks.check_grades(table, first, name, attributes)
             if "input_ids" in table.column_names:
@@ -315,8 +314,5 @@ def _fits(
     """Check a streamed pair, and tell whether it is short enough."""
     for key in columns:  # of a stream, which has pairs
         checks.check_ids(row[key], checks.row_of(index, name, key), num_embeddings)
-    if "margin" in row:
-        checks.check_margin(row["margin"], columns, checks.row_of(index, name, "margin"))
-    if "chosen_probability" in row:
-        checks.check_probability(row["chosen_probability"], checks.row_of(index, name, "chosen_probability"))
+    checks.check_labels(row, columns, index, name)
     return max_length is None or max(map(len, dialogues_in(row))) <= max_length
