@@ -115,7 +115,8 @@ class RowsFile:
     def _to_parquet(self, parquet: Path) -> None:
         """Write the chunks as Parquet, a row group for each, which is all that is in memory at a time."""
         try:
-            schemas = (_table(chunk).schema for chunk in self._chunks)
+            # of all keys of a chunk's rows, where a table would look at the first row alone
+            schemas = (pa.Table.from_struct_array(pa.array(_read(chunk))).schema for chunk in self._chunks)
             schema = pa.unify_schemas(list(dict.fromkeys(schemas)), promote_options="permissive")
             with pq.ParquetWriter(parquet, schema) as writer:
                 for chunk in self._chunks:
@@ -137,9 +138,3 @@ def json_line(row: dict[str, Any]) -> bytes:
 def _read(chunk: Path) -> list[dict[str, Any]]:
     with chunk.open("rb") as lines:
         return [json.loads(line) for line in lines]
-
-
-def _table(chunk: Path) -> pa.Table:
-    rows = _read(chunk)
-    names = dict.fromkeys(name for row in rows for name in row)  # pyarrow would look at the first row alone
-    return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names})
