@@ -12,8 +12,6 @@ from trl_tpu.errors import UserError
 from trl_tpu.scripts.datafiles import load
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 
-logger = logging.getLogger(__name__)
-
 SPLIT_SEED = 42  # TRL draws a new test split on every run, which mixes training and test rows on a resume
 
 
@@ -148,7 +146,6 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     mixture = datasets.concatenate_datasets(parts)
     if mixture_config.streaming:
         return IterableDatasetDict({"train": mixture})
-    logger.info(f"The mixture has {len(mixture)} rows from {len(parts)} datasets")
     if test_size is None:
         return DatasetDict({"train": mixture})
     # a command line can only give a float: 200.0 means 200 rows
