@@ -20,12 +20,11 @@ def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfi
         _warn("a plain `TrainingArguments` as `args`", "`trl_tpu.RewardConfig`")
         args = _as_reward_config(args)
     if args.evaluation_strategy not in (None, args.eval_strategy):  # set after it was made, as scripts of then did
-        own = vars(args)
-        args = dataclasses.replace(args, eval_strategy=args.evaluation_strategy, evaluation_strategy=None)
-        vars(args).update({name: value for name, value in own.items() if name not in vars(args)})
+        args = copy.copy(args)  # the caller's stays as it is
+        args.__post_init__()
     if max_length is not None:
         _warn("`max_length` here", "`RewardConfig(max_length=...)`")
-        args = copy.copy(args)  # the caller's stays as it is
+        args = copy.copy(args)
         args.max_length = max_length
     return args
 
