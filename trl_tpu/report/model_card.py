@@ -64,7 +64,7 @@ def make_model_card(
         reading: How it reads a dialogue.
         evaluation: A section of its own, in Markdown.
     """
-    metadata = ModelCardData(
+    metadata = ModelCardData(  # which the template has by these names, too
         base_model=base_model,
         datasets=[dataset_name] if dataset_name else None,
         library_name="transformers",
@@ -76,10 +76,7 @@ def make_model_card(
     return ModelCard.from_template(
         metadata,
         template_path=str(_TEMPLATE),
-        name=name,
         location=location,
-        base_model=base_model,
-        dataset_name=dataset_name,
         reading=reading,
         evaluation=evaluation,
         versions=", ".join(f"{library} {each}" for library, each in ({"trl_tpu": __version__} | versions).items()),
