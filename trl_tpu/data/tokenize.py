@@ -71,8 +71,7 @@ def prepare_preference_dataset(
             FutureWarning,
             stacklevel=3,
         )
-        for old, new in _OLD_TOKEN_COLUMNS.items():
-            dataset = dataset.rename_column(old, new)
+        dataset = dataset.rename_columns(_OLD_TOKEN_COLUMNS)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
     judgement = judgement_of(dataset, columns, rankings or Rankings())
     if isinstance(judgement, Rankings) and isinstance(dataset, IterableDataset):
