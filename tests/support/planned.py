@@ -33,7 +33,6 @@ def compiled(layout: Layout, **changes: Any) -> CompiledProgram:
     program = CompiledProgram(
         arguments=least.weights + least.optimizer + 1000,
         results=10,
-        aliased=least.weights + least.optimizer,
         temporary=least.gradients + least.activations + GiB,
         generated_code=2**20,
     )

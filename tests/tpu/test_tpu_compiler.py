@@ -70,8 +70,8 @@ def test_the_compilers_arguments_are_the_state_by_formula_and_are_overwritten(
     # the compiler pads small arrays to tiles, so that it may need more; but never the whole of what is split
     state, batch = least.weights + least.optimizer, 32 * chips * settings.get("length", LENGTH)
     assert state <= compiled.arguments <= 1.1 * (state + batch) + 4096 * len(traced.shardings)
-    # what changes is overwritten in place
-    assert compiled.aliased >= 0.99 * (least.optimizer if "adapters" in settings else state)
+    # what changes is overwritten in place; beside it a few numbers are returned, each padded to a tile
+    assert compiled.results < 2**13
     assert compiled.temporary > 0
     assert (b"annotate_device_placement" in traced.hlo) == ("activation_offloading" in settings)
     assert (b"tpu_custom_call" in traced.hlo) == ("packed_attention" in settings)

@@ -93,7 +93,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
 
     monkeypatch.setattr(plan, "missing", lambda: None)
     monkeypatch.setattr(layers, "trace_step", trace)
-    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1, 1))
+    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
     return requests
 
 

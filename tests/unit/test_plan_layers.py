@@ -19,7 +19,7 @@ from trl_tpu.runtime import Remat
 
 
 def program(layers: int) -> CompiledProgram:
-    return CompiledProgram(10 + 3 * layers, 1, 8 + 3 * layers, 1000 + 7 * layers, 5 + layers)
+    return CompiledProgram(10 + 3 * layers, 1, 1000 + 7 * layers, 5 + layers)
 
 
 @pytest.mark.parametrize("depths", [(2, 4), (6, 12)])

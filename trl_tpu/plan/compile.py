@@ -40,14 +40,12 @@ class CompiledProgram:
     Args:
         arguments: Weights, optimizer state, gradients that accumulate, and the batch.
         results: Everything returned but what takes the place of a donated argument.
-        aliased: Results that take such a place.
         temporary: Intermediate values.
         generated_code: Instructions.
     """
 
     arguments: int
     results: int
-    aliased: int
     temporary: int
     generated_code: int
 
@@ -102,7 +100,6 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
     return CompiledProgram(
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
         temporary=temporary,
         generated_code=memory.generated_code_size_in_bytes,
     )
