@@ -67,8 +67,7 @@ def least_memory(layout: Layout) -> Memory:
 
 def optimizer_copies(optim: str) -> int:
     """Return how many numbers an optimizer keeps of each trained weight; 2, as Adam, where it is not known here."""
-    name = str(getattr(optim, "value", optim))
-    return next((copies for begin, copies in _OPTIMIZER_COPIES.items() if name.startswith(begin)), 2)
+    return next((copies for begin, copies in _OPTIMIZER_COPIES.items() if optim.startswith(begin)), 2)
 
 
 def _kept(layout: Layout) -> int:

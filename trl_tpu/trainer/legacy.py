@@ -39,8 +39,7 @@ def _as_reward_config(args: TrainingArguments) -> RewardConfig:
     What a subclass of TrainingArguments adds comes along: callbacks and overridden methods may read it.
     """
     values = {item.name: getattr(args, item.name) for item in dataclasses.fields(args) if item.init}
-    defaults = {item.name: item.default for item in dataclasses.fields(TrainingArguments)}
-    if str(getattr(args.optim, "value", args.optim)) == str(defaults["optim"]):
+    if args.optim == TrainingArguments.optim:
         del values["optim"]  # transformers' default is a fused kernel; nobody chose it
     known = {item.name for item in dataclasses.fields(RewardConfig)}
     config = RewardConfig(**({"max_length": None} | {key: value for key, value in values.items() if key in known}))
