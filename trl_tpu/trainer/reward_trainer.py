@@ -558,10 +558,7 @@ _READ_BATCHES = (
     *("_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
 _ORDER_PAIRS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
-_OWN = {
-    name: getattr(RewardTrainer, name)
-    for name in (*_READ_BATCHES, *_ORDER_PAIRS, "_prepare_dataset", "_get_train_sampler")
-}
+_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *_ORDER_PAIRS, "_prepare_dataset")}
 
 
 def _may_be_on_the_hub(dataset_name: str) -> bool:
