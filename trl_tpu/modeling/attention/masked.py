@@ -207,14 +207,3 @@ def note_scored_states(model: nn.Module) -> None:
 def _note_states(_head: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
     if (reading := _READING.get()) is not None:
         reading.states.append(args[0])
-
-
-@contextmanager
-def seen_by(head: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Collect the hidden states that ``head`` is given for as long as the context is open."""
-    seen: list[torch.Tensor] = []
-    watch = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    try:
-        yield seen
-    finally:
-        watch.remove()

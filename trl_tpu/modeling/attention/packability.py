@@ -21,7 +21,7 @@ from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
 from ..score_head import score_head_of, score_wide
-from .masked import MaskRule, note_scored_states, scored_states, seen_by, use_tree_masks
+from .masked import MaskRule, note_scored_states, scored_states, use_tree_masks
 from .unmodified import PackingImpossible, check_unmodified
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
@@ -150,7 +150,8 @@ def _padded(model: nn.Module, examples: list[dict[str, list[int]]], pad_token_id
     """Return the model's own rewards [P, 2], and the hidden states [P, 2, H] that they are read from."""
     batch = DataCollatorForPreference(pad_token_id)(examples)
     device = next(model.parameters()).device
-    with seen_by(score_head_of(model)) as seen:
+    seen: list[torch.Tensor] = []
+    with score_head_of(model).register_forward_pre_hook(lambda _, args: seen.append(args[0])):
         logits = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
     last_R = batch["attention_mask"].sum(dim=1) - 1
     at_last = torch.arange(len(last_R)), last_R.to(seen[0].device)
