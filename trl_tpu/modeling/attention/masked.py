@@ -157,27 +157,18 @@ def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: A
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    with _read(model, rows, kwargs) as reading:
+    with read_rows(model, rows, **kwargs) as reading:
         return score_wide(score_head_of(model), reading.states[0][rows.last])
 
 
-def scored_states(
-    model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any
-) -> tuple[torch.Tensor, list[MaskRule]]:
-    """Compute the hidden states that the rewards are read from, [P, 2, H]; also the mask rules used.
-
-    Raises:
-        UserError: If the model has no `score` head, or did not ask for a mask.
-    """
-    with _read(model, rows, kwargs) as reading:
-        return reading.states[0][rows.last], reading.rules
-
-
 @contextmanager
-def _read(model: nn.Module, rows: PackedRows[torch.Tensor], kwargs: dict[str, Any]) -> Iterator[Reading]:
+def read_rows(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
     """Call ``model`` with packed rows, and give what it has done.
 
     The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
+
+    Raises:
+        UserError: If the model has no `score` head, or did not ask for a mask.
     """
     reading = Reading(rows)
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.

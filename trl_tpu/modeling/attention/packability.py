@@ -21,7 +21,7 @@ from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
 from ..score_head import score_head_of, score_wide
-from .masked import MaskRule, note_scored_states, scored_states, use_tree_masks
+from .masked import MaskRule, note_scored_states, read_rows, use_tree_masks
 from .unmodified import PackingImpossible, check_unmodified
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
@@ -119,8 +119,9 @@ def _compare(
     base = without_adapters(model)
     for collate in collators:
         (rows,) = collate(examples)["packed"].to(parameter.device).micro_batches
-        packed_P2H, rules = scored_states(model, rows)
-        _refuse_hidden_windows(base, rules)
+        with read_rows(model, rows) as reading:
+            packed_P2H = reading.states[0][rows.last]
+        _refuse_hidden_windows(base, reading.rules)
         # hidden states too, since a small head hides what they differ by
         packed = {"hidden states": packed_P2H, "rewards": score_wide(score_head_of(base), packed_P2H)}
         for what, in_packed_rows in packed.items():
