@@ -104,17 +104,16 @@ def expanded_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave them in float32 under autocast
-    if not isinstance(attention_mask, ExpandedMask):
-        if softcap is None:
-            mask = attention_mask
-            return static_sdpa_attention(module, query, key, value, mask, dropout=dropout, scaling=scale, **kwargs)
-        _refuse_in_layer(module, dropout, kwargs)
-        return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
+    if softcap is None and not isinstance(attention_mask, ExpandedMask):
+        rest = {"dropout": dropout, "scaling": scale, **kwargs}
+        return static_sdpa_attention(module, query, key, value, attention_mask, **rest)
     _refuse_in_layer(module, dropout, kwargs)
+    if not isinstance(attention_mask, ExpandedMask):
+        return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
         rows = ExpandedRows(*places)
-        moved = rows.queries(query), rows.copies(key), rows.copies(value), rows.segment_2RL
+        moved = rows.queries(query), rows.copies(key), rows.copies(value), rows.segment_R2L.flatten(0, 1)
         return rows.outputs(runtime.current().segment_attention(*moved, scale, attention_mask.window, softcap))
 
     # rows are independent: left to itself, the compiler would fetch every row to every device to gather from

@@ -30,11 +30,6 @@ class ExpandedRows(Expansion[torch.Tensor]):
         x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
         return _Gather.apply(x_RNHD, self.inverse_RL, self.scatter_R2L.flatten(1))
 
-    @property
-    def segment_2RL(self) -> torch.Tensor:
-        """The segments of the expanded rows."""
-        return self.segment_R2L.flatten(0, 1)
-
     @staticmethod
     def _as_rows(x_RNHD: torch.Tensor) -> torch.Tensor:
         return x_RNHD.unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)
