@@ -212,7 +212,6 @@ NAMES = {
     "torch_xla.experimental.scan": ["_scan_impl_flat"],
     "torch_xla.experimental.distributed_checkpoint._helpers": ["_CpuShards", "_sharded_cpu_state_dict"],
     "torch_xla.experimental.distributed_checkpoint": ["SPMDSavePlanner", "SPMDLoadPlanner"],
-    "torch_xla.distributed.parallel_loader": ["class ParallelLoader", "_exception_queue"],
     "torch_xla.distributed.spmd.xla_sharding": ["_get_op_sharding_args", "class ShardingSpec", "HybridMesh"],
     "torch_xla.core.xla_model": ["optimization_barrier_", "send_cpu_data_to_device"],
 }

@@ -1,4 +1,4 @@
-"""The loader that feeds XLA devices from background threads."""
+"""The loader that feeds XLA devices."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +14,6 @@ from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
 
 
 def test_an_error_in_a_batch_stops_training(config: Callable[..., Any], model_folder: str) -> None:
-    """torch_xla's loader threads would end the epoch early and call it done."""
-
     class FailingCollator(DataCollatorForPreference):
         def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
             raise RuntimeError("row 7 cannot be read")

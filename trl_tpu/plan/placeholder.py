@@ -9,17 +9,15 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
-from torch.utils.data import DataLoader
 
 from ..runtime import PartitionSpec
-from ..runtime.native import DeviceLoader
 from ..runtime.scan import OnHost
 from ..runtime.xla import XlaRuntime
 from .compile import TracedProgram
@@ -88,9 +86,6 @@ class PlaceholderRuntime(XlaRuntime):
         # in the middle of a step nothing may be cleared; what comes then, learning rates, needs no layout
         placeholder: torch.Tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
         return placeholder
-
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        return DeviceLoader(self, batches, partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return self.place(tensor, self._axes_of_batch(batch_axes, tensor), device)

@@ -37,6 +37,8 @@ def peak_resident_bytes() -> int:
 class DeviceLoader:
     """Batches on the device. Iterating ends the recorded step before each, which makes one step one execution.
 
+    A device that runs steps beside the host computes one while the next batch is made and copied.
+
     Args:
         upload: Copies a tensor of a batch to the device.
     """
@@ -54,10 +56,10 @@ class DeviceLoader:
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.batches:
-            self.runtime.step_boundary()
-            yield self.upload(batch, self.runtime.device)
         self.runtime.step_boundary()
+        for batch in self.batches:
+            yield self.upload(batch, self.runtime.device)
+            self.runtime.step_boundary()
 
     def upload(self, value: Any, device: torch.device) -> Any:
         """Return a batch, or a part of it, with its tensors on the device."""
@@ -253,7 +255,7 @@ class Runtime:
         return Planners(group=self._saving_group if self.spreads_model else None)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        """Move ``batches`` to the device, on XLA ahead of need; a batch's first dimension goes over ``batch_axes``.
+        """Move ``batches`` to the device; a batch's first dimension goes over ``batch_axes``.
 
         Every process gives batches of all rows, and copies those of its own devices; the others may hold anything.
         """

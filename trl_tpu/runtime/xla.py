@@ -5,7 +5,7 @@ References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
-import torch_xla.distributed.parallel_loader as pl
 import torch_xla.distributed.spmd as xs
 import torch_xla.distributed.xla_backend  # knows the address "xla://"
 import torch_xla.runtime as xr
@@ -45,36 +44,6 @@ def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.T
 def _reported_slices() -> set[Any]:
     """Return the slices that the devices say they are in; virtual devices say nothing."""
     return {each["slice_index"] for each in xr.global_runtime_device_attributes() if "slice_index" in each}
-
-
-class _PrefetchingLoader(DeviceLoader):
-    """Copies batches to the devices by background threads, already split over the mesh."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        loader = _ShardingLoader(self.batches, self.upload)
-        try:
-            yield from loader.per_device_loader(torch_xla.device())  # which syncs before each batch
-        finally:
-            loader.close()
-
-
-class _ShardingLoader(pl.ParallelLoader):
-    """torch_xla's prefetching loader with a sharding per tensor, so that batches may have any keys and ranks."""
-
-    def __init__(self, batches: DataLoader, upload: Callable[[Any, torch.device], Any]) -> None:
-        self._upload = upload
-        devices = [torch_xla.device()]
-        super().__init__(self._watched(batches), devices, loader_prefetch_size=4, device_prefetch_size=2)
-
-    def _watched(self, batches: DataLoader) -> Iterator[dict[str, Any]]:
-        """Yield the batches; an error in making one reaches the main thread: torch_xla would just end the epoch."""
-        try:
-            yield from batches
-        except Exception as error:
-            self._exception_queue.put(error)
-
-    def send_cpu_data_to_device(self, batches: list[dict[str, Any]], device: torch.device) -> list[dict[str, Any]]:
-        return [self._upload(batch, device) for batch in batches]
 
 
 class XlaRuntime(Runtime):
@@ -201,7 +170,7 @@ class XlaRuntime(Runtime):
     scan = scan_layers
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        return _PrefetchingLoader(self, batches, functools.partial(self._upload_batch, batch_axes))
+        return DeviceLoader(self, batches, functools.partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy a tensor of a batch to the devices, over the batch axes; whole to each where they do not divide it.
