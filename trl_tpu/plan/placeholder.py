@@ -87,9 +87,6 @@ class PlaceholderRuntime(XlaRuntime):
         placeholder: torch.Tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
         return placeholder
 
-    def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return self.place(tensor, self._axes_of_batch(batch_axes, tensor), device)
-
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
 

@@ -179,15 +179,10 @@ class XlaRuntime(Runtime):
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
         host has 0, 1, 4 and 5.
         """
-        axes = self._axes_of_batch(batch_axes, tensor)
-        sharding = MeshSharding(self._mesh, axes) if axes else None
-        return xm.send_cpu_data_to_device([tensor], device, sharding)[0]  # type: ignore[index]
-
-    def _axes_of_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor) -> PartitionSpec:
-        """Return the axes of a batch's tensor; empty where it is whole on each device."""
         count = shard_count(self._mesh, batch_axes)
-        is_split = tensor.dim() > 0 and count > 1 and tensor.shape[0] % count == 0
-        return (batch_axes, *([None] * (tensor.dim() - 1))) if is_split else ()
+        if tensor.dim() == 0 or count == 1 or tensor.shape[0] % count:
+            return self.to_device(tensor, device)
+        return self.place(tensor, (batch_axes, *([None] * (tensor.dim() - 1))), device)
 
     def step_boundary(self) -> None:
         torch_xla.sync()
