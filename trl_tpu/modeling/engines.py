@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, cached_file
 
 #: For vLLM's `/score` and for sentence-transformers' `CrossEncoder`.
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -61,20 +62,20 @@ def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
         vars(config).pop(name, None)
 
 
-def scale_of(config: PretrainedConfig | dict[str, Any]) -> RewardScale | None:
-    """Return what a config says of its model's rewards; None where that is nothing that can be divided by."""
-    said = config if isinstance(config, dict) else vars(config)
-    mean, std = said.get("mean"), said.get("std")
+def saved_config(model: str | Path) -> dict[str, Any]:
+    """Return the config of a saved model, or of that which saved adapters make, in a folder or at the Hub, if any."""
+    names = (BASE_CONFIG, CONFIG_NAME)
+    files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in names)
+    return next((json.loads(Path(file).read_text(encoding="utf-8")) for file in files if file), {})
+
+
+def saved_scale(model: str | Path) -> RewardScale | None:
+    """Return what `saved_config` says of a model's rewards; None where that is nothing that can be divided by."""
+    config = saved_config(model)
+    mean, std = config.get("mean"), config.get("std")
     if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
         return None
     return RewardScale(float(mean), float(std))
-
-
-def saved_scale(folder: str | Path) -> RewardScale | None:
-    """Return what the config in the folder of a model, or of adapters, says of its rewards."""
-    configs = [Path(folder, name) for name in (BASE_CONFIG, "config.json")]
-    path = next(filter(Path.is_file, configs), None)
-    return None if path is None else scale_of(json.loads(path.read_text(encoding="utf-8")))
 
 
 def save_base_config(base: PreTrainedModel, folder: str | Path) -> None:
@@ -93,7 +94,7 @@ def write_old_rope_names(folder: str | Path) -> None:
     Those versions, as rewardbench has one, would take 10,000 for a base that they do not find, without a word, and
     compute other rewards. transformers 5 reads either. Bases by kind of layer had no name in common, and are left out.
     """
-    path = Path(folder, "config.json")
+    path = Path(folder, CONFIG_NAME)
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:

@@ -1,6 +1,5 @@
 """What a reward model's outputs are, as its config says: one reward, one of each attribute, or two of each step."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import CONFIG_NAME, cached_file
 
-from .engines import BASE_CONFIG
+from .engines import saved_config
 from .score_head import score_head_of
-
-_CONFIGS = (BASE_CONFIG, CONFIG_NAME)
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,7 @@ class Outputs:
 
         Those of TRL do not say what follows a step: then it is a line break, TRL's default.
         """
-        files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in _CONFIGS)
-        said: dict[str, Any] = next((json.loads(Path(file).read_text("utf-8")) for file in files if file), {})
+        said = saved_config(model)
         if any("TokenClassification" in name for name in said.get("architectures") or ()):
             said.setdefault("step_separator", "\n")
         return cls.of(said)

@@ -19,7 +19,7 @@ from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapt
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
 from ..modeling.attention.unmodified import PackingImpossible
-from ..modeling.engines import RewardScale, saved_scale, scale_of
+from ..modeling.engines import RewardScale, saved_scale
 from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.outputs import Outputs
@@ -117,7 +117,7 @@ class Scorer:
         return config.pad_token_id
 
     def _scale_of(self, model_folder: str) -> RewardScale:
-        scale = saved_scale(model_folder) if is_peft_model(self.model) else scale_of(self.model.config)
+        scale = saved_scale(model_folder)
         if scale is None:
             raise UserError(
                 f"The config of {model_folder} has no `mean` and `std` to standardize by. Leave `--standardize` out."
