@@ -54,7 +54,7 @@ class ExpandedTreeMask(TreeMask):
     """Builds no masks, as a registered mask function, where packed rows come with their expansion."""
 
     def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(rows, PackedRows) or rows.expansion is None:
+        if rows.expansion is None:
             return super().masks_of(rows, rule, *args, **kwargs)
         if kwargs.get("use_vmap"):
             raise ExpansionImpossible("A layer's mask is the model's own rule, which attention kernels do not know.")
@@ -107,7 +107,13 @@ def expanded_attention(
     if softcap is None and not isinstance(attention_mask, ExpandedMask):
         rest = {"dropout": dropout, "scaling": scale, **kwargs}
         return static_sdpa_attention(module, query, key, value, attention_mask, **rest)
-    _refuse_in_layer(module, dropout, kwargs)
+    obstacles = {
+        "attention dropout is not 0": dropout > 0,
+        "it looks both ways": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
+        "it has attention sinks": kwargs.get("s_aux") is not None,
+        "it adds biases by position": kwargs.get("position_bias") is not None,
+    }
+    _refuse(module, obstacles)
     if not isinstance(attention_mask, ExpandedMask):
         return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
 
@@ -121,16 +127,6 @@ def expanded_attention(
     axes: list[PartitionSpec] = [(BATCH_AXES, _HEADS, None, None)] * 3
     axes += [(BATCH_AXES, *(None,) * (place.dim() - 1)) for place in attention_mask.rows]
     return runtime.current().shard_map(attend, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
-
-
-def _refuse_in_layer(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    obstacles = {
-        "attention dropout is not 0": dropout > 0,
-        "it looks both ways": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
-        "it has attention sinks": kwargs.get("s_aux") is not None,
-        "it adds biases by position": kwargs.get("position_bias") is not None,
-    }
-    _refuse(module, obstacles)
 
 
 def _refuse(module: nn.Module, obstacles: dict[str, bool]) -> None:
