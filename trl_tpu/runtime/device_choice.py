@@ -126,9 +126,7 @@ def choice() -> Choice:
     Raises:
         RuntimeError: It is plain torch, but XLA had been started before.
     """
-    if _Settled.choice is None:
-        settle()
-    assert _Settled.choice is not None
+    assert _Settled.choice is not None  # importing this package settles it
     if _Settled.came_late:
         raise RuntimeError(
             f"This process is to train on plain torch, since {_Settled.choice.reason}. But XLA's devices were started "
