@@ -139,7 +139,7 @@ torch.cuda.set_device = lambda _: None
 torch.cuda.get_device_name = lambda *_: "a GPU"
 from trl_tpu import RewardConfig, runtime
 args = RewardConfig({str(tmp_path)!r}, report_to="none")
-print(args.device, args.bf16, runtime.current().name, runtime.current().topology().description, sep=", ")
+print(args.device, args.bf16, runtime.choice().name, runtime.current().topology().description, sep=", ")
 """
     assert run_after_transformers(code).splitlines()[-1] == "cuda:0, True, native, a GPU"
 

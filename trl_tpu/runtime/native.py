@@ -85,9 +85,6 @@ class Runtime:
     a device.
     """
 
-    name = "native"
-    """For messages; what differs is asked of the capabilities."""
-
     plans_shapes = False
     """Whether batches should have a few planned shapes, since each new one is compiled."""
 

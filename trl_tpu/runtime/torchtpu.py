@@ -8,7 +8,7 @@ References: https://docs.cloud.google.com/tpu/docs/pytorch-tpu
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ _MOST_SHAPES = 256
 class TorchTpuRuntime(Runtime):
     """The `Runtime` of TorchTPU."""
 
-    name = "torchtpu"
     plans_shapes = True
 
     def __init__(self) -> None:
@@ -67,14 +66,10 @@ class TorchTpuRuntime(Runtime):
         return torch.get_device_module("tpu")._get_cache_misses()
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return partial(_call_compiled, _compiled(function))
+        return _compiled(function)
 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, backend="tpu", dynamic=False)
-
-
-def _call_compiled(program: Callable[..., Any], *args: Any) -> Any:
-    with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES):
-        return program(*args)
+    program = torch.compile(function, backend="tpu", dynamic=False)
+    return torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES)(program)

@@ -49,7 +49,6 @@ def _reported_slices() -> set[Any]:
 class XlaRuntime(Runtime):
     """The `Runtime` of PyTorch/XLA."""
 
-    name = "xla"
     plans_shapes = records_steps = shares_mesh = True
     _mesh: xs.Mesh  # of `set_mesh`
 
