@@ -73,14 +73,10 @@ class Reusing(TorchDispatchMode):
         return torch._from_functional_tensor(result) if torch._is_functional_tensor(result) else result
 
 
-def autocast_now() -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes contexts with the autocast that is on now: a backward runs outside the forward's."""
-    settings: dict[str, Any] = {
-        "dtype": torch.get_autocast_dtype("xla"),
-        "enabled": torch.is_autocast_enabled("xla"),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
-    return lambda: torch.autocast("xla", **settings)
+def autocast_now() -> torch.autocast:
+    """Return a context with the autocast that is on now: a backward runs outside the forward's."""
+    dtype, enabled = torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla")
+    return torch.autocast("xla", dtype, enabled, torch.is_autocast_cache_enabled())
 
 
 class _Recompute(torch.autograd.Function):
@@ -115,7 +111,7 @@ class _Recompute(torch.autograd.Function):
         with (
             xm.fork_rng(),
             torch.enable_grad(),
-            ctx.autocast(),
+            ctx.autocast,
             weights_of(ctx.layer, weights),
             Reusing(ctx.keep, kept),
         ):

@@ -37,17 +37,16 @@ def scan_layers(
 ) -> torch.Tensor:
     """Return ``hidden`` after all layers whose weights ``layer`` has: `Runtime.scan` of PyTorch/XLA."""
     leaves, structure = tree_flatten((args, kwargs))
-    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    is_bool = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.bool for leaf in leaves]
+    dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    given = list(zip(leaves, dtypes, strict=True))
     # the loop multiplies its inputs by 1, which booleans would not survive
-    fixed = [leaf.to(torch.uint8) if is_bool[n] else leaf for n, leaf in enumerate(leaves) if is_tensor[n]]
+    fixed = [leaf.to(torch.uint8) if dtype == torch.bool else leaf for leaf, dtype in given if dtype is not None]
     layouts = [axes.get(name) for name, _ in layer.named_parameters()]
     weights = list(layer.parameters())
 
     def run(hidden: torch.Tensor, fixed: Tensors, weights: list[nn.Parameter]) -> torch.Tensor:
-        given = iter(fixed)
-        filled = [next(given) if is_tensor[n] else leaf for n, leaf in enumerate(leaves)]
-        filled = [leaf.bool() if is_bool[n] else leaf for n, leaf in enumerate(filled)]
+        tensors = iter(fixed)
+        filled = [leaf if dtype is None else next(tensors).to(dtype) for leaf, dtype in given]
         args, kwargs = tree_unflatten(filled, structure)
         with weights_of(layer, weights), _once(layer):
             output = layer(hidden, *args, **kwargs)
@@ -135,7 +134,7 @@ class _Scan(torch.autograd.Function):
             weights = _as_parameters(slices[:count], trained)
             hidden, *kept = slices[count:]
             hidden = (place_to_device(hidden) if ctx.on_host else hidden).detach().requires_grad_()
-            with torch.enable_grad(), ctx.autocast(), Reusing(ctx.keep, kept):
+            with torch.enable_grad(), ctx.autocast, Reusing(ctx.keep, kept):
                 output = ctx.run(hidden, fixed, weights)
             wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
             found = zip(wanted, torch.autograd.grad(output, wanted, gradient, allow_unused=True), strict=True)
