@@ -27,12 +27,10 @@ def static_experts(
         expert_TK: The K experts of each token.
         weight_TK: Their weights.
     """
-    first = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    every_E = torch.arange(first.shape[0], device=hidden_TH.device)
+    inner = "gate_up_proj" if experts.has_gate else "up_proj"
+    every_E = torch.arange(len(getattr(experts, inner)), device=hidden_TH.device)
     weight_TE = (weight_TK.unsqueeze(-1) * (expert_TK.unsqueeze(-1) == every_E)).sum(1)
-    inner_ETI = _each(
-        experts, hidden_TH.expand(len(every_E), -1, -1), "gate_up_proj" if experts.has_gate else "up_proj"
-    )
+    inner_ETI = _each(experts, hidden_TH.expand(len(every_E), -1, -1), inner)
     inner_ETI = experts._apply_gate(inner_ETI) if experts.has_gate else experts.act_fn(inner_ETI)
     outer_ETH = _each(experts, inner_ETI, "down_proj")
     if experts.has_post_expert_norm:
