@@ -37,10 +37,7 @@ def set_eos_token(
     """
     if eos_token is None:
         return processing_class
-    _check_in_vocabulary(processing_class, "eos_token", eos_token)
-    if processing_class.eos_token != eos_token:
-        processing_class = copy.deepcopy(processing_class)
-        processing_class.eos_token = eos_token
+    processing_class = _with_token(processing_class, "eos_token", eos_token)
     model.config.get_text_config().eos_token_id = processing_class.eos_token_id
     return processing_class
 
@@ -78,10 +75,7 @@ def set_pad_token(
             processing_class.add_special_tokens({"pad_token": token})
     if token is None:
         raise UserError("The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token`.")
-    _check_in_vocabulary(processing_class, "pad_token", token)
-    if processing_class.pad_token != token:
-        processing_class = copy.deepcopy(processing_class)
-        processing_class.pad_token = token
+    processing_class = _with_token(processing_class, "pad_token", token)
     if processing_class.pad_token_id >= embeddings.weight.shape[0]:
         raise UserError(
             f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the embedding table has "
@@ -117,9 +111,14 @@ def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, dialogues: Iterable
         )
 
 
-def _check_in_vocabulary(processing_class: PreTrainedTokenizerBase, kind: str, token: str) -> None:
+def _with_token(processing_class: PreTrainedTokenizerBase, kind: str, token: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with ``token`` as its token of a ``kind``, a copy where it had another."""
     if token not in processing_class.get_vocab():
         raise UserError(
             f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
             f"({type(processing_class).__name__}). Choose a token of it, or add this one and resize the embeddings."
         )
+    if getattr(processing_class, kind) != token:
+        processing_class = copy.deepcopy(processing_class)
+        setattr(processing_class, kind, token)
+    return processing_class
