@@ -33,9 +33,9 @@ class ScoreArguments:
         model_name_or_path: Folder (or Hub id) of a saved reward model or of its adapters.
         text: Texts to score; the flag may be repeated.
         dataset_name: Rows to score: a local file, a folder, a Hub id, or ``-`` for JSON Lines from the standard
-            input. Columns ``text``, ``messages``, ``completions`` (a list of answers), or ``chosen`` and ``rejected``
-            (answers or lists of them); ``prompt`` too where it is explicit; for messages, ``tools`` and
-            ``chat_template_kwargs``, too.
+            input. Columns ``text``, ``messages``, ``completions`` (a list of answers, or of the steps of a solution
+            where the model judges these), or ``chosen`` and ``rejected`` (answers or lists of them); ``prompt`` too
+            where it is explicit; for messages, ``tools`` and ``chat_template_kwargs``, too.
         dataset_config: Configuration of the dataset.
         dataset_split: Split to score; may be left out where there is only one.
         output: File for the rows with their rewards: JSON Lines, or Parquet where its name ends in ``.parquet``. Until
