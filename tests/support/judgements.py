@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoTokenizer,
     set_seed,
 )
 
@@ -62,6 +63,16 @@ FORMS = {
     "attributes": Form(graded, 3, settings={"attributes": NAMES, "attribute_weights": WEIGHTS, "ties": "skip"}),
     "steps": Form(solutions, 2, AutoModelForTokenClassification, {}, PRMConfig, PRMTrainer),
 }
+
+
+def losses(name: str, folder: str, out: str, **settings: Any) -> list[float]:
+    """What a short run of a form logs."""
+    form = FORMS[name]
+    args = form.config(out, **settings, **form.settings)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    trainer = form.trainer(form.model(folder), args, train_dataset=form.rows(64), processing_class=tokenizer)
+    trainer.train()
+    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
 
 
 def form_in(words: str) -> Form:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import judgements
 import nonfinite_runs
 import numpy as np
 import pytest
@@ -137,6 +138,17 @@ def test_a_resumed_run_is_the_same_to_the_bit(make: Callable[..., RewardTrainer]
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert nonfinite_runs.differing(whole, resumed) == []
     assert losses(resumed) == losses(whole)
+
+
+@pytest.mark.parametrize("form", judgements.FORMS)
+def test_every_form_of_judgement_trains_as_on_the_cpu(form: str, model: str, tmp_path: Path) -> None:
+    settings = SETTINGS | {"logging_steps": 2}
+    found = [judgements.losses(form, model, str(tmp_path), packing=packing, **settings) for packing in (True, False)]
+    there = f"judgements.losses({form!r}, {model!r}, {str(tmp_path)!r}, **{settings})"
+    expected = run_on_cpu("-c", f"import judgements; print(*{there}, sep=',')").split(",")
+    assert len(expected) == 3
+    for each in found:
+        assert each == pytest.approx(list(map(float, expected)), abs=1e-6)
 
 
 def test_a_checkpoint_goes_to_plain_torch_and_back(
