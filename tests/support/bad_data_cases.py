@@ -1,5 +1,7 @@
 """Data that must be refused, and the words that each error must hold."""
 
+import math
+
 from bad_input import PAIR, Case, both, empty_folder, file, flags, lines, rows
 
 DATA = {
@@ -33,5 +35,5 @@ DATA = {
     "CSV with an empty field": Case(file("d.csv", b"chosen,rejected\na,\n"), ["Row 0", "`rejected` is null", "fill"]),
     "rows of other columns": Case(rows(PAIR, {"text": "b"}), ["Row 1", "`prompt` is null", "Remove such rows"]),
     "no answer": Case(rows(PAIR, {**PAIR, "chosen": None}), ["Row 1", "`chosen` is null", "Remove such rows or"]),
-    "a margin of NaN": Case(lines('{"chosen": "a", "margin": NaN}'), ["`margin` is None", "fill it with 0"]),
+    "a margin of NaN": Case(rows({**PAIR, "margin": math.nan}), ["Row 0", "`margin` is nan", "fill it with 0"]),
 }
