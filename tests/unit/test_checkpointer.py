@@ -124,6 +124,19 @@ def test_a_save_that_fails_is_counted_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
+def test_processes_that_do_not_meet_end_the_run_rather_than_a_save(contents: Callable[..., Contents]) -> None:
+    """Else training would go on to a step that waits for the process that is gone."""
+
+    class Left(Alone):
+        def all_gather_object(self, value: Any) -> list[Any]:
+            raise RuntimeError("connection closed by peer")
+
+    checkpointer = Checkpointer(Runtime(), Left(), writes=True, shares_disk=True, limit=2)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        checkpointer.save(contents(1))
+    assert checkpointer.failed == []
+
+
 def test_an_older_checkpoint_that_cannot_be_deleted_is_no_failed_save(
     checkpointer: Checkpointer,
     contents: Callable[..., Contents],

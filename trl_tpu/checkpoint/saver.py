@@ -122,6 +122,7 @@ class Checkpointer:
             together(lambda: self._make_room(contents), self._processes.all_gather_object)
             tensors = together(lambda: self._take(contents), self._processes.all_gather_object)
         except Exception as error:  # whatever a file system, a serializer or another host can say
+            self._processes.all_gather_object(None)  # a process that is gone is no save's fault: it ends the run here
             self._fail(contents, error)
             self._clean_up(contents)
             return
