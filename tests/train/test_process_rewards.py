@@ -146,11 +146,10 @@ def test_scores_are_the_log_odds_at_the_ends_of_steps(model: str, tmp_path: Path
         solution = PRMTrainer.tokenize_row(row, tokenizer, separator, None, None, False, True)
         logits = made(torch.tensor([solution["input_ids"]])).logits[0].double()
         ends = [place for place, label in enumerate(solution["labels"]) if label != -100]
-        assert each["rewards"] == pytest.approx((logits[:, 1] - logits[:, 0])[ends].tolist(), abs=2e-6)
+        assert each["step_rewards"] == pytest.approx((logits[:, 1] - logits[:, 0])[ends].tolist(), abs=2e-6)
         assert each["tokens"] == [end + 1 for end in ends]
-    assert (scored[9]["rewards"], scored[10]["rewards"]) == ([], None) and "`prompt` must be text" in scored[10][
-        REASON
-    ]
+    assert (scored[9]["step_rewards"], scored[10]["step_rewards"]) == ([], None)
+    assert "`prompt` must be text" in scored[10][REASON]
     for kind, best in (({"text": "a"}, False), ({"prompt": "a", "completions": ["b"]}, True)):
         with pytest.raises(UserError, match="The model judges steps"):
             list(score(str(tmp_path), [kind], best_of_n=best))

@@ -40,6 +40,19 @@ def test_pairs_are_judged(tmp_path: Path, suffix: str) -> None:
     assert (found.pairs, found.left_out, found.accuracy.value) == (1, 1, 1)
 
 
+def test_steps_with_labels_are_judged_and_no_other_completions_with_labels(tmp_path: Path) -> None:
+    solution = {"completions": ["b", "c"], "step_rewards": [-0.5, 2.0]}
+    labels: list[Any] = [[0, 1], [1], [-1, 1], [None, 1], ["good", "bad"], True, None]
+    found = verdict_on(tmp_path, [solution | {"labels": each} for each in labels])
+    assert (found.of, found.pairs, found.left_out, found.accuracy.value) == ("steps", 2, 6, 1)
+    beside = {"completions": ["b", "c"], "labels": [0, 1]}
+    assert verdict_on(tmp_path, [PAIR | beside]).of == "pairs"
+    ranked = verdict_on(tmp_path, [beside | {"rewards": [2.0, 1.0], "ranks": [2, 1]}])
+    assert (ranked.of, ranked.accuracy.value) == ("pairs", 0)
+    with pytest.raises(UserError, match="does not say which answer is better"):
+        read_scored(write(tmp_path, [beside | {"rewards": [2.0, 1.0]}]))
+
+
 def test_tokens_are_the_lengths_if_every_row_has_them(tmp_path: Path) -> None:
     counted = PAIR | {"tokens_chosen": 7, "tokens_rejected": 9}
     found = verdict_on(tmp_path, [counted, counted, BROKEN]).length

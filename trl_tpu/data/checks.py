@@ -300,6 +300,11 @@ def check_margin(value: Any, columns: tuple[str, ...], where: str) -> None:
         )
 
 
+def are_labels(labels: Any, steps: int) -> bool:
+    """Tell whether these are the labels of as many steps, 0 or 1 of each."""
+    return isinstance(labels, list) and [label in (0, 1) for label in labels] == [True] * steps
+
+
 def check_labels(row: Mapping[str, Any], columns: tuple[str, ...], index: int, name: str) -> None:
     """Check what may stand beside a pair's token ids, which are in ``columns``: its margin, and its probability.
 

@@ -7,7 +7,7 @@ from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from .checks import check_text, row_of
+from .checks import are_labels, check_text, row_of
 from .measure import NO_LABEL, SOLUTION
 from .tokenize import keep_fitting, map_rows
 
@@ -84,7 +84,7 @@ def _tokenize(row: dict[str, Any], index: int, name: str, tokenize: Any, setting
     """Return the columns that ``tokenize`` makes of a raw row; raise UserError, which names the row, if it is bad."""
     where = row_of(index, name)
     check_solution(row, where)
-    steps, labels = row["completions"], row["labels"]
-    if not isinstance(labels, list) or [label in (0, 1) for label in labels] != [True] * len(steps):
+    steps, labels = row["completions"], row.get("labels")
+    if not are_labels(labels, len(steps)):
         raise UserError(f"{where}: `labels` must be 0 or 1 of each of {len(steps)} `completions`, got {labels!r:.80}.")
     return tokenize(row, **settings)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.checks import are_labels
 from ..data.judgements import Comparisons, answers_there, grades_of, is_above, weighted
 from .proportion import by_group, mean_of, proportion
 from .reward_sums import RewardSums, sums_of
@@ -97,12 +98,12 @@ def by_attribute(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def by_step(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return a scored row of labeled steps as a pair for each, in which a wrong one is below 0; another as it is."""
     steps: Any = row.get("completions")
-    labels, rewards = row.get("labels"), row.get("rewards")
-    if not isinstance(labels, list) or not isinstance(rewards, list) or len(labels) != len(rewards):
+    labels, rewards = row.get("labels"), row.get("step_rewards")
+    if not isinstance(rewards, list) or not are_labels(labels, len(rewards)):
         return [row]
     pairs = [(reward, 0.0) if label else (0.0, reward) for label, reward in zip(labels, rewards, strict=True)]
     return [
-        {**row, "completions": steps[: place + 1], "rewards": None, "reward_chosen": better, "reward_rejected": worse}
+        {**row, "completions": steps[: place + 1], "reward_chosen": better, "reward_rejected": worse}
         for place, (better, worse) in enumerate(pairs)
     ]
 

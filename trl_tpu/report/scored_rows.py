@@ -47,8 +47,8 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     if not any(grades) and not columns.issuperset(_REWARDS):
         raise UserError(
             f"{path} does not say which answer is better: its columns are {', '.join(sorted(columns))}. Score pairs, "
-            f"which gives {' and '.join(_REWARDS)}, or completions with scores, ranks, or labels of steps: `trl-tpu "
-            "score --output`."
+            f"which gives {' and '.join(_REWARDS)}, completions with scores or ranks, or steps with labels, 0 or 1: "
+            "`trl-tpu score --output`."
         )
     if eval_by is not None and eval_by not in columns:
         raise UserError(f"{path} has no {eval_by!r}; it has {', '.join(sorted(columns))}.")
@@ -64,7 +64,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         return ScoredRows(rows, judge_best_of_n(answers, groups))
     rewards_N2 = np.array(rewards).reshape(-1, 2)
     tokens_N2 = np.array([[row.get("tokens_chosen"), row.get("tokens_rejected")] for row in rows], dtype=np.float64)
-    of = "steps" if {"completions", "labels"} <= columns else "pairs"
+    of = "steps" if "step_rewards" in columns else "pairs"
     are_known = not np.isnan(tokens_N2[np.isfinite(rewards_N2).all(axis=1)]).any()
     return ScoredRows(rows, judge_pairs(rewards_N2, tokens_N2 if are_known else None, groups, of=of))
 

@@ -5,7 +5,8 @@ columns                     dialogues                                       rewa
 ==========================  ==============================================  =======================================
 chosen, rejected            a pair, in any form that training takes         reward_chosen, ..., tokens_chosen, ...
 chosen, rejected as lists   several answers each, as in RewardBench 2       the same, lists
-completions                 a list of answers, or the steps of a solution   rewards, tokens: lists
+completions                 a list of answers                               rewards, tokens: lists
+completions                 the steps of a solution, of a model of steps    step_rewards, tokens: lists
 messages                    a conversation                                  reward, tokens
 text                        a text                                          reward, tokens
 ==========================  ==============================================  =======================================
@@ -75,10 +76,12 @@ class Form:
     Args:
         outputs: By the columns of dialogues, those of their rewards and of their numbers of tokens.
         best_only: Whether only the best of a row's completions is kept.
+        step_separator: What follows each step that a model judges, of which each is a dialogue's end.
     """
 
     outputs: Mapping[str, tuple[str, str]]
     best_only: bool = False
+    step_separator: str | None = None
 
     @classmethod
     def of(cls, columns: Iterable[str], best_only: bool = False) -> "Form":
@@ -100,16 +103,28 @@ class Form:
             logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
         return form
 
-    def read(
-        self, row: Mapping[str, Any] | UserError, where: str, tokenizer: Any, step_separator: str | None = None
-    ) -> Items:
+    def of_model(self, scorer: Scorer) -> "Form":
+        """Return the form in which a model reads such rows.
+
+        Raises:
+            UserError: The model judges steps, and the rows have none.
+        """
+        if (separator := scorer.outputs.step_separator) is None:
+            return self
+        if self.best_only or "completions" not in self.outputs:
+            raise UserError(
+                "The model judges steps, so rows need `prompt` and `completions`, the steps of one solution, of which "
+                "none is the best."
+            )
+        return Form({"completions": ("step_rewards", "tokens")}, step_separator=separator)
+
+    def read(self, row: Mapping[str, Any] | UserError, where: str, tokenizer: Any) -> Items:
         """Find the dialogues of a row; those that are broken say why.
 
         Args:
             row: Or what is wrong with it.
             where: How errors begin.
             tokenizer: Has the token that ends texts.
-            step_separator: What follows each step that a model judges, of which each is a dialogue's end.
         """
         if isinstance(row, UserError):
             return {column: Item({}, where, fault=str(row)) for column in self.outputs}
@@ -117,8 +132,8 @@ class Form:
         for column in self.outputs:
             value, place = row.get(column), f"{where}: `{column}"
             settings = {"tokenizer": tokenizer, "has_prompt": "prompt" in row and column not in ("messages", "text")}
-            if step_separator is not None:
-                items[column] = _steps(row, place, tokenizer, step_separator)
+            if self.step_separator is not None:
+                items[column] = _steps(row, place, tokenizer, self.step_separator)
             elif isinstance(value, list) and (column == "completions" or (value and not isinstance(value[0], dict))):
                 items[column] = [_read(row, each, f"{place}[{n}]`", **settings) for n, each in enumerate(value)]
             elif column == "completions":

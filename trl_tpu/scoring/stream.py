@@ -61,6 +61,7 @@ def score(
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
         model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
+    form = form.of_model(model)
     return chain.from_iterable(scored for _, scored in scored_windows(model, all_rows, form, max_length))
 
 
@@ -97,11 +98,6 @@ def scored_windows(
         max_length: Most tokens of a dialogue that gets a reward; no limit when None.
         first: The number of the first row.
     """
-    if scorer.outputs.step_separator is not None and (form.best_only or "completions" not in form.outputs):
-        raise UserError(
-            "The model judges steps, so rows need `prompt` and `completions`, a list of the steps of one solution, of "
-            "which none is the best."
-        )
     coming = iter(rows)
     computing: list[Callable[[], Window]] = []
     while some := list(islice(coming, WINDOW)):
@@ -118,8 +114,7 @@ def _start(
     scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
 ) -> Callable[[], Window]:
     read = [
-        form.read(row, checks.row_of(number, "scored"), scorer.tokenizer, scorer.outputs.step_separator)
-        for number, row in enumerate(rows, first)
+        form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
     ]
     ready = tokenize([item for items in read for item in all_of(items)], scorer, max_length)
     chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))

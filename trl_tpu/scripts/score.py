@@ -90,6 +90,7 @@ def main(args: ScoreArguments) -> int:
         tokens_per_pass=args.tokens_per_pass,
         standardize=args.standardize,
     )
+    form = form.of_model(scorer)
     summary = Summary(tuple(reward for reward, _ in form.outputs.values()))
     for row in _all_scored(args, scorer, rows, form, count, summary):
         if args.text:
