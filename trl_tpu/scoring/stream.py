@@ -57,12 +57,11 @@ def score(
     Raises:
         UserError: No rows, or columns that cannot be scored; a folder that holds no saved reward model.
     """
-    form, all_rows = look_at(map(_as_row, rows), best_of_n)
+    form, coming = look_at(map(_as_row, rows), best_of_n)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
         model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
-    form = form.of_model(model)
-    return chain.from_iterable(scored for _, scored in scored_windows(model, all_rows, form, max_length))
+    return chain.from_iterable(scored for _, scored in scored_windows(model, coming, form.of_model(model), max_length))
 
 
 def _as_row(row: Any) -> Row:

@@ -82,14 +82,8 @@ def main(args: ScoreArguments) -> int:
         rows_file.check(args.output, args.dataset_name)
     given, count = _source(args)
     form, rows = look_at(given, args.best_of_n)
-    scorer = Scorer(
-        args.model_name_or_path,
-        args.trust_remote_code,
-        bf16=args.bf16,
-        mesh=args.mesh,
-        tokens_per_pass=args.tokens_per_pass,
-        standardize=args.standardize,
-    )
+    settings: dict[str, Any] = {"bf16": args.bf16, "mesh": args.mesh, "tokens_per_pass": args.tokens_per_pass}
+    scorer = Scorer(args.model_name_or_path, args.trust_remote_code, standardize=args.standardize, **settings)
     form = form.of_model(scorer)
     summary = Summary(tuple(reward for reward, _ in form.outputs.values()))
     for row in _all_scored(args, scorer, rows, form, count, summary):
