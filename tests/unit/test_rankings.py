@@ -247,6 +247,12 @@ def test_each_comparison_may_count_once(ties: bool) -> None:
     assert losses_P.tolist() == pytest.approx([(3 if ties else 2) * one[0], one[1]], rel=1e-5)
 
 
+def test_a_pair_beside_answers_without_grades_is_a_pair() -> None:
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "completions": ["b", "c"], "labels": [1, 0]}
+    assert set(prepare(pair).column_names) >= {"chosen_ids", "rejected_ids"}
+    assert "answer_ids" in prepare(pair | {"ranks": [1, 2]}).column_names
+
+
 def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:
     rows = [{**TWO, "completions": ["b", "c", "d" * 9], "ranks": [2, 1, 2]}, {**TWO, "ranks": [1, 2]}]
     assert prepare(*rows, rankings=Rankings(may_tie=True))["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]

@@ -207,7 +207,8 @@ def is_ranking(row: Row) -> bool:
         isinstance(row.get(half), list) and not isinstance(next(iter(row[half]), {}), dict)
         for half in checks.RAW_COLUMNS
     ]
-    return lists == [False, True] or "completions" in row or set(RANKED_COLUMNS) <= set(row)
+    is_pair = set(checks.RAW_COLUMNS) <= set(row) and not {"scores", "ranks"} & set(row)  # whatever stands beside it
+    return lists == [False, True] or ("completions" in row and not is_pair) or set(RANKED_COLUMNS) <= set(row)
 
 
 def is_above(grade_PK: Array, is_there_PK: Array) -> Array:
