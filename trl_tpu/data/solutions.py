@@ -1,6 +1,5 @@
 """Solutions whose steps are judged: their texts become the token ids of all steps, with a label at the end of each."""
 
-from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset, Features, Sequence, Value
@@ -48,13 +47,7 @@ def tokenize_solution(
 
 
 def prepare_solutions(
-    dataset: Any,
-    tokenize: Callable[..., dict[str, list[int]]],
-    settings: dict[str, Any],
-    *,
-    num_embeddings: int,
-    num_proc: int | None,
-    name: str,
+    dataset: Any, tokenize: Any, settings: dict[str, Any], *, num_embeddings: int, num_proc: int | None, name: str
 ) -> Dataset:
     """Check solutions, and tokenize those that are texts; see `prepare_preference_dataset`.
 

@@ -37,6 +37,7 @@ from ..data.judgements import COUNTED, LABELS_OF_MANY, RANKED_COLUMNS, Pairs
 from ..data.measure import NO_LABEL, SOLUTION
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
+from ..errors import UserTypeError
 from ..evaluation.judge import check_eval_by, judge
 from ..evaluation.ranking import compared, judged_sums
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
@@ -117,6 +118,7 @@ class RewardTrainer(DeviceTrainer):
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     __computed: StepResult | None = None  # by our loss, of the last batch
     _tag_names = ["trl", "reward-trainer"]
+    _config_type = RewardConfig
     # what methods read that are pasted from TRL
     _total_train_tokens, _tp_size = 0, 1
 
@@ -145,7 +147,9 @@ class RewardTrainer(DeviceTrainer):
             max_length, quantization_config = quantization_config, None
         shares_mesh, max_steps = runtime.current().shares_mesh, getattr(args, "max_steps", -1)
         check_arguments(model, model_init, train_dataset, optimizers, max_steps, shares_mesh=shares_mesh)
-        args = upgrade_args(args or RewardConfig(default_folder(model)), max_length)
+        args = upgrade_args(args or self._config_type(default_folder(model)), max_length)
+        if not isinstance(args, self._config_type):
+            raise UserTypeError(f"`args` must be a `{self._config_type.__name__}`, got `{type(args).__name__}`.")
         self.__check_evaluation(args, eval_dataset, compute_metrics, callbacks)
         self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random

@@ -6,6 +6,7 @@ from ...data.solutions import tokenize_solution
 from ...modeling.build import build_dataset
 from ...trainer.reward_trainer import RewardTrainer
 from ...trainer.utils import compute_accuracy as compute_accuracy
+from .prm_config import PRMConfig
 
 
 class PRMTrainer(RewardTrainer):
@@ -25,8 +26,8 @@ class PRMTrainer(RewardTrainer):
     """
 
     _tag_names = ["trl", "prm"]
+    _config_type = PRMConfig
     tokenize_row = staticmethod(tokenize_solution)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        settings: dict[str, Any] = {"tokenize_solution": self.tokenize_row}
-        return build_dataset(dataset, self.model, processing_class, args, dataset_name, **settings)
+        return build_dataset(dataset, self.model, processing_class, args, dataset_name, False, self.tokenize_row)
