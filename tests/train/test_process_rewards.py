@@ -1,5 +1,6 @@
 """Process rewards: packed, padded and transformers' own token classification give the same numbers."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from stepwise import BATCH, by_transformers, load, save_model, settings, solutio
 from timings import untimed
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
 
+from trl_tpu import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.packing.schedule import RowPlan
@@ -166,9 +168,7 @@ def test_the_command_trains_what_is_scored_and_reported(
         "--max_steps", "2", "--do_eval", "true", "--report_to", "none", "--disable_tqdm", "true", *adapters,
     ]  # fmt: skip
     assert prm.run([*words, "--dry_run", "true"]) == 0
-    assert (
-        r"slowly:After it comes 0.\n'" in (shown := capsys.readouterr().out) and "step of the first pair: [" in shown
-    )
+    assert r"slowly:After it comes 0.\n'" in (shown := capsys.readouterr().out) and "step of the first row: [" in shown
     assert prm.run(words) == 0
     accuracy = re.search(r"Held-out data\n  accuracy +(\S+)", capsys.readouterr().out)
     for folder, export in (("run", []), ("exported", ["--merge"] if adapters else [])):
@@ -180,6 +180,10 @@ def test_the_command_trains_what_is_scored_and_reported(
         assert accuracy is not None and f"accuracy         {accuracy[1]}" in capsys.readouterr().out
     assert report_run([to]) == 0
     assert f"It tells right from wrong in {float(accuracy[1]):.1%}" in capsys.readouterr().out
+    said = [json.loads((tmp_path / folder / "verdict.json").read_text()) for folder in ("run", "exported-report")]
+    rewards = [reward for line in Path(to).read_text().splitlines() for reward in json.loads(line)["step_rewards"]]
+    assert [each["rewards"]["mean"] for each in said] == pytest.approx([sum(rewards) / len(rewards)] * 2, abs=1e-5)
+    assert "its last step's reward is" in (tmp_path / "exported-report" / "index.html").read_text()
 
 
 BAD = [{"labels": [1]}, {"labels": [1, None]}, {"labels": [1, 2]}, {"completions": []}, {"completions": None}]
@@ -206,6 +210,10 @@ def test_what_is_for_pairs_is_refused(model: str, tmp_path: Path) -> None:
     rewards = tiny.tiny_model(AutoTokenizer.from_pretrained(model))
     with pytest.raises(UserError, match="a token classifier with two labels"):
         PRMTrainer(rewards, settings(tmp_path), train_dataset=solutions(2))
+    with pytest.raises(UserError, match="must be a `PRMConfig`, got `RewardConfig`"):
+        PRMTrainer(load(model), RewardConfig(str(tmp_path)), train_dataset=solutions(2))
+    with pytest.raises(UserError, match="Row 0 .* `labels` must be 0 or 1 of each"):
+        PRMTrainer(load(model), settings(tmp_path), train_dataset=solutions(2).remove_columns("labels"))
 
 
 def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> None:

@@ -235,8 +235,8 @@ class Comparisons:
     def of(cls, rewards_PK: torch.Tensor, mask_P: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> "Comparisons":
         """Return the comparisons of pairs, [P], those of ranked answers, [P, K, K], or each step's with 0, [P, K]."""
         if "step" in labels:
-            better_PK = torch.where(labels["step"] > 0, rewards_PK, -rewards_PK)
-            return cls(better_PK, torch.zeros_like(rewards_PK), labels["is_there"] & mask_P[:, None])
+            right_PK, there_PK = labels["step"] > 0, labels["is_there"] & mask_P[:, None]
+            return cls(torch.where(right_PK, rewards_PK, 0.0), torch.where(right_PK, 0.0, rewards_PK), there_PK)
         if "grade" not in labels:
             better_P, worse_P = rewards_PK.unbind(-1)
             return cls(better_P, worse_P, mask_P)

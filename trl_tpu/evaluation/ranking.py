@@ -97,11 +97,10 @@ def by_attribute(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def by_step(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return a scored row of labeled steps as a pair for each, in which a wrong one is below 0; another as it is."""
-    steps: Any = row.get("completions")
-    labels, rewards = row.get("labels"), row.get("step_rewards")
-    if not isinstance(rewards, list) or not are_labels(labels, len(rewards)):
+    steps: Any = row.get("completions") or []
+    if not isinstance(rewards := row.get("step_rewards"), list) or not are_labels(row.get("labels"), len(rewards)):
         return [row]
-    pairs = [(reward, 0.0) if label else (0.0, reward) for label, reward in zip(labels, rewards, strict=True)]
+    pairs = [(reward, 0.0) if label else (0.0, reward) for label, reward in zip(row["labels"], rewards, strict=True)]
     return [
         {**row, "completions": steps[: place + 1], "reward_chosen": better, "reward_rejected": worse}
         for place, (better, worse) in enumerate(pairs)

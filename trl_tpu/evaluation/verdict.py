@@ -23,7 +23,7 @@ class Verdict:
         ties: Pairs of equal rewards.
         loss: Mean of ``-log(sigmoid(margin))``, of Bradley and Terry; without the margins that data may ask for.
         margins: Chosen less rejected reward.
-        rewards: Of all answers.
+        rewards: Of all answers, or of steps.
         length: None where no lengths are known.
         groups: Accuracy by label, in the labels' order.
         mean_over_groups: Each group counting the same; None without groups.
@@ -103,7 +103,7 @@ def judge_pairs(
         ties=sums.ties,
         loss=float(np.logaddexp(0.0, -margins_K).mean()),
         margins=distribution_of(margins_K),
-        rewards=distribution_of(rewards_K2.ravel()),
+        rewards=distribution_of(rewards_K2.sum(axis=1) if of == "steps" else rewards_K2.ravel()),
         calibration=calibration_of(margins_K),
         length=None if lengths_N2 is None else length_bias_of(rewards_K2, lengths_N2[kept].astype(np.float64)),
         groups=accuracies,

@@ -16,7 +16,8 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
     does = "tells right from wrong" if verdict.of == "steps" else "prefers the chosen answer"
     said = [f"It {does} in {_share(accuracy)} of {verdict.pairs:,} {verdict.of}."]
     if accuracy.high < 0.5:
-        said.append("That is worse than chance: see whether chosen and rejected are exchanged.")
+        exchanged = "the labels" if verdict.of == "steps" else "chosen and rejected"
+        said.append(f"That is worse than chance: see whether {exchanged} are exchanged.")
     elif accuracy.low <= 0.5:
         said.append(f"That cannot be told from chance: more {verdict.of} are needed, or a better model.")
     said += _of_length(verdict) if verdict.of == "pairs" else []
@@ -34,7 +35,8 @@ def _share(share: Proportion) -> str:
 
 
 def _left_out(count: int, of: str) -> list[str]:
-    return [f"{count:,} more {of} have a reward that is not finite, and are left out."] if count else []
+    lacks = "no finite reward, or no label" if of == "steps" else "a reward that is not finite"
+    return [f"{count:,} more {of} have {lacks}, and are left out."] if count else []
 
 
 def _of_length(verdict: Verdict) -> list[str]:

@@ -110,10 +110,10 @@ def main(
         columns = id_columns(pair) or ()
         for place, ids in enumerate(dialogues_in(pair)):
             name = columns[place] if len(columns) == 2 else f"{columns[0]}[{place}]"
-            say(f"{name} of the first pair: {trainer.processing_class.decode(list(ids))!r}")
+            say(f"{name} of the first row: {trainer.processing_class.decode(list(ids))!r}")
         for name, (values, *_) in labels_of([pair], len(dialogues_in(pair))).items():
             if name != "is_there":
-                say(f"{name} of the first pair: {values.tolist()}")
+                say(f"{name} of the first row: {values.tolist()}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
