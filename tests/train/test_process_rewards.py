@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, DataCollatorForTokenClassification
 from trl_tpu import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
+from trl_tpu.modeling.engines import BASE_CONFIG
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.scoring.forms import REASON
@@ -183,7 +184,8 @@ def test_the_command_trains_what_is_scored_and_reported(
     said = [json.loads((tmp_path / folder / "verdict.json").read_text()) for folder in ("run", "exported-report")]
     rewards = [reward for line in Path(to).read_text().splitlines() for reward in json.loads(line)["step_rewards"]]
     assert [each["rewards"]["mean"] for each in said] == pytest.approx([sum(rewards) / len(rewards)] * 2, abs=1e-5)
-    assert "its last step's reward is" in (tmp_path / "exported-report" / "index.html").read_text()
+    page = (tmp_path / "exported-report" / "index.html").read_text()
+    assert re.search(r"<summary>step \d+:\nreward -?\d", page)
 
 
 BAD = [{"labels": [1]}, {"labels": [1, None]}, {"labels": [1, 2]}, {"completions": []}, {"completions": None}]
@@ -230,6 +232,9 @@ def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> N
     trainer.save_model(str(tmp_path / "saved"))
     again = AutoPeftModelForTokenClassification.from_pretrained(str(tmp_path / "saved"), num_labels=2)
     assert torch.equal(again.state_dict()[HEAD], trainer.model.state_dict()[HEAD])
+    ours = list(score(str(tmp_path / "saved"), solutions(3)))
+    (tmp_path / "saved" / BASE_CONFIG).unlink()  # as TRL saves them
+    assert list(score(str(tmp_path / "saved"), solutions(3))) == ours and "step_rewards" in ours[0]
 
 
 @pytest.mark.parametrize(("family", "obstacle"), [("Gemma", None), ("GPT2", "no `score` head")])

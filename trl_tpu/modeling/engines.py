@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 #: For vLLM's `/score` and for sentence-transformers' `CrossEncoder`.
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -63,8 +63,11 @@ def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
 
 
 def saved_config(model: str | Path) -> dict[str, Any]:
-    """Return the config of a saved model, or of that which saved adapters make, in a folder or at the Hub, if any."""
-    names = (BASE_CONFIG, CONFIG_NAME)
+    """Return the config of a saved model, or of that which saved adapters make, in a folder or at the Hub, if any.
+
+    Of adapters that another program has saved it is their own.
+    """
+    names = (BASE_CONFIG, CONFIG_NAME, ADAPTER_CONFIG_NAME)
     files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in names)
     return next((json.loads(Path(file).read_text(encoding="utf-8")) for file in files if file), {})
 

@@ -44,7 +44,7 @@ class Outputs:
         Those of TRL do not say what follows a step: then it is a line break, TRL's default.
         """
         said = saved_config(model)
-        if any("TokenClassification" in name for name in said.get("architectures") or ()):
+        if said.get("task_type") == "TOKEN_CLS" or "TokenClassification" in str(said.get("architectures")):
             said.setdefault("step_separator", "\n")
         return cls.of(said)
 
