@@ -207,8 +207,9 @@ def test_a_bad_prepared_row_is_named(model: str, tmp_path: Path, labels: list[in
 
 
 def test_what_is_for_pairs_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="margin_scale=0.5 is not for process rewards"):
-        settings(tmp_path, margin_scale=0.5)
+    for name, value in {"margin_scale": 0.5, "step_separator": None}.items():
+        with pytest.raises(UserError, match=f"{name}={value} is not for process rewards"):
+            settings(tmp_path, **{name: value})
     rewards = tiny.tiny_model(AutoTokenizer.from_pretrained(model))
     with pytest.raises(UserError, match="a token classifier with two labels"):
         PRMTrainer(rewards, settings(tmp_path), train_dataset=solutions(2))

@@ -6,41 +6,40 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 
 from ..data.measure import id_columns, measure
 from ..errors import UserError
 from .proportion import check_groups, label_of
-from .ranking import judge_rankings
+from .ranking import compared, judge_rankings
 from .verdict import Verdict, judge_pairs
 
 logger = logging.getLogger(__name__)
 
 
 def judge(
-    rewards_NK: np.ndarray,
-    dataset: Any,
-    *grades: Any,
-    eval_by: str | None = None,
-    attributes: Sequence[str] = (),
-    of: str = "pairs",
+    rewards: torch.Tensor, labels: Mapping[str, torch.Tensor], dataset: Any, eval_by: str | None, names: Sequence[str]
 ) -> Verdict | None:
     """Return the verdict on the rewards of an evaluation; None if no pair has two finite ones.
 
     Args:
-        rewards_NK: Of pairs, chosen first, or of ranked answers; of several attributes, [N, A, K].
+        rewards: Of pairs, chosen first, of ranked answers or of steps, [N, K]; of several attributes, [N, A, K].
+        labels: What the data says of these, see `trl_tpu.data.judgements`.
         dataset: Whose first N pairs they are of, in order; None where that is not known.
         eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
-        grades: Of rankings, what `judge_rankings` takes after the rewards.
-        attributes: Their names. Each of a row is a ranking of its own, and they are the groups.
-        of: What pairs are, see `Verdict`.
+        names: Of attributes. Each of a row is a ranking of its own, and they are the groups.
     """
-    rows, groups = len(rewards_NK), list(attributes) * len(rewards_NK) or None
-    rewards_NK, *grades = (values.reshape(-1, values.shape[-1]) for values in (rewards_NK, *grades))  # type: ignore[assignment]
+    rows, groups = len(rewards), list(names) * len(rewards) or None
+    if "step" in labels:
+        rewards_NK = compared(rewards.double(), torch.ones(rows, dtype=torch.bool), labels)
+        return judge_pairs(rewards_NK, of="steps") if np.isfinite(rewards_NK).any() else None
+    given = [rewards.double(), *(labels[name] for name in ("grade", "is_there") if name in labels)]
+    rewards_NK, *grades = (values.numpy().reshape(-1, values.shape[-1]) for values in given)
+    judge_rows: Any = judge_rankings if grades else judge_pairs
+    judge_rows = partial(judge_rows, rewards_NK, *grades)
     if not np.isfinite(rewards_NK).all(axis=-1).any():
         return None
-    judge_rows: Any = judge_rankings if grades else partial(judge_pairs, of=of)
-    judge_rows = partial(judge_rows, rewards_NK, *grades)
     if not isinstance(dataset, Dataset):
         if eval_by is not None:
             logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)

@@ -87,24 +87,23 @@ def judge_rankings(
     )
 
 
-def by_attribute(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a scored row whose answers attributes grade as one for each `attribute`; another as it is."""
+def parts_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what is judged of a scored row by itself: often the row.
+
+    Of answers that attributes grade it is a ranking for each `attribute`; of steps with labels a pair for each, of its
+    reward and 0, of which the reward is the chosen one's where the step is right.
+    """
+    labels: Any = row.get("labels")
+    if isinstance(rewards := row.get("step_rewards"), list) and are_labels(labels, len(rewards)):
+        steps, parts = row.get("completions") or [], list[Mapping[str, Any]]()
+        for end, (label, reward) in enumerate(zip(labels, rewards, strict=True), start=1):
+            better, worse = (reward, 0.0) if label else (0.0, reward)
+            parts.append({**row, "completions": steps[:end], "reward_chosen": better, "reward_rejected": worse})
+        return parts
     scores, rewards = row.get("scores"), row.get("rewards_by_attribute") or [None]
     graded = scores if isinstance(scores, dict) and None not in rewards else {}
     by_name = {name: [each[name] for each in rewards] for name in graded if name in rewards[0]}
     return [{**row, "attribute": name, "scores": graded[name], "rewards": by_name[name]} for name in by_name] or [row]
-
-
-def by_step(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a scored row of labeled steps as a pair for each, in which a wrong one is below 0; another as it is."""
-    steps: Any = row.get("completions") or []
-    if not isinstance(rewards := row.get("step_rewards"), list) or not are_labels(row.get("labels"), len(rewards)):
-        return [row]
-    pairs = [(reward, 0.0) if label else (0.0, reward) for label, reward in zip(row["labels"], rewards, strict=True)]
-    return [
-        {**row, "completions": steps[: place + 1], "reward_chosen": better, "reward_rejected": worse}
-        for place, (better, worse) in enumerate(pairs)
-    ]
 
 
 def grades_beside_rewards(row: Mapping[str, Any]) -> list[float]:

@@ -12,13 +12,13 @@ import pyarrow.parquet as pq
 from ..errors import UserError
 from ..evaluation.best_of_n import Answers, BestOfN, judge_best_of_n
 from ..evaluation.proportion import label_of
-from ..evaluation.ranking import by_attribute, by_step, grades_beside_rewards, judge_rankings, rankings_of
+from ..evaluation.ranking import grades_beside_rewards, judge_rankings, parts_of, rankings_of
 from ..evaluation.verdict import Verdict, judge_pairs
 
 Row = dict[str, Any]
 
 _REWARDS = ("reward_chosen", "reward_rejected")
-_GROUPS = ("attribute", "subset")  # which `by_attribute` writes, and RewardBench
+_GROUPS = ("attribute", "subset")  # which `parts_of` writes, and RewardBench
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         UserError: The file cannot be read, has no rewards of chosen and of rejected answers, not one finite, or no
             such column.
     """
-    rows = [dict(each) for row in _rows(path) for graded in by_attribute(row) for each in by_step(graded)]
+    rows = [dict(part) for row in _rows(path) for part in parts_of(row)]
     columns = {name for row in rows for name in row}
     grades = [] if columns.issuperset(_REWARDS) else [grades_beside_rewards(row) for row in rows]
     if not any(grades) and not columns.issuperset(_REWARDS):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluation.ranking import by_attribute, by_step, grades_beside_rewards, judge_rankings, rankings_of
+from ..evaluation.ranking import grades_beside_rewards, judge_rankings, parts_of, rankings_of
 from ..evaluation.reward_sums import RewardSums, sums_of
 from .forms import REASON
 
@@ -40,12 +40,13 @@ class Summary:
         for column in self.columns:
             rewards = [reward for row in rows for reward in _numbers(row.get(column))]
             self.by_column[column] += sums_of(np.array([rewards, rewards]).T)
-        both = [(row.get("reward_chosen"), row.get("reward_rejected")) for each in rows for row in by_step(each)]
+        parts = [part for row in rows for part in parts_of(row)]
+        both = [(part.get("reward_chosen"), part.get("reward_rejected")) for part in parts]
         pairs = [pair for pair in both if all(isinstance(reward, float) for reward in pair)]
         self.pairs += sums_of(np.array(pairs))
-        for row in [ranking for each in rows for ranking in by_attribute(each)]:
-            if row[REASON] is None and (grades := grades_beside_rewards(row)):
-                self.ranked.append((row["rewards"], grades))
+        for part in parts:
+            if part[REASON] is None and (grades := grades_beside_rewards(part)):
+                self.ranked.append((part["rewards"], grades))
         reasons = [row[REASON] for row in rows if row[REASON] is not None]
         self.without += len(reasons)
         self.reason = self.reason or next(iter(reasons), None)

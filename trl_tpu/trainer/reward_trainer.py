@@ -39,7 +39,7 @@ from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserTypeError
 from ..evaluation.judge import check_eval_by, judge
-from ..evaluation.ranking import compared, judged_sums
+from ..evaluation.ranking import judged_sums
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import (
     build_dataset,
@@ -448,13 +448,8 @@ class RewardTrainer(DeviceTrainer):
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
             self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
-        pairs = self.__evaluated_pairs(len(rewards_NK))
-        of = "steps" if "step" in labels else "pairs"
-        if of == "steps":
-            rewards_NK, labels, pairs = torch.from_numpy(compared(rewards_NK, every_N, labels)), {}, None
-        grades = [labels[name].numpy() for name in ("grade", "is_there") if name in labels]
-        groups: Any = {"eval_by": self.args.eval_by, "attributes": self.args.attributes or (), "of": of}
-        if (verdict := judge(rewards_NK.double().numpy(), pairs, *grades, **groups)) is not None:
+        pairs, args = self.__evaluated_pairs(len(rewards_NK)), self.args
+        if (verdict := judge(rewards_NK, labels, pairs, args.eval_by, args.attributes or ())) is not None:
             self.__reward_metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own

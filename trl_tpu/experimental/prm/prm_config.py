@@ -7,7 +7,7 @@ from ...config.field_help import help_from_docstring
 from ...config.reward_config import RewardConfig
 
 _OF_PAIRS = "center_rewards_coefficient margin_scale label_smoothing label_smoothing_factor eval_by truncation_mode"
-_OF_RANKINGS = "loss_type=plackett_luce|regression average_over=comparisons ties attributes"
+_OF_RANKINGS = "loss_type=plackett_luce|regression average_over=comparisons ties attributes step_separator=^None$"
 
 
 @help_from_docstring
