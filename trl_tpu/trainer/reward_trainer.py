@@ -118,7 +118,7 @@ class RewardTrainer(DeviceTrainer):
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     __computed: StepResult | None = None  # by our loss, of the last batch
     _tag_names = ["trl", "reward-trainer"]
-    _config_type = RewardConfig
+    _trl_tpu_config = RewardConfig
     # what methods read that are pasted from TRL
     _total_train_tokens, _tp_size = 0, 1
 
@@ -147,9 +147,9 @@ class RewardTrainer(DeviceTrainer):
             max_length, quantization_config = quantization_config, None
         shares_mesh, max_steps = runtime.current().shares_mesh, getattr(args, "max_steps", -1)
         check_arguments(model, model_init, train_dataset, optimizers, max_steps, shares_mesh=shares_mesh)
-        args = upgrade_args(args or self._config_type(default_folder(model)), max_length)
-        if not isinstance(args, self._config_type):
-            raise UserTypeError(f"`args` must be a `{self._config_type.__name__}`, got `{type(args).__name__}`.")
+        args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), max_length)
+        if not isinstance(args, self._trl_tpu_config):
+            raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
         self.__check_evaluation(args, eval_dataset, compute_metrics, callbacks)
         self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random

@@ -26,7 +26,7 @@ class PRMTrainer(RewardTrainer):
     """
 
     _tag_names = ["trl", "prm"]
-    _config_type = PRMConfig
+    _trl_tpu_config = PRMConfig
     tokenize_row = staticmethod(tokenize_solution)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
