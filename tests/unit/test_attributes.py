@@ -2,6 +2,7 @@
 
 import math
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
+from transformers import LlamaConfig
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.judgements import Rankings, labels_of
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.evaluation.ranking import judged_sums
 from trl_tpu.modeling.losses import Loss
+from trl_tpu.modeling.outputs import Outputs, write_outputs
 from trl_tpu.scoring.summary import Summary
 
 A, K = 3, 4
@@ -63,6 +66,16 @@ def test_all_comparisons_count_and_the_reward_is_the_weighted_sum(some: Any, see
         rewards_PK = np.einsum("a,pak->pk", weights, rewards_PAK.detach().numpy())
         assert (sums.answers, sums.pairs) == (rewards_PK.size, len(some))
         assert (sums.reward, sums.squares) == pytest.approx((rewards_PK.sum(), (rewards_PK**2).sum()))
+
+
+def test_a_model_of_other_outputs_may_begin_as_one_of_attributes(tmp_path: Path) -> None:
+    config = LlamaConfig(num_labels=2, attribute_weights=[0.5, 2.0])
+    write_outputs(config, NAMES, None, None)
+    config.save_pretrained(tmp_path)
+    assert Outputs.saved(tmp_path) == Outputs(dict(zip(NAMES, [0.5, 2.0], strict=True)))
+    one = LlamaConfig.from_pretrained(tmp_path, num_labels=1)  # as it is loaded to have one reward
+    write_outputs(one, (), None, None)
+    assert Outputs.of(one) == Outputs() and one.num_labels == 1
 
 
 TWO = {"prompt": "a", "completions": ["b", "c"]}

@@ -33,9 +33,10 @@ class Outputs:
     def of(cls, config: PretrainedConfig | dict[str, Any]) -> "Outputs":
         """Read a model's config."""
         said = config if isinstance(config, dict) else vars(config)
-        names = {int(place): name for place, name in (said.get("id2label") or {}).items()}
-        weights = {names[place]: float(weight) for place, weight in enumerate(said.get("attribute_weights") or ())}
-        return cls(weights, said.get("step_separator"))
+        names = said.get("id2label") or {}
+        weights = map(float, said.get("attribute_weights") or ())
+        named = zip((names[place] for place in sorted(names, key=int)), weights, strict=False)  # none of most models
+        return cls(dict(named), said.get("step_separator"))
 
     @classmethod
     def saved(cls, model: str | Path) -> "Outputs":
