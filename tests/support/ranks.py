@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from judgements import form_in
 from peft import LoraConfig
 from timings import untimed
 from transformers import AutoModelForSequenceClassification, TrainerCallback
@@ -86,6 +85,8 @@ def train(
     model: str, out: Path, way: str, mesh: str | None = None, loaded_on: DistributedConfig | None = None
 ) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
+    from judgements import form_in  # imports the trainers, and so takes the devices: not before RANK is known
+
     form = form_in(way)
     pairs = form.rows(39)
     train_pairs: Any = pairs.select(range(26))
