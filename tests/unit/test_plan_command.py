@@ -122,7 +122,7 @@ def test_steps_and_attributes_are_planned_as_they_train(
     assert [each.model.num_labels for each in traced] == [2, 2, 2]
     wanted = [Outputs({"helpful": 0.5, "brief": 0.5}), Outputs({}, " "), Outputs({}, " ")]
     assert [Outputs.of(each.model) for each in traced] == wanted
-    assert traced[2].answers == 5
+    assert [each.answers for each in traced] == [2, 2, 5]  # without data, as few as can be compared
     rows = re.findall(r"4 pairs in (\d+) rows of", capsys.readouterr().err)
     assert rows == (["8", "4", "4"] if packing == "false" else ANY)  # a solution is a row
 

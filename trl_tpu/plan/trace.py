@@ -54,7 +54,7 @@ class StepRequest:
         arguments: Of `RewardConfig`, its batch size and mesh among them.
         peft: A `peft.LoraConfig`; None trains the whole model.
         dtype: That of the weights, by torch's name.
-        answers: Of each prompt, to make rankings, or steps of each solution; None makes pairs, or two steps.
+        answers: Of each prompt, to make rankings, or steps of each solution; None makes pairs.
     """
 
     model: PretrainedConfig

@@ -60,13 +60,10 @@ class Workload:
 
     @property
     def answers(self) -> int | None:
-        """The most answers that a prompt of rankings has, or steps a solution; None of pairs."""
+        """The most answers that a prompt of rankings has, or steps a solution; two without data; None of pairs."""
+        if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
+            return 2
         return most_answers(self.tokens) if has_many(self.tokens) else None
-
-    @property
-    def dialogues(self) -> int:
-        """Padded rows of a prompt: a solution is one."""
-        return 1 if self.args.step_separator is not None else self.answers or 2
 
     @property
     def compute_bytes(self) -> int:
@@ -87,7 +84,8 @@ class Workload:
     def shape(self, pairs: int, shards: int) -> tuple[int, int]:
         """Return the rows of the largest micro-batch of ``pairs`` pairs over ``shards`` shards, and their length."""
         if not self.is_packed:
-            return self.dialogues * pairs, int(self.lengths.longest_P.max())
+            dialogues = 1 if self.args.step_separator is not None else self.answers or 2  # a solution is one
+            return dialogues * pairs, int(self.lengths.longest_P.max())
         if self.tokens is None:
             size = int(self.lengths.sizes_P[0])
             length = self.args.row_length or int(round_up(size, 128))
