@@ -14,8 +14,9 @@ from .shapes import RowShape
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     """Return how many first tokens two dialogues share."""
     length = min(len(one), len(other))
-    differs = np.flatnonzero(one[:length] != other[:length])
-    return int(differs[0]) if len(differs) else length
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0  # which stops there
+    return first if length and differs[first] else length
 
 
 def in_order(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
