@@ -132,7 +132,9 @@ def test_solutions_without_labels_count_nothing(model: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("family", "separator"), [("Llama", "\n"), ("GPT2", "\n"), ("Llama", " => ")])
-def test_scores_are_the_log_odds_at_the_ends_of_steps(model: str, tmp_path: Path, family: str, separator: str) -> None:
+def test_scores_are_the_log_odds_at_the_ends_of_steps(
+    model: str, tmp_path: Path, family: str, separator: str, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = getattr(transformers, f"{family}Config")(
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
@@ -153,6 +155,9 @@ def test_scores_are_the_log_odds_at_the_ends_of_steps(model: str, tmp_path: Path
         assert each["tokens"] == [end + 1 for end in ends]
     assert (scored[9]["step_rewards"], scored[10]["step_rewards"]) == ([], None)
     assert "`prompt` must be text" in scored[10][REASON]
+    again = [{**row, "rewards": [0.0]} for row in scored[:2]]
+    assert [row["rewards"] for row in score(str(tmp_path), again)] == [[0.0], [0.0]]
+    assert "in place of the dataset's: not_scored, step_rewards, tokens." in caplog.text
     for kind, best in (({"text": "a"}, False), ({"prompt": "a", "completions": ["b"]}, True)):
         with pytest.raises(UserError, match="The model judges steps"):
             list(score(str(tmp_path), [kind], best_of_n=best))

@@ -57,8 +57,7 @@ class Outputs:
     @property
     def auto_class(self) -> Any:
         """The class of transformers that loads such models."""
-        dialogues, steps = AutoModelForSequenceClassification, AutoModelForTokenClassification
-        return dialogues if self.step_separator is None else steps
+        return AutoModelForSequenceClassification if self.step_separator is None else AutoModelForTokenClassification
 
 
 ONE_REWARD = Outputs()

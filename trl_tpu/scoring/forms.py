@@ -15,7 +15,7 @@ A ``prompt`` is put before the answers of the first three; ``tools`` and ``chat_
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +76,13 @@ class Form:
     Args:
         outputs: By the columns of dialogues, those of their rewards and of their numbers of tokens.
         best_only: Whether only the best of a row's completions is kept.
+        columns: All that the rows have.
         step_separator: What follows each step that a model judges, of which each is a dialogue's end.
     """
 
     outputs: Mapping[str, tuple[str, str]]
     best_only: bool = False
+    columns: Sequence[str] = ()
     step_separator: str | None = None
 
     @classmethod
@@ -98,25 +100,25 @@ class Form:
             raise UserError(
                 f"The best answer is chosen from a column completions (a list of answers); the rows have {there}."
             )
-        form = cls(_BEST if best_only else found, best_only)
-        if replaced := {REASON, *sum(form.outputs.values(), ())} & set(there):
-            logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
-        return form
+        return cls(_BEST if best_only else found, best_only, there)
 
     def of_model(self, scorer: Scorer) -> "Form":
-        """Return the form in which a model reads such rows.
+        """Return the form in which a model reads such rows, and say which of their columns it writes anew.
 
         Raises:
             UserError: The model judges steps, and the rows have none.
         """
-        if (separator := scorer.outputs.step_separator) is None:
-            return self
-        if self.best_only or "completions" not in self.outputs:
-            raise UserError(
-                "The model judges steps, so rows need `prompt` and `completions`, the steps of one solution, of which "
-                "none is the best."
-            )
-        return Form({"completions": ("step_rewards", "tokens")}, step_separator=separator)
+        form, separator = self, scorer.outputs.step_separator
+        if separator is not None:
+            if self.best_only or "completions" not in self.outputs:
+                raise UserError(
+                    "The model judges steps, so rows need `prompt` and `completions`, the steps of one solution, of "
+                    "which none is the best."
+                )
+            form = Form({"completions": ("step_rewards", "tokens")}, False, self.columns, separator)
+        if replaced := {REASON, *sum(form.outputs.values(), ())} & set(self.columns):
+            logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
+        return form
 
     def read(self, row: Mapping[str, Any] | UserError, where: str, tokenizer: Any) -> Items:
         """Find the dialogues of a row; those that are broken say why.
