@@ -1,5 +1,6 @@
 """The command ``trl-tpu plan``: from flags and YAML to what is compiled and printed, with a made-up compiler."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,11 +13,13 @@ import pytest
 from places import ROOT
 from planned import REFUSAL, compiled
 from stepwise import solutions
-from transformers import AutoConfig
+from transformers import AutoConfig, dynamic_module_utils
 
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import Outputs
+from trl_tpu.modeling.padding import reads_padding
 from trl_tpu.plan import layers
+from trl_tpu.plan.child_process import call_in_child
 from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.trace import StepRequest, TracedProgram
 from trl_tpu.plan.workload import Layout
@@ -163,6 +166,51 @@ def test_a_model_that_is_not_named_or_not_there_is_refused(model: str, tmp_path:
         planned(str(tmp_path / "gone"))
     with pytest.raises(UserError, match=f"{model} cannot be loaded as a tokenizer: "):
         planned(model, "--dataset_name synthetic:numbers")
+
+
+@pytest.fixture
+def own_code(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of a model that brings its code, which transformers copies to a cache."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.py").write_text(
+        "from torch.nn import Linear\n"
+        "from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel\n"
+        "class OwnConfig(LlamaConfig):\n"
+        "    model_type = 'own'\n"
+        "class OwnForSequenceClassification(LlamaPreTrainedModel):\n"
+        "    config_class = OwnConfig\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(config)\n"
+        "        self.model = LlamaModel(config)\n"
+        "        self.score = Linear(config.hidden_size, config.num_labels, bias=False)\n"
+        "        self.post_init()\n"
+    )
+    config = json.loads(Path(model, "config.json").read_text()) | {"model_type": "own"}
+    config["auto_map"] = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForSequenceClassification": "own.OwnForSequenceClassification",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_a_model_with_code_of_its_own_is_planned_where_that_is_trusted(
+    own_code: str, model: str, traced: list[StepRequest]
+) -> None:
+    with pytest.raises(UserError, match="trust_remote_code"):
+        planned(own_code)
+    (layout,) = planned(own_code, "--trust_remote_code true")
+    assert type(layout.workload.module).__name__ == "OwnForSequenceClassification"
+    words = ["--model_name_or_path", own_code, "--report_to", "none", "--topology", "v6e:1x1"]
+    assert plan.main([*words, "--trust_remote_code", "true"]) == 0
+    (request,) = traced
+    assert request.arguments["trust_remote_code"] is True
+    assert call_in_child(getattr, request.model, "model_type", environment={}) == "own"  # the child finds the class
+    (layout,) = planned(model)
+    assert reads_padding(layout.workload.module, 0)  # what the trainer asks of such code; here there are no weights
 
 
 @pytest.mark.parametrize(

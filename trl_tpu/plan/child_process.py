@@ -28,7 +28,8 @@ def call_in_child(function: Callable[..., Any], *given: Any, environment: Mappin
         RuntimeError: The function raised, with its message; or the process ended before, for a fault in a library or
             the machine's memory.
     """
-    environment = {**os.environ, **WITHOUT_A_TPU, **environment}
+    # a model's own classes are pickled by name: the child must find their modules too
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **WITHOUT_A_TPU, **environment}
     with tempfile.NamedTemporaryFile() as file:
         exchange = Path(file.name)
         exchange.write_bytes(pickle.dumps((function, given)))

@@ -92,7 +92,8 @@ def trace_here(request: StepRequest) -> TracedProgram:
     placeholders = PlaceholderRuntime(request.chips)
     runtime.replace(placeholders)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of(request, model_without_weights(request.model, request.dtype), folder)
+        trusts_code = request.arguments.get("trust_remote_code", False)
+        trainer = trainer_of(request, model_without_weights(request.model, request.dtype, trusts_code), folder)
         trainer.add_callback(_FirstMicroBatch(placeholders))
         with contextlib.suppress(_Traced):
             trainer.train()

@@ -114,7 +114,8 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
     compile_layout = compile_layout or partial(
         layers.compile_layout,
         arguments={name: value for name, value in vars(given).items() if name in fields}
-        | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None},
+        | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None}
+        | {"trust_remote_code": model_init_kwargs(model_args, args)["trust_remote_code"]},
         peft_config=get_peft_config(model_args),
         depths=depths,
     )
@@ -168,7 +169,8 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
         config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
     write_outputs(config, args.attributes or (), args.attribute_weights, args.step_separator)
-    model = model_without_weights(config, dtype if dtype != "auto" else config.dtype or "float32")
+    dtype = dtype if dtype != "auto" else config.dtype or "float32"
+    model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
     tokens = None
     if script.dataset_name or data.datasets:
         what = "the mixture" if data.datasets else str(script.dataset_name)
