@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import math
 import typing
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import trl
 import trl.scripts.utils as reference
 
+from trl_tpu.errors import UserError
 from trl_tpu.scripts import datafiles
 from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
 
@@ -154,7 +156,7 @@ def test_a_broken_file_is_named_with_its_first_bad_line(
             load_named_dataset(ScriptArguments(dataset_name=str(named)))
 
 
-@pytest.mark.parametrize("fractions", [(None, None, None), (0.75, 0.25, 0.5), (0.1, 0.0, 0.7), (3, 2, 1)])
+@pytest.mark.parametrize("fractions", [(None, None, None), (0.75, 0.25, 0.5), (0.1, 0.05, 0.7), (3, 2, 1)])
 def test_a_mixture_has_trls_rows_in_trls_order(fractions: tuple[float | None, ...], tmp_path: Path) -> None:
     folders = [folder(tmp_path, name, size) for name, size in (("a", 13), ("b", 40), ("c", 7))]
     parts = [{"path": str(f), "fraction": fraction} for f, fraction in zip(folders, fractions, strict=True)]
@@ -184,16 +186,22 @@ def test_the_held_out_rows_are_the_same_on_every_run(size: float, rows: int, tmp
 @pytest.mark.parametrize(
     ("fractions", "options", "message"),
     [
-        ((0.5, None), {}, "must be set for either all datasets"),
+        ((0.5, None), {}, "`fraction` .*/d1 it is None"),
+        ((1, 0), {}, "`fraction` .*/d1 it is 0"),
+        ((-1.5, 2.0), {}, r"`fraction` .*/d0 it is -1\.5"),
+        ((0.5, math.nan), {}, "`fraction` .*/d1 it is nan"),
+        ((math.inf, 1.0), {}, "`fraction` .*/d0 it is inf"),
+        (("0.5", "0.5"), {}, "`fraction` .*/d0 it is '0.5'"),
+        ((0, 0), {"streaming": True}, "`fraction`"),
         ((0.5, 0.5), {"streaming": True}, "not supported with streaming"),
         ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size` and a dataset's"),
     ],
 )
 def test_a_mixture_that_cannot_be_made_is_refused(
-    fractions: tuple[float | None, ...], options: dict[str, Any], message: str, tmp_path: Path
+    fractions: tuple[Any, ...], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     parts = [DatasetConfig(str(folder(tmp_path, f"d{i}", 4)), fraction=f) for i, f in enumerate(fractions)]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         get_dataset(DatasetMixtureConfig(parts, **options))
 
 

@@ -1,6 +1,7 @@
 """What the scripts share: the arguments that name their data, and the functions that load it."""
 
 import logging
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,14 +156,15 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
 
 def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> list[Any]:
     """Take the first rows of each part: the shares that are asked for, of the largest mixture without repeats."""
-    fractions = [part.fraction for part in mixture_config.datasets]
-    given = [fraction for fraction in fractions if fraction is not None]
-    if not given:
+    fractions: list[Any] = [part.fraction for part in mixture_config.datasets]
+    if not any(fraction is not None for fraction in fractions):
         return parts
-    if len(given) < len(fractions):
-        raise UserError(
-            f"`fraction` must be set for either all datasets in the mixture or none of them; they are {fractions}."
-        )
-    shares = [fraction / sum(given) for fraction in given]
-    size = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
+    for part, fraction in zip(mixture_config.datasets, fractions, strict=True):
+        if not isinstance(fraction, int | float) or not 0 < fraction < math.inf:
+            raise UserError(
+                "`fraction` must be a number above 0 for either all datasets in the mixture or none of them; for "
+                f"{part.path} it is {fraction!r}. Correct it, or remove the dataset from the mixture."
+            )
+    shares = [fraction / sum(fractions) for fraction in fractions]
+    size = min(len(part) / share for part, share in zip(parts, shares, strict=True))
     return [part.select(range(round(share * size))) for part, share in zip(parts, shares, strict=True)]
