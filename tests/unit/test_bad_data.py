@@ -163,6 +163,16 @@ def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pyt
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
+def test_rendering_leaves_a_signal_handler_that_python_did_not_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(number: int, handler: Any) -> None:  # returns None for such a handler
+        set_handler(number, handler)
+
+    set_handler = signal.signal
+    monkeypatch.setattr(signal, "signal", install)
+    assert len(prepare(Dataset.from_list([CHAT]))) == 1
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
 def test_an_empty_answer_to_a_prompt_is_no_error() -> None:
     rows = prepare(Dataset.from_list([{"prompt": "Hi", "chosen": "Yes", "rejected": ""}]))
     assert tiny_tokenizer().decode(rows[0]["rejected_ids"]) == "Hi<|im_end|>"

@@ -189,7 +189,8 @@ def _time_limit() -> Iterator[None]:
     def interrupt(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
 
-    handler = signal.signal(signal.SIGALRM, interrupt)
+    # None is a handler that Python did not install and cannot put back
+    handler = signal.signal(signal.SIGALRM, interrupt) or signal.SIG_DFL
     pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
     try:
         yield
