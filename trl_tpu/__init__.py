@@ -3,11 +3,11 @@
 Names are imported when they are first used, so that importing the package is quick and touches no device.
 """
 
-import importlib
+import importlib.util
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 from typing import Any
 
 from .runtime.device_choice import settle
@@ -63,5 +63,8 @@ def __dir__() -> list[str]:
 #: Modules that TRL has or had; at each of these paths there is every name of this package.
 _OLD_PATHS = ("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils")
 for _path in _OLD_PATHS:
-    _module = sys.modules[f"{__name__}.{_path}"] = ModuleType(f"{__name__}.{_path}")
+    _parent, _, _leaf = f"{__name__}.{_path}".rpartition(".")
+    _module = importlib.util.module_from_spec(ModuleSpec(f"{_parent}.{_leaf}", None, is_package=True))
     _module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    sys.modules[_module.__name__] = _module
+    setattr(sys.modules[_parent], _leaf, _module)

@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import operator
 import subprocess
 import sys
 import typing
@@ -284,6 +285,15 @@ def test_what_trls_own_modules_import_of_it_is_at_the_same_paths(module: str) ->
             path = importlib.util.resolve_name("." * node.level + str(node.module), theirs.__package__)
             ours = importlib.import_module(path.replace("trl", "trl_tpu", 1))
             assert [alias.name for alias in node.names if not hasattr(ours, alias.name)] == []
+
+
+@pytest.mark.parametrize("path", trl_tpu._OLD_PATHS)
+def test_old_module_paths_are_modules_like_any_other(path: str) -> None:
+    name = f"trl_tpu.{path}"
+    module, spec = importlib.import_module(name), importlib.util.find_spec(name)
+    assert spec is not None and spec.name == name and module.__spec__ is spec
+    assert operator.attrgetter(path)(trl_tpu) is module
+    assert module.RewardTrainer is trl_tpu.RewardTrainer
 
 
 def test_importing_the_package_is_light_and_every_public_name_can_be_imported() -> None:
