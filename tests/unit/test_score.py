@@ -5,10 +5,15 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from bad_input import Job, learned_positions
@@ -19,6 +24,8 @@ from transformers import AutoModelForSequenceClassification
 import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.outputs import Outputs
+from trl_tpu.scoring.forms import Form
 from trl_tpu.scripts import rows_file, score
 
 CHAT = [user("Hi"), assistant("Hello")]
@@ -120,7 +127,7 @@ def test_a_row_with_half_a_character_beside_its_text_is_scored_and_written(
     assert all(isinstance(row["reward"], float) for row in written)
     told = refusal(words(good_model, rows, tmp_path / "out.parquet"), capsys)
     (partial,) = (tmp_path / "out.parquet.partial").glob("*.jsonl")
-    assert "cannot be written as Parquet" in told and f"All of them are in {partial.parent}, as JSON Lines" in told
+    assert "cannot be written as Parquet" in told and f"All of them are in {partial.parent}" in told
     assert read(partial) == written
     assert not {path.name for path in tmp_path.iterdir() if path.suffix == ".parquet"}
 
@@ -208,6 +215,69 @@ def test_an_interrupted_output_is_kept_in_chunks_and_leaves_the_earlier_one(
         file.write(left := list(coming), left)
     assert read(output) == rows
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+TYPED = {
+    "note": b"\x00\xff",
+    "made": datetime(2024, 5, 6, 7, 8, 9, 10, UTC),
+    "day": date(2024, 5, 6),
+    "price": Decimal("1.20"),
+    "weight": math.inf,
+    "of": [{"at": time(1, 2)}],
+}
+
+
+def test_parquet_output_keeps_types_also_when_it_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    output = str(tmp_path / "out.parquet")
+    rows = [{"row": 0, **TYPED}, {"row": 1, **TYPED, "made": None}, {"row": 2}, {"row": 3, "day": TYPED["day"]}]
+    with pytest.raises(KeyboardInterrupt), rows_file.RowsFile(output, {}, chunk=1) as file:
+        for row in rows[:3]:
+            file.write([row], [row])
+        raise KeyboardInterrupt
+    with rows_file.RowsFile(output, {}, chunk=1) as file:
+        coming = iter(rows)
+        assert list(file.kept(coming)) == [[row] for row in rows[:3]]
+        file.write(left := list(coming), left)
+    table = pq.read_table(output)
+    assert table.to_pylist() == [dict.fromkeys(rows[0]) | row for row in rows]
+    kinds = {"note": pa.binary(), "made": pa.timestamp("us", "UTC"), "day": pa.date32(), "price": pa.decimal128(3, 2)}
+    assert {name: table.schema.field(name).type for name in kinds} == kinds
+    assert "JSON" not in caplog.text and [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+
+
+@pytest.mark.parametrize(("name", "value"), TYPED.items())
+def test_json_lines_say_once_which_columns_they_cannot_hold(
+    name: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = {"text": "a", "number": 1.5, "list": [{"a": None}]}
+    with rows_file.RowsFile(str(tmp_path / "out.jsonl"), {}, chunk=1) as file:
+        for row in (plain, plain | {name: value}, plain | {name: value}):
+            file.write([row], [row])
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert f"values of {name}:" in told
+    assert [{key: row[key] for key in plain} for row in read(tmp_path / "out.jsonl")] == [plain] * 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "best_of_n", "outputs", "replaced"),
+    [
+        (["completions", "completion", "reward"], True, Outputs(), "completion, reward"),
+        (
+            ["chosen", "rejected", "reward_chosen_by_attribute", "tokens_rejected"],
+            False,
+            Outputs({"a": 0.5, "b": 0.5}),
+            "reward_chosen_by_attribute, tokens_rejected",
+        ),
+        (["text", "reward_by_attribute", "completion"], False, Outputs(), None),
+    ],
+)
+def test_every_column_of_the_dataset_that_is_replaced_is_named(
+    columns: list[str], best_of_n: bool, outputs: Outputs, replaced: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorer: Any = SimpleNamespace(outputs=outputs)
+    Form.of(columns, best_of_n).of_model(scorer)
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.rstrip(".").rpartition(": ")[2] for text in told] == ([replaced] if replaced else [])
 
 
 def test_what_is_not_finite_is_null_and_told(

@@ -116,7 +116,8 @@ class Form:
                     "which none is the best."
                 )
             form = Form({"completions": ("step_rewards", "tokens")}, False, self.columns, separator)
-        if replaced := {REASON, *sum(form.outputs.values(), ())} & set(self.columns):
+        empty: Items = {column: Item({}, "") for column in form.outputs}
+        if replaced := form.written({}, empty, bool(scorer.outputs.attributes)).keys() & set(self.columns):
             logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
         return form
 

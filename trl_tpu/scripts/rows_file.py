@@ -1,8 +1,9 @@
 """A file of rows that is written in chunks, has its name when it holds all of them, and can be resumed.
 
-Until then the chunks are files of JSON Lines in the folder ``OUTPUT.partial``, each complete or not there. Their names
-have a digest of the rows that they were made from and of the settings, so that a command that is started again keeps
-the chunks of an earlier start, or refuses to go on with what was made from other rows.
+Until then the chunks are files in the folder ``OUTPUT.partial``, each complete or not there: JSON Lines, or Parquet
+where the output is Parquet and JSON would change a value. Their names have a digest of the rows that they were made
+from and of the settings, so that a command that is started again keeps the chunks of an earlier start, or refuses to
+go on with what was made from other rows.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -52,6 +54,7 @@ class RowsFile:
         self._settings = json.dumps(settings)
         self._chunk = chunk
         self._chunks: list[Path] = []
+        self._changed: set[str] = set()  # columns of which JSON cannot hold all values
         self._folder = self._path.with_name(f"{self._path.name}.partial")
 
     def kept(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
@@ -60,10 +63,10 @@ class RowsFile:
         Raises:
             UserError: They were made from other rows, or by another command.
         """
-        for found in sorted(self._folder.glob("*.jsonl")):
+        for found in sorted(self._folder.glob("*-*[!d]")):  # all but .unfinished
             given = list(islice(rows, self._chunk))
             written = _read(found)
-            if found != self._file_of(given) or len(written) != len(given):
+            if found.stem != self._file_of(given).stem or len(written) != len(given):
                 raise UserError(
                     f"{self._folder} cannot be resumed: its rows were made from other data, by another model or with "
                     "other arguments. Give the same, or delete the folder to begin anew."
@@ -81,7 +84,19 @@ class RowsFile:
         self._folder.mkdir(exist_ok=True)
         chunk = self._file_of(given)
         unfinished = chunk.with_suffix(".unfinished")
-        unfinished.write_bytes(b"".join(map(json_line, rows)))
+        changed = {name for row in rows for name, value in row.items() if _as_json(value) != value}
+        if changed and self._path.suffix.lower() == _PARQUET:
+            with suppress(pa.ArrowException, UnicodeEncodeError):  # of what Parquet cannot hold either
+                pq.write_table(pa.Table.from_struct_array(pa.array(rows)), unfinished)
+                chunk, changed = chunk.with_suffix(_PARQUET), set()
+        if chunk.suffix != _PARQUET:
+            unfinished.write_bytes(b"".join(map(json_line, rows)))
+        if new := changed - self._changed:
+            self._changed |= new
+            logger.warning(
+                f"JSON cannot hold all values of {', '.join(sorted(new))}: numbers that are not finite are written as "
+                "null, and other values as text. Parquet output keeps numbers, times and bytes."
+            )
         unfinished.replace(chunk)
         self._chunks.append(chunk)
 
@@ -124,17 +139,22 @@ class RowsFile:
         except (pa.ArrowException, UnicodeEncodeError) as error:
             raise UserError(
                 f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All of them are "
-                f"in {self._folder}, as JSON Lines; keep those, or name an output that ends with .jsonl."
+                f"in {self._folder}; keep those, or name an output that ends with .jsonl."
             ) from error
 
 
 def json_line(row: dict[str, Any]) -> bytes:
     """Spell a row as a line of JSON, with null for numbers that are not finite, and text for what JSON has not."""
-    finite = json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
     # half of a pair of surrogates, which a row may have as \\ud800, is no text that a file holds
-    return json.dumps(finite, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+    return json.dumps(_as_json(row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
 
 
 def _read(chunk: Path) -> list[dict[str, Any]]:
+    if chunk.suffix == _PARQUET:
+        return pq.ParquetFile(chunk).read().to_pylist()
     with chunk.open("rb") as lines:
         return [json.loads(line) for line in lines]
