@@ -16,15 +16,16 @@ import apart
 import exports
 import fsspec
 import pytest
+import tiny
 import torch
 from export_memory import make_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trl_tpu import cli
 from trl_tpu.checkpoint.consolidate import export_checkpoint
 from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
-from trl_tpu.modeling.engines import write_old_rope_names
+from trl_tpu.modeling.engines import write_old_names
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
 
@@ -195,12 +196,35 @@ def test_a_config_has_the_names_by_which_transformers_4_reads_rotary_positions(
     """Beside those of transformers 5, which reads the same as before."""
     config: Any = AutoConfig.for_model(family, **copy.deepcopy(settings))
     config.save_pretrained(tmp_path)
-    write_old_rope_names(tmp_path)
+    write_old_names(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     names = {"rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_scaling"}
     assert {name: written[name] for name in names & written.keys()} == old
     again: Any = AutoConfig.from_pretrained(tmp_path)
     assert written["rope_parameters"] == config.rope_parameters == again.rope_parameters
+
+
+def test_a_saved_tokenizer_has_names_that_transformers_4_reads(tmp_path: Path) -> None:
+    tokenizer = tiny.tiny_tokenizer(["some text"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<one>", "<two>"]})
+    tokenizer.save_pretrained(tmp_path)
+    write_old_names(tmp_path)
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["model_input_names"] == ["input_ids", "attention_mask"]
+    assert written["additional_special_tokens"] == ["<one>", "<two>"] and "extra_special_tokens" not in written
+    again, text = AutoTokenizer.from_pretrained(tmp_path), "some text<one><eos>"
+    assert type(again) is type(tokenizer) and again(text) == tokenizer(text)
+    assert again.all_special_tokens == tokenizer.all_special_tokens
+
+
+@pytest.mark.parametrize(
+    "config", [{"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": ["o.O", None]}}]
+)
+def test_a_tokenizer_class_of_a_model_keeps_its_name(config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    write_old_names(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
 
 
 # ---- URLs

@@ -1,5 +1,6 @@
 """Adapters out of a checkpoint: as peft saves them, and merged into their base."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,7 @@ def test_checkpoints_of_one_host_and_of_several_have_what_an_export_needs(peft_c
     args = RewardConfig(str(tmp_path / "run"), report_to="none", bf16=False, max_steps=1, save_steps=1)
     trainer: Any = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
     trainer.train()
+    trainer.save_model()
     checkpoint, merge = tmp_path / "run" / "checkpoint-1", peft_config is not None
     export_checkpoint(checkpoint, tmp_path / "of_one", merge=merge)
     for file in (checkpoint / "manifest.json", *checkpoint.glob("*.safetensors")):
@@ -153,3 +155,10 @@ def test_checkpoints_of_one_host_and_of_several_have_what_an_export_needs(peft_c
         assert exports.same_weights(exported.state_dict(), expected.state_dict())
         assert exported.config.pad_token_id == expected.config.pad_token_id
         assert AutoTokenizer.from_pretrained(out).chat_template == trainer.processing_class.chat_template
+    export_checkpoint(checkpoint, tmp_path / "unmerged")
+    text = "some text<eos>"
+    for out in (tmp_path / "run", checkpoint, tmp_path / "of_one", tmp_path / "unmerged"):
+        config = json.loads((out / "tokenizer_config.json").read_text())
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"  # which transformers 4 has, too
+        assert AutoTokenizer.from_pretrained(out)(text) == trainer.processing_class(text)
+    assert type(trainer.processing_class).__name__ == "TokenizersBackend"

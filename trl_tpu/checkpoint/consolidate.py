@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..config.urls import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
-from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale, tell_engines, write_old_rope_names
+from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale, tell_engines, write_old_names
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
 from ..modeling.outputs import Outputs, fold_attributes, write_outputs
@@ -92,7 +92,7 @@ def export_checkpoint(
                 merged.save_pretrained(staging, max_shard_size=max_shard_size)
             else:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
-            write_old_rope_names(staging)
+            write_old_names(staging)
 
 
 def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError
-from .engines import save_base_config, write_old_rope_names
+from .engines import save_base_config, write_old_names
 from .load import explaining
 
 if TYPE_CHECKING:
@@ -216,8 +216,7 @@ def complete_config(model: nn.Module, folder: str | Path) -> None:
     """Add to the folder of a saved model, or of its adapters, what other programs read."""
     if is_peft_model(model):
         save_base_config(without_adapters(model), folder)
-    else:
-        write_old_rope_names(folder)
+    write_old_names(folder)
 
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:

@@ -91,7 +91,25 @@ def save_base_config(base: PreTrainedModel, folder: str | Path) -> None:
     Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
 
 
-def write_old_rope_names(folder: str | Path) -> None:
+def write_old_names(folder: str | Path) -> None:
+    """Write into a folder of a saved model or adapters what transformers before 5 reads, under its names.
+
+    Names in the tokenizer's config that only transformers 5 reads are replaced: it reads the old ones too.
+    """
+    _write_old_rope_names(folder)
+    path = Path(folder, "tokenizer_config.json")
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        # by default the old class also makes token_type_ids, which most models reject
+        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if config:
+        path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_old_rope_names(folder: str | Path) -> None:
     """Write into a saved config what transformers before 5 read of rotary positions, beside ``rope_parameters``.
 
     Those versions, as rewardbench has one, would take 10,000 for a base that they do not find, without a word, and
