@@ -116,6 +116,7 @@ class Form:
                     "which none is the best."
                 )
             form = Form({"completions": ("step_rewards", "tokens")}, False, self.columns, separator)
+        # the names of all columns that `written` adds to a row
         empty: Items = {column: Item({}, "") for column in form.outputs}
         if replaced := form.written({}, empty, bool(scorer.outputs.attributes)).keys() & set(self.columns):
             logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
