@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from trl_tpu import RewardConfig
 from trl_tpu.data.judgements import Rankings, labels_of
 from trl_tpu.data.tokenize import prepare_preference_dataset
-from trl_tpu.evaluation.ranking import judged_sums
+from trl_tpu.evaluation.reward_sums import sums_on_host
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.modeling.outputs import Outputs, write_outputs
 from trl_tpu.scoring.summary import Summary
@@ -56,16 +56,15 @@ def test_the_loss_is_a_mean_over_the_attributes_that_are_there(some: Any, weight
 
 
 @given(prompts, st.integers(0, 9))
-def test_all_comparisons_count_and_the_reward_is_the_weighted_sum(some: Any, seed: int) -> None:
+def test_each_attribute_is_a_ranking_and_the_reward_is_the_weighted_sum(some: Any, seed: int) -> None:
     rewards_PAK, labels = tensors_of(some, seed)
     weights = [0.65, -0.4, 0.5]
-    sums = judged_sums(rewards_PAK.detach(), torch.ones(len(some), dtype=torch.bool), labels, weights)
-    above = [a > b for each in some for values in each if values for a, b in permutations(values, 2)]
-    assert sums.comparisons == sum(above)
-    if any(above):
-        rewards_PK = np.einsum("a,pak->pk", weights, rewards_PAK.detach().numpy())
-        assert (sums.answers, sums.pairs) == (rewards_PK.size, len(some))
-        assert (sums.reward, sums.squares) == pytest.approx((rewards_PK.sum(), (rewards_PK**2).sum()))
+    sums = sums_on_host(rewards_PAK.detach(), labels, weights)
+    compared = [len(set(values)) > 1 for each in some for values in each if values]
+    assert sums.comparisons == sum(compared)
+    rewards_PK = np.einsum("a,pak->pk", weights, rewards_PAK.detach().numpy())
+    assert (sums.answers, sums.pairs) == (rewards_PK.size, len(some))
+    assert (sums.reward, sums.deviations) == pytest.approx((rewards_PK.sum(), rewards_PK.size * rewards_PK.var()))
 
 
 def test_a_model_of_other_outputs_may_begin_as_one_of_attributes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trl_tpu.evaluation.reward_sums import RewardSums, sums_of
+from trl_tpu.evaluation.reward_sums import RewardSums, sums_on_host
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.metrics import RewardMetrics, on_host, scale_of
 
@@ -111,11 +111,11 @@ def test_the_scale_of_rewards_is_over_all_real_pairs(given: list[list[Row]]) -> 
         close(metrics)
     real = np.array([row[:2] for rows in given for row in rows if row[2]])
     scale = metrics.scale
-    if not real.std() > 0:
+    if not len(real) or not real.std() > 0:
         assert scale is None
         return
     assert scale is not None and scale.rewards == real.size
-    assert (scale.mean, scale.std) == pytest.approx((real.mean(), real.std()), rel=1e-12)  # sums are exact
+    assert (scale.mean, scale.std) == pytest.approx((real.mean(), real.std()), rel=1e-5)
 
 
 def test_the_scale_is_of_the_last_pairs_and_of_an_evaluation_where_there_was_one() -> None:
@@ -125,9 +125,11 @@ def test_the_scale_is_of_the_last_pairs_and_of_an_evaluation_where_there_was_one
         close(metrics)
     assert metrics.scale is not None
     assert metrics.scale.rewards == 1200 and metrics.scale.mean == 1.0  # the last two have 512 pairs together
-    metrics.evaluated = scale_of(RewardSums(answers=2, reward=2.0, squares=4.0), "the evaluation set")
+    metrics.evaluated = scale_of(
+        RewardSums(answers=2, reward=2.0, deviations=2.0, lowest=0.0, highest=2.0), "the evaluation set"
+    )
     assert (metrics.scale.mean, metrics.scale.std) == (1.0, 1.0)
-    for sums in (RewardSums(), sums_of(np.ones((3, 2))), sums_of(np.array([[1.0, np.inf]]))):
+    for sums in (RewardSums(), sums_on_host(torch.ones(3, 2)), sums_on_host(torch.tensor([[1.0, np.inf]]))):
         assert scale_of(sums, "what cannot be divided by") is None
 
 
@@ -147,10 +149,53 @@ def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(given: li
     metrics, added = new_metrics(), RewardSums()
     for rows in given:
         update(metrics, rows)
-        added = added + sums_of(np.array([row[:2] for row in rows if row[2]], np.float32).reshape(-1, 2))
+        added = added + sums_on_host(torch.tensor([row[:2] for row in rows if row[2]]).reshape(-1, 2))
     on_device = on_host(metrics.device_sums)
     added.tokens = on_device.tokens
-    assert added == on_device
+    assert vars(added) == pytest.approx(vars(on_device), abs=1e-4)
+
+
+def test_the_deviation_of_rewards_far_from_zero_does_not_cancel() -> None:
+    metrics, chooser = new_metrics(), np.random.default_rng(0)
+    rewards_BP2 = (100 + 0.01 * chooser.standard_normal((20, 8, 2))).astype(np.float32)
+    for rewards_P2 in torch.from_numpy(rewards_BP2):
+        metrics.update(rewards_P2, torch.ones(8, dtype=torch.bool), torch.tensor(1, dtype=torch.int32))
+    close(metrics)
+    on_host_too = scale_of(sums_on_host(torch.from_numpy(rewards_BP2.reshape(-1, 2))), "rewards")
+    assert metrics.scale is not None and on_host_too is not None
+    assert metrics.scale.std == pytest.approx(rewards_BP2.std(dtype=np.float64), rel=0.01)
+    assert on_host_too.std == pytest.approx(rewards_BP2.std(dtype=np.float64), rel=1e-9)
+
+
+def test_open_sums_of_older_checkpoints_are_read() -> None:
+    """They counted right comparisons, and had squares about 0; the oldest knew only pairs."""
+    older = {"pairs": 2, "correct": 1, "ties": 1, "tokens": 7, "reward": 6.0, "margin": 2.0, "squares": 14.0}
+    older |= {"lowest": 0.0, "highest": 3.0}
+    metrics = RewardMetrics(Runtime(), CPU)
+    metrics.start(1, [{"num_tokens": 10, "open": older}], 0, 1)
+    update(metrics, [(3.0, 0.0, True), (0.0, 3.0, True)], tokens=3)
+    logs = close(metrics)
+    assert (logs["accuracy"], logs["tie_rate"], logs["margin"], logs["num_tokens"]) == (0.5, 0.25, 0.5, 20)
+    assert metrics.scale is not None
+    assert metrics.scale.std == pytest.approx(((14 + 18) / 8 - (12 / 8) ** 2) ** 0.5)
+
+
+@pytest.mark.parametrize(("probability", "accuracy"), [(0.9, 0.0), (0.1, 1.0)])
+def test_the_better_answer_of_a_pair_is_the_more_probable_one(probability: float, accuracy: float) -> None:
+    metrics = new_metrics()
+    labels = {"chosen_probability": torch.tensor([probability, 0.5])}
+    mask_P = torch.ones(2, dtype=torch.bool)
+    metrics.update(torch.tensor([[0.0, 1.0], [5.0, 0.0]]), mask_P, torch.tensor(1, dtype=torch.int32), labels)
+    logs = close(metrics)
+    assert (logs["accuracy"], logs["margin"], logs["mean_reward"]) == (accuracy, 2 * accuracy - 1, 1.5)
+
+
+def test_rewards_are_reported_where_nothing_is_compared() -> None:
+    metrics = new_metrics()
+    labels = {"grade": torch.ones(1, 2), "is_there": torch.ones(1, 2, dtype=torch.bool)}
+    one_P = torch.ones(1, dtype=torch.bool)
+    metrics.update(torch.tensor([[1.0, 2.0]]), one_P, torch.tensor(1, dtype=torch.int32), labels)
+    assert close(metrics) == {"num_tokens": 1, "min_reward": 1.0, "mean_reward": 1.5, "max_reward": 2.0}
 
 
 def test_numbers_that_are_not_finite_are_logged_and_not_hidden() -> None:

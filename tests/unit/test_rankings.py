@@ -1,6 +1,7 @@
 """Ranked answers: losses and gradients are their papers' formulas in float64, and rows say what is wrong with them."""
 
 import math
+import tracemalloc
 from itertools import combinations, permutations
 from typing import Any
 
@@ -14,7 +15,8 @@ from tiny import tiny_tokenizer
 
 from trl_tpu.data.judgements import Rankings, labels_of, weights_of
 from trl_tpu.data.tokenize import prepare_preference_dataset
-from trl_tpu.evaluation.ranking import judge_rankings, judged_sums
+from trl_tpu.evaluation.ranking import judge_rankings
+from trl_tpu.evaluation.reward_sums import sums_on_host
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.scoring.summary import Summary
@@ -153,25 +155,47 @@ def test_a_pair_may_say_how_likely_it_is_right(difference: float, probability: f
 
 
 @given(prompts)
-def test_metrics_count_each_comparison_once(some: Any) -> None:
+def test_the_comparisons_of_a_prompt_together_count_once_in_all_metrics(some: Any) -> None:
     rewards_PK, labels = tensors_of(some)
-    sums = judged_sums(rewards_PK.detach(), torch.ones(len(some), dtype=torch.bool), labels)
-    compared = [(r, s) for each in some for (r, a), (s, b) in permutations(each, 2) if a > b]
-    assert sums.comparisons == len(compared)
-    if not compared:
+    sums = sums_on_host(rewards_PK.detach(), labels)
+    margins = [[r - s for (r, a), (s, b) in permutations(each, 2) if a > b] for each in some]
+    margins = [each for each in margins if each]
+    assert (sums.pairs, sums.answers, sums.comparisons) == (len(some), sum(map(len, some)), len(margins))
+    if not margins:
         return
-    assert sums.pairs == len(some)
-    assert sums.correct == sum(r > s for r, s in compared) and sums.answers == sum(map(len, some))
-    grades = (label.numpy() for label in labels.values())
-    found = judge_rankings(rewards_PK.detach().double().numpy(), *grades).metrics()
+    verdict = judge_rankings(rewards_PK.detach().double().numpy(), *(label.numpy() for label in labels.values()))
+    found, logged = verdict.metrics(), sums.metrics()
+    accuracy = np.mean([np.mean(np.array(each) > 0) for each in margins])
+    assert logged["accuracy"] == pytest.approx(accuracy) == verdict.accuracy.value
+    assert logged["margin"] == pytest.approx(np.mean([np.mean(each) for each in margins])) == verdict.margins.mean
+    assert found["brier"] == pytest.approx(np.mean([np.mean((1 / (1 + np.exp(each))) ** 2) for each in margins]))
+    assert (verdict.pairs, verdict.accuracy.count) == (sum(map(len, margins)), len(margins))
+    assert verdict.ties == sum(margin == 0 for each in margins for margin in each)
     signs = [[np.sign(r - s) * np.sign(a - b) for (r, a), (s, b) in combinations(each, 2) if a != b] for each in some]
     assert found["kendall_tau"] == pytest.approx(np.mean([np.mean(each) for each in signs if each]))
     best = [
-        max(each, key=lambda one: one[0])[1] == max(grade for _, grade in each)
+        np.mean([grade == max(grade for _, grade in each) for reward, grade in each if reward == max(each)[0]])
         for each, compared in zip(some, signs, strict=True)
         if compared
     ]
     assert found["top1_accuracy"] == pytest.approx(np.mean(best))
+
+
+def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_their_comparisons() -> None:
+    chooser = np.random.default_rng(0)
+    grade_NK = chooser.permuted(np.tile(np.arange(64.0), (400, 1)), axis=1)
+    rewards_NK = grade_NK / 30 + chooser.standard_normal((400, 64))
+    is_there_NK = np.ones(grade_NK.shape, dtype=bool)
+    labels = {"grade": torch.from_numpy(grade_NK), "is_there": torch.from_numpy(is_there_NK)}
+    tracemalloc.start()
+    verdict = judge_rankings(rewards_NK, grade_NK, is_there_NK, lengths_NK=np.ones((400, 64)))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert verdict.pairs == 400 * 64 * 63 // 2 and most < 0.6 * 80 * verdict.pairs  # bytes
+    sums = sums_on_host(torch.from_numpy(rewards_NK), labels).metrics()
+    assert (verdict.accuracy.value, verdict.margins.mean) == pytest.approx((sums["accuracy"], sums["margin"]))
+    margins_M = (rewards_NK[:, :, None] - rewards_NK[:, None])[grade_NK[:, :, None] > grade_NK[:, None]]
+    assert verdict.loss == pytest.approx(np.logaddexp(0, -margins_M).mean(), rel=0.02)
 
 
 def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
@@ -192,6 +216,8 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
 TWO = {"prompt": "a", "completions": ["b", "c"]}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({**TWO, "scores": [1.0, 1.0]}, "Row 0 .*`scores` is .* no answer is better"),
+    ({**TWO, "scores": [1.0, 1.0 + 1e-12]}, "Row 0 .*`scores` is .* no answer is better"),  # equal in float32
+    ({**TWO, "scores": [1.0, 1e39]}, "Row 0 .*`scores` holds 1e\\+39"),
     ({**TWO, "completions": ["b", "c", "d"], "ranks": [1, 2, 2]}, "Row 0 .*`ranks` .*ties=None.*ties='skip'"),
     ({**TWO, "scores": [1.0, math.nan]}, "Row 0 .*`scores` holds nan"),
     ({**TWO, "scores": [1.0]}, "Row 0 .*`scores` .*a number for each of 2 answers"),

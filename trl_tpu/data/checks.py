@@ -22,7 +22,7 @@ RAW_COLUMNS = ("chosen", "rejected")
 TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
 _OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
 _RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
-_LARGEST = float(np.finfo(np.float32).max)  # losses are float32
+LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
     "`margin`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and `rejected_ids`, optionally "
@@ -294,7 +294,7 @@ def check_margin(value: Any, columns: tuple[str, ...], where: str) -> None:
     margin = np.asarray(value)
     if columns != TOKEN_COLUMNS and margin.shape == (1,):
         margin = margin[0]
-    if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= _LARGEST:
+    if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= LARGEST:
         raise UserError(
             f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
             "reward margin in the loss: fill it with 0, or drop the row or the column."

@@ -7,7 +7,6 @@ Letters: P pairs or prompts of a batch, K answers of each, A attributes that are
 several attributes, all that is said of ranked answers has a dimension of these after the first: [P, A, K].
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -24,8 +23,12 @@ MOST_ANSWERS = 64
 RANKED_COLUMNS = ("answer_ids", "grades")
 COUNTED = "comparisons_counted"
 """The column with how many comparisons a row of ranked answers has, where each counts in the loss."""
-LABELS_OF_MANY = {"grade": torch.float32, "step": torch.float32, "is_there": torch.bool, "weight": torch.float32}
-LABELS = frozenset({"margin", "chosen_probability", "end", *LABELS_OF_MANY})
+LABELS_OF_MANY = {
+    **dict.fromkeys(("grade", "step", "weight", "chosen_probability"), torch.float32),
+    "is_there": torch.bool,
+}
+"""Labels that metrics read, and their types."""
+LABELS = frozenset({"margin", "end", *LABELS_OF_MANY})
 """The names of all labels."""
 
 Row = Mapping[str, Any]
@@ -107,26 +110,29 @@ class Rankings:
 
     def comparisons_of(self, grades: list[float]) -> Row:
         """Return how many comparisons prepared grades make, ties among them where they are learned from."""
-        return {COUNTED: sum(self.may_all_tie or one != other for one, other in combinations(grades, 2))}
+        pairs = combinations(map(np.float32, grades), 2)
+        return {COUNTED: sum(self.may_all_tie or bool(one != other) for one, other in pairs)}
 
     def _check_grades(self, row: Row, where: str) -> None:
         column = next((name for name in ("scores", "ranks") if name in row), None)
         if column is None:
             raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
         lists, answers = self._lists(row[column], f"{where}: `{column}`"), len(row["completions"])
+        counts = set[int]()
         for place, values in lists.items():
             if not isinstance(values, list) or len(values) != answers:
                 raise UserError(f"{place} is {values!r:.80}, not a list of a number for each of {answers} answers.")
             for value in values:
-                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                    raise UserError(f"{place} holds {value!r}; each must be a finite number.")
-            if 1 < len(set(values)) < answers and not self.may_tie:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= checks.LARGEST:
+                    raise UserError(f"{place} holds {value!r}; each must be a finite number (float32).")
+            counts.add(distinct := len(set(map(np.float32, values))))
+            if 1 < distinct < answers and not self.may_tie:
                 raise UserError(
                     f"{place} is {values!r:.80}, in which answers are equal, and ties=None says that there are no "
                     "ties. Set ties='skip' not to compare such answers, 'davidson' or 'rao_kupper' to learn from "
                     "ties, or remove such rows."
                 )
-        if not lists or (not self.may_all_tie and all(len(set(values)) == 1 for values in lists.values())):
+        if not lists or (not self.may_all_tie and counts == {1}):
             raise UserError(f"{where}: `{column}` is {row[column]!r:.80}, by which no answer is better than another.")
 
     def _lists(self, given: Any, place: str) -> dict[str, Any]:
@@ -184,10 +190,13 @@ def answers_in(batch: Mapping[str, Any]) -> int:
 
 
 def grades_of(row: Row) -> list[float]:
-    """Return the grades of a raw row's answers, higher the better they are, from scores, ranks or its halves."""
+    """Return the grades of a raw row's answers, higher the better they are, from scores, ranks or its halves.
+
+    They are rounded to float32, the type of labels in a batch.
+    """
     if "completions" not in row:
         return [1.0] + [0.0] * len(row["rejected"])
-    return [float(score) for score in row["scores"]] if "scores" in row else [-float(rank) for rank in row["ranks"]]
+    return np.float32(row["scores"] if "scores" in row else [-rank for rank in row["ranks"]]).tolist()
 
 
 def answers_there(is_there: torch.Tensor) -> torch.Tensor:
@@ -217,6 +226,14 @@ def is_above(grade_PK: Array, is_there_PK: Array) -> Array:
     return both_PKK & (grade_PK[..., :, None] > grade_PK[..., None, :])
 
 
+def with_grades(labels: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the labels of pairs with a `chosen_probability` as those of rankings of two answers."""
+    if "chosen_probability" not in labels:
+        return labels
+    grade_P2 = torch.stack([labels["chosen_probability"], 1 - labels["chosen_probability"]], dim=-1)
+    return {**labels, "grade": grade_P2, "is_there": torch.ones_like(grade_P2, dtype=torch.bool)}
+
+
 def is_equal(grade_PK: torch.Tensor, is_there_PK: torch.Tensor) -> torch.Tensor:
     """Return which answers are judged equal to which later ones, [P, K, K]."""
     both_PKK = is_there_PK[:, :, None] & is_there_PK[:, None, :]
@@ -225,7 +242,10 @@ def is_equal(grade_PK: torch.Tensor, is_there_PK: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Rewards of two answers of which one was judged better, in tensors of one shape."""
+    """Rewards of two answers of which one is better, [P, C], or with attributes or steps [P, ..., C].
+
+    The last dimension holds the comparisons of one ranking, which together count once.
+    """
 
     better: torch.Tensor
     worse: torch.Tensor
@@ -233,13 +253,24 @@ class Comparisons:
 
     @classmethod
     def of(cls, rewards_PK: torch.Tensor, mask_P: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> "Comparisons":
-        """Return the comparisons of pairs, [P], those of ranked answers, [P, K, K], or each step's with 0, [P, K]."""
+        """Return the comparisons of pairs, [P, 1], of ranked answers, [P, K * K], or of each step with 0, [P, K, 1].
+
+        The better answer of a pair is the one that `chosen_probability` favors; at 0.5 there is no comparison.
+        """
         if "step" in labels:
             right_PK, there_PK = labels["step"] > 0, labels["is_there"] & mask_P[:, None]
-            return cls(torch.where(right_PK, rewards_PK, 0.0), torch.where(right_PK, 0.0, rewards_PK), there_PK)
+            halves = torch.where(right_PK, rewards_PK, 0.0), torch.where(right_PK, 0.0, rewards_PK), there_PK
+            return cls(*(half_PK[..., None] for half_PK in halves))
+        labels = with_grades(labels)
         if "grade" not in labels:
-            better_P, worse_P = rewards_PK.unbind(-1)
-            return cls(better_P, worse_P, mask_P)
+            return cls(rewards_PK[:, :1], rewards_PK[:, 1:], mask_P[:, None])
         above_PKK = is_above(labels["grade"], labels["is_there"]) & mask_P.view(-1, *[1] * labels["grade"].dim())
         better_PKK, worse_PKK = torch.broadcast_tensors(rewards_PK[..., :, None], rewards_PK[..., None, :])
-        return cls(better_PKK, worse_PKK, above_PKK)
+        return cls(better_PKK.flatten(-2), worse_PKK.flatten(-2), above_PKK.flatten(-2))
+
+    @property
+    def means(self) -> list[torch.Tensor]:
+        """The shares of right comparisons and ties of each ranking, and its mean margin, [P, ...]; 0 without any."""
+        every = (self.better > self.worse, self.better == self.worse, self.better - self.worse)
+        totals = [torch.where(self.are_there, each.to(self.better.dtype), 0.0).sum(-1) for each in every]
+        return [total / self.are_there.sum(-1).clamp(min=1) for total in totals]

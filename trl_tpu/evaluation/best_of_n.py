@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UserError
+from .distribution import is_finite
 from .proportion import Proportion, by_group, mean_of, proportion
 
 TIES = "ties"  # the name of RewardBench 2's subset of its own rule, in whatever case
@@ -42,7 +43,7 @@ class Answers:
 
     @property
     def is_finite(self) -> bool:
-        return bool(np.isfinite([*self.chosen, *self.rejected]).all())
+        return bool(is_finite(np.array([*self.chosen, *self.rejected])).all())
 
 
 @dataclass(frozen=True)

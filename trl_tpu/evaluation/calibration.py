@@ -47,16 +47,19 @@ def sigmoid(values_N: np.ndarray) -> np.ndarray:
     return result_N
 
 
-def calibration_of(margins_N: np.ndarray) -> Calibration:
-    """Return the calibration of finite margins, chosen less rejected reward, [N] with N > 0."""
+def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray | None = None) -> Calibration:
+    """Return the calibration of finite margins, chosen less rejected reward, [N] with N > 0, by their weights."""
+    weights_N = np.ones(len(margins_N)) if weights_N is None else weights_N
     confidence_N = sigmoid(np.abs(margins_N))
     right_N = (np.sign(margins_N) + 1) / 2
     edges = np.linspace(0.5, 1.0, _BINS + 1)
     bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _BINS - 1)  # the last one has its upper edge, too
-    bins = []
+    bins, ece = [], 0.0
     for number in np.unique(bin_N):
-        confidence, right = confidence_N[bin_N == number], right_N[bin_N == number]
+        in_bin_N = bin_N == number
+        weight = weights_N[in_bin_N].sum()
+        confidence, right = (float(each[in_bin_N] @ weights_N[in_bin_N] / weight) for each in (confidence_N, right_N))
         low, high = float(edges[number]), float(edges[number + 1])
-        bins.append(ConfidenceBin(low, high, len(right), float(confidence.mean()), float(right.mean())))
-    ece = sum(each.count * abs(each.accuracy - each.confidence) for each in bins) / len(margins_N)
-    return Calibration(ece, float(np.mean(sigmoid(-margins_N) ** 2)), tuple(bins))
+        bins.append(ConfidenceBin(low, high, int(in_bin_N.sum()), confidence, right))
+        ece += float(weight / weights_N.sum()) * abs(right - confidence)
+    return Calibration(ece, float(np.average(sigmoid(-margins_N) ** 2, weights=weights_N)), tuple(bins))

@@ -2,18 +2,19 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from datasets import Dataset
 
+from ..data.judgements import with_grades
 from ..data.measure import id_columns, measure
 from ..errors import UserError
 from .proportion import check_groups, label_of
-from .ranking import compared, judge_rankings
-from .verdict import Verdict, judge_pairs
+from .ranking import judge_rankings, steps_compared
+from .verdict import NothingCompared, Verdict, judge_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 def judge(
     rewards: torch.Tensor, labels: Mapping[str, torch.Tensor], dataset: Any, eval_by: str | None, names: Sequence[str]
 ) -> Verdict | None:
-    """Return the verdict on the rewards of an evaluation; None if no pair has two finite ones.
+    """Return the verdict on the rewards of an evaluation; None, with a warning, if nothing can be compared.
 
     Args:
         rewards: Of pairs, chosen first, of ranked answers or of steps, [N, K]; of several attributes, [N, A, K].
@@ -30,16 +31,26 @@ def judge(
         eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
         names: Of attributes. Each of a row is a ranking of its own, and they are the groups.
     """
-    rows, groups = len(rewards), list(names) * len(rewards) or None
-    if "step" in labels:
-        rewards_NK = compared(rewards.double(), torch.ones(rows, dtype=torch.bool), labels)
-        return judge_pairs(rewards_NK, of="steps") if np.isfinite(rewards_NK).any() else None
+    if not len(rewards):
+        return None
+    try:
+        if "step" in labels:
+            return judge_pairs(steps_compared(rewards, labels), of="steps")
+        verdict = _judge_answers(rewards, labels, dataset, eval_by, names)
+    except NothingCompared as reason:
+        logger.warning("The evaluation has no accuracy. %s", reason)
+        return None
+    # of two answers, these say what the accuracy says
+    return replace(verdict, top1_accuracy=None, kendall_tau=None) if "chosen_probability" in labels else verdict
+
+
+def _judge_answers(
+    rewards: torch.Tensor, labels: Mapping[str, torch.Tensor], dataset: Any, eval_by: str | None, names: Sequence[str]
+) -> Verdict:
+    rows, groups, labels = len(rewards), list(names) * len(rewards) or None, with_grades(labels)
     given = [rewards.double(), *(labels[name] for name in ("grade", "is_there") if name in labels)]
     rewards_NK, *grades = (values.numpy().reshape(-1, values.shape[-1]) for values in given)
-    judge_rows: Any = judge_rankings if grades else judge_pairs
-    judge_rows = partial(judge_rows, rewards_NK, *grades)
-    if not np.isfinite(rewards_NK).all(axis=-1).any():
-        return None
+    judge_rows: Any = partial(judge_rankings if grades else judge_pairs, rewards_NK, *grades)
     if not isinstance(dataset, Dataset):
         if eval_by is not None:
             logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
@@ -52,6 +63,8 @@ def judge(
         if eval_by is not None:
             groups = [label for label in _labels(dataset, eval_by)[:rows] for _ in range(len(rewards_NK) // rows)]
         return judge_rows(lengths_NK, groups=groups)
+    except NothingCompared:
+        raise
     except UserError as reason:  # the data of a later call; what the trainer was given has been checked
         logger.warning("The metrics are without groups. %s", reason)
         return judge_rows(lengths_NK)

@@ -49,41 +49,45 @@ class LengthBias:
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 
 
-def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray) -> LengthBias:
+def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray, weights_N: np.ndarray | None = None) -> LengthBias:
     """Return the length bias of pairs, chosen first.
 
     Args:
         rewards_N2: Finite rewards, N > 0.
         lengths_N2: Tokens of the answers. What the two answers of a pair share, such as the prompt, may be counted.
+        weights_N: How much each pair counts; by default alike.
     """
+    weights_N = np.ones(len(rewards_N2)) if weights_N is None else weights_N
     right_N = rewards_N2[:, 0] > rewards_N2[:, 1]
     longer_N = lengths_N2[:, 0] - lengths_N2[:, 1]
-    longer_wins = float(np.mean((np.sign(longer_N) + 1) / 2))
-    chosen, rejected = (_accuracy(right_N[is_longer_N]) for is_longer_N in (longer_N > 0, longer_N < 0))
+    longer_wins = float(np.average((np.sign(longer_N) + 1) / 2, weights=weights_N))
+    chosen, rejected = (_accuracy(right_N, weights_N * is_longer_N) for is_longer_N in (longer_N > 0, longer_N < 0))
     return LengthBias(
         longer_wins=longer_wins,
         length_only=max(longer_wins, 1 - longer_wins),
         controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
         chosen_is_longer=chosen,
         rejected_is_longer=rejected,
-        bins=tuple(_bins(right_N, longer_N)),
+        bins=tuple(_bins(right_N, longer_N, weights_N)),
     )
 
 
-def _accuracy(right_N: np.ndarray) -> Proportion | None:
-    return proportion(int(right_N.sum()), len(right_N)) if len(right_N) else None
+def _accuracy(right_N: np.ndarray, weights_N: np.ndarray) -> Proportion | None:
+    return proportion(float(right_N @ weights_N), weights_N.sum()) if weights_N.any() else None
 
 
-def _bins(right_N: np.ndarray, longer_N: np.ndarray) -> list[LengthBin]:
+def _bins(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray) -> list[LengthBin]:
     """Divide each side, rejected longer and chosen longer, into thirds; pairs of equal lengths are their own bin."""
     bins = []
     for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
         if not side_N.any():
             continue
-        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf")
+        third = {"method": "inverted_cdf", "weights": weights_N[side_N]}
+        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), **third)
         bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences are never in two bins
         for number in np.unique(bin_N[side_N]):
             inside_N = side_N & (bin_N == number)
             low, middle, high = (float(end) for end in np.quantile(longer_N[inside_N], (0, 0.5, 1)))
-            bins.append(LengthBin(low, middle, high, proportion(int(right_N[inside_N].sum()), int(inside_N.sum()))))
+            share = proportion(float(right_N[inside_N] @ weights_N[inside_N]), weights_N[inside_N].sum())
+            bins.append(LengthBin(low, middle, high, share))
     return bins

@@ -24,17 +24,19 @@ class Proportion:
     count: int
 
 
-def proportion(right: float, count: int) -> Proportion:
+def proportion(right: float, count: float) -> Proportion:
     """Return the share ``right / count`` with its interval of 95 %, by Wilson's score method.
 
     The formula is that of Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
-    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide.
+    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide. So may
+    ``count``, where some of a prompt's comparisons are counted, which together are one.
     """
     value = right / count
     middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
     half = _Z / (1 + _Z**2 / count) * (value * (1 - value) / count + _Z**2 / (4 * count**2)) ** 0.5
     # at the ends rounding would leave the value itself out
-    return Proportion(value, max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0), count)
+    low, high = max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0)
+    return Proportion(float(value), float(low), float(high), round(count))
 
 
 def by_group(right_N: np.ndarray, groups_N: Sequence[str]) -> dict[str, Proportion]:

@@ -7,10 +7,13 @@ import numpy as np
 
 from ..errors import UserError
 from .calibration import Calibration, calibration_of
-from .distribution import Distribution, distribution_of
+from .distribution import Distribution, distribution_of, is_finite
 from .length_bias import LengthBias, length_bias_of
 from .proportion import Proportion, by_group, mean_of, proportion
-from .reward_sums import sums_of
+
+
+class NothingCompared(UserError):
+    """No row has two rewards of which one should be higher."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Verdict:
     """What the rewards of pairs say.
 
     Attributes:
-        pairs: With two finite rewards; `left_out` had others.
+        pairs: With two finite rewards; `left_out` had others. Of rankings, comparisons, of which those of one prompt
+            together count once in all means.
         accuracy: Chosen above rejected; a tie is wrong.
         ties: Pairs of equal rewards.
         loss: Mean of ``-log(sigmoid(margin))``, of Bradley and Terry; without the margins that data may ask for.
@@ -28,8 +32,8 @@ class Verdict:
         groups: Accuracy by label, in the labels' order.
         mean_over_groups: Each group counting the same; None without groups.
         worst: Indices of the pairs that went most wrong, the worst first; none that is right.
-        top1_accuracy: Of rankings, how often the highest reward is of an answer with the highest grade. Their pairs
-            are comparisons: see `trl_tpu.evaluation.ranking.judge_rankings`.
+        top1_accuracy: Of rankings, how often the highest reward is of an answer with the highest grade; where answers
+            share the highest reward, the share of such answers among them.
         kendall_tau: Of rankings, the mean over prompts.
         of: What the pairs are: of "steps" each is a step's reward and 0.
     """
@@ -71,6 +75,7 @@ def judge_pairs(
     rewards_N2: np.ndarray,
     lengths_N2: np.ndarray | None = None,
     groups: Sequence[str] | None = None,
+    weights_N: np.ndarray | None = None,
     worst: int = 10,
     of: str = "pairs",
 ) -> Verdict:
@@ -80,32 +85,39 @@ def judge_pairs(
         rewards_N2: Rewards; pairs of which one is not finite are left out, and counted.
         lengths_N2: Tokens of the answers.
         groups: The label of each pair.
+        weights_N: How much each counts, but in groups; by default alike.
         worst: How many of the pairs that went most wrong to name, at most.
         of: What they are, see `Verdict`.
 
     Raises:
-        UserError: No pair has two finite rewards, or groups are too many.
+        NothingCompared: No pair has two finite rewards.
+        UserError: Groups are too many.
     """
     rewards_N2 = np.asarray(rewards_N2, dtype=np.float64).reshape(-1, 2)
-    kept = np.flatnonzero(np.isfinite(rewards_N2).all(axis=-1))
+    kept = np.flatnonzero(is_finite(rewards_N2).all(axis=-1))
     if not len(kept):
-        raise UserError(f"None of {len(rewards_N2)} pairs has two finite rewards, so nothing can be said.")
+        raise NothingCompared(
+            f"None of {len(rewards_N2)} {of} has two finite rewards, so nothing can be said."
+            if len(rewards_N2)
+            else "No row has finite rewards of two answers of which one is labeled as better, or of a labeled step."
+        )
     rewards_K2 = rewards_N2[kept]
-    sums = sums_of(rewards_K2)
+    weights_K = np.ones(len(kept)) if weights_N is None else weights_N[kept]
     margins_K = rewards_K2[:, 0] - rewards_K2[:, 1]
     right_K = margins_K > 0
+    rewards_A = rewards_K2.sum(axis=1) if of == "steps" else rewards_K2.ravel()
     accuracies = {} if groups is None else by_group(right_K, [groups[index] for index in kept.tolist()])
     worst_first = [number for number in np.argsort(margins_K, kind="stable") if not right_K[number]]
     return Verdict(
-        pairs=sums.pairs,
+        pairs=len(kept),
         left_out=len(rewards_N2) - len(kept),
-        accuracy=proportion(sums.correct, sums.pairs),
-        ties=sums.ties,
-        loss=float(np.logaddexp(0.0, -margins_K).mean()),
-        margins=distribution_of(margins_K),
-        rewards=distribution_of(rewards_K2.sum(axis=1) if of == "steps" else rewards_K2.ravel()),
-        calibration=calibration_of(margins_K),
-        length=None if lengths_N2 is None else length_bias_of(rewards_K2, lengths_N2[kept].astype(np.float64)),
+        accuracy=proportion(float(right_K @ weights_K), weights_K.sum()),
+        ties=int((margins_K == 0).sum()),
+        loss=float(np.average(np.logaddexp(0.0, -margins_K), weights=weights_K)),
+        margins=distribution_of(margins_K, weights_K),
+        rewards=distribution_of(rewards_A, weights_K.repeat(len(rewards_A) // len(kept))),
+        calibration=calibration_of(margins_K, weights_K),
+        length=None if lengths_N2 is None else length_bias_of(rewards_K2, lengths_N2[kept] * 1.0, weights_K),
         groups=accuracies,
         mean_over_groups=mean_of(accuracies),
         worst=tuple(int(kept[number]) for number in worst_first[:worst]),

@@ -41,8 +41,9 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         UserError: The file cannot be read, has no rewards of chosen and of rejected answers, not one finite, or no
             such column.
     """
-    rows = [dict(part) for row in _rows(path) for part in parts_of(row)]
-    columns = {name for row in rows for name in row}
+    read = _rows(path)
+    rows = [dict(part) for row in read for part in parts_of(row)]
+    columns = {name for row in read for name in row} | {name for row in rows for name in row}
     grades = [] if columns.issuperset(_REWARDS) else [grades_beside_rewards(row) for row in rows]
     if not any(grades) and not columns.issuperset(_REWARDS):
         raise UserError(
@@ -72,7 +73,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
 def _rows(path: Path) -> list[Row]:
     number, rows = 0, []
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             return pq.read_table(path).to_pylist()
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):  # noqa: B007  # for the message

@@ -1,22 +1,20 @@
-"""Sums rewards up as rows go by: how many pairs are right, the range of each column, and what has no reward."""
+"""Running sums over scored rows: accuracy of pairs and rankings, ranges of columns, and rows without a reward."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 
-from ..evaluation.ranking import grades_beside_rewards, judge_rankings, parts_of, rankings_of
-from ..evaluation.reward_sums import RewardSums, sums_of
+from ..evaluation.ranking import grades_beside_rewards, parts_of, rankings_of, top1_of
+from ..evaluation.reward_sums import RewardSums, sums_on_host
 from .forms import REASON
-
-_OF_RANKINGS = ("top1_accuracy", "kendall_tau")
 
 
 @dataclass
 class Summary:
-    """What a summary of scored rows is made from.
+    """Sums over scored rows, so that memory does not grow with their number.
 
     Args:
         columns: The columns of rewards.
@@ -27,8 +25,10 @@ class Summary:
     pairs: RewardSums = field(default_factory=RewardSums)
     by_column: defaultdict[str, RewardSums] = field(default_factory=lambda: defaultdict(RewardSums))
     """The sums of each column, as if each of its rewards were a pair with itself."""
-    ranked: list[tuple[list[float], list[float]]] = field(default_factory=list)
-    """The rewards and the grades of rows of answers with scores or ranks."""
+    rankings: RewardSums = field(default_factory=RewardSums)
+    """The sums of rows of answers with scores or ranks."""
+    top1: float = 0.0
+    """The sum of `top1_of` over those that have any comparison."""
     without: int = 0
     """Rows that lack a reward."""
     reason: str | None = None
@@ -39,14 +39,16 @@ class Summary:
         self.rows += len(rows)
         for column in self.columns:
             rewards = [reward for row in rows for reward in _numbers(row.get(column))]
-            self.by_column[column] += sums_of(np.array([rewards, rewards]).T)
+            self.by_column[column] += _sums_of([(reward, reward) for reward in rewards])
         parts = [part for row in rows for part in parts_of(row)]
         both = [(part.get("reward_chosen"), part.get("reward_rejected")) for part in parts]
-        pairs = [pair for pair in both if all(isinstance(reward, float) for reward in pair)]
-        self.pairs += sums_of(np.array(pairs))
+        self.pairs += _sums_of([pair for pair in both if all(isinstance(reward, float) for reward in pair)])
         for part in parts:
             if part[REASON] is None and (grades := grades_beside_rewards(part)):
-                self.ranked.append((part["rewards"], grades))
+                arrays = rankings_of([part["rewards"]], [grades])
+                rewards_1K, *labels = map(torch.from_numpy, arrays)
+                self.rankings += sums_on_host(rewards_1K, dict(zip(("grade", "is_there"), labels, strict=True)))
+                self.top1 += top1_of(*arrays).item() if len(set(grades)) > 1 else 0.0
         reasons = [row[REASON] for row in rows if row[REASON] is not None]
         self.without += len(reasons)
         self.reason = self.reason or next(iter(reasons), None)
@@ -56,16 +58,18 @@ class Summary:
         return any(sums.pairs for sums in self.by_column.values())
 
     def lines(self) -> Iterator[str]:
-        """Yield accuracy and margin of pairs, and the range of each column."""
+        """Yield accuracy and margin of pairs, those of rankings, and the range of each column."""
         if found := self.pairs.metrics():
             yield f"{'pairs' if 'reward_chosen' in self.columns else 'steps':<16} {self.pairs.pairs}"
             yield f"accuracy         {found['accuracy']:.4f}"
-            yield f"ties             {self.pairs.ties}"
+            yield f"ties             {self.pairs.ties:.0f}"
             yield f"mean margin      {found['margin']:.4f}"
-        if any(len(set(grades)) > 1 for _, grades in self.ranked):
-            verdict = judge_rankings(*rankings_of(*zip(*self.ranked, strict=True)))
-            yield f"rankings         {len(self.ranked)}"
-            yield from (f"{name:<16} {value:.4f}" for name, value in verdict.metrics().items() if name in _OF_RANKINGS)
+        if compared := self.rankings.comparisons:
+            yield f"rankings         {self.rankings.pairs}"
+            accuracy, tie_rate = (self.rankings.metrics()[name] for name in ("accuracy", "tie_rate"))
+            yield f"accuracy         {accuracy:.4f}"
+            yield f"top1_accuracy    {self.top1 / compared:.4f}"
+            yield f"kendall_tau      {2 * accuracy + tie_rate - 1:.4f}"
         for column, sums in self.by_column.items():
             if found := sums.metrics():
                 mean, least, largest = (found[f"{which}_reward"] for which in ("mean", "min", "max"))
@@ -78,6 +82,10 @@ class Summary:
         if not self.without:
             return None
         return f"{self.without} of {self.rows} rows have no reward, or lack one; `{REASON}` says why: {self.reason}"
+
+
+def _sums_of(pairs: list[tuple[Any, Any]]) -> RewardSums:
+    return sums_on_host(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2))
 
 
 def _numbers(value: Any) -> list[float]:

@@ -39,7 +39,7 @@ from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserTypeError
 from ..evaluation.judge import check_eval_by, judge
-from ..evaluation.ranking import judged_sums
+from ..evaluation.reward_sums import sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import (
     build_dataset,
@@ -61,7 +61,7 @@ from ..report.verdict_section import write_verdicts
 from ..training.agreement import over_processes
 from ..training.components import Shown
 from ..training.device_trainer import DeviceTrainer, write_card
-from ..training.evaluation import EvaluatedPairs, named, prediction_of
+from ..training.evaluation import EvaluatedPairs, losses_of, named, prediction_of
 from ..training.metrics import AddedMetrics, RewardMetrics, scale_of
 from ..training.preemption import EvaluationCutShort
 from ..training.step import LossSettings, StepResult, training_step
@@ -293,7 +293,7 @@ class RewardTrainer(DeviceTrainer):
         on_device = [last.rewards_PK, last.mask_P, *last.labels.values(), *self.__reward_metrics.device_sums]
         rewards_PK, mask_P, *others = self.trl_tpu.runtime.fetch(on_device)
         labels, sums = dict(zip(last.labels, others, strict=False)), others[len(last.labels) :]
-        metrics = judged_sums(rewards_PK, mask_P, labels, self.__reward_metrics.attribute_weights).metrics()
+        metrics = sums_on_host(rewards_PK, labels, self.__reward_metrics.attribute_weights, mask_P).metrics()
         return metrics | {"num_tokens": self.__reward_metrics.tokens_so_far([sums])}
 
     # ---- evaluation
@@ -352,7 +352,7 @@ class RewardTrainer(DeviceTrainer):
         compute_metrics: Any = self.compute_metrics
         self.callback_handler.eval_dataloader = dataloader
         model = self.__model_to_evaluate()
-        pairs = EvaluatedPairs(ours.runtime, self.accelerator)
+        pairs = EvaluatedPairs(ours.runtime, self.accelerator, args.eval_accumulation_steps)
         with_losses = "loss" in args.include_for_metrics
         metrics: dict[str, Any] = {}
 
@@ -435,16 +435,14 @@ class RewardTrainer(DeviceTrainer):
     def __measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
         """Return the metrics of an evaluation's pairs, and keep the verdict on them."""
         labels = {name: found[name].to(kind) for name, kind in LABELS_OF_MANY.items() if name in found}
-        weight = labels["weight"].double().mean() if "weight" in labels else 1
-        own: dict[str, Any] = {"loss": float(found["losses"].double().mean() / weight)} if "losses" in found else {}
+        own: dict[str, Any] = {"loss": float(losses_of(found).mean())} if "losses" in found else {}
         fetched = over_processes(self.accelerator, self.trl_tpu.runtime.fetch(self.__reward_metrics.device_sums))
         if (tokens := self.__reward_metrics.tokens_so_far(fetched)) or not self.state.global_step:
             own["num_tokens"] = tokens  # which a loss of the user's does not count
         if "rewards" not in found and found:
             return own
         rewards_NK = found["rewards"] if found else torch.zeros((0, 2))
-        every_N = torch.ones(len(rewards_NK), dtype=torch.bool)
-        sums = judged_sums(rewards_NK, every_N, labels, self.__reward_metrics.attribute_weights)
+        sums = sums_on_host(rewards_NK, labels, self.__reward_metrics.attribute_weights)
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
             self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")

@@ -18,11 +18,16 @@ Evaluated = dict[str, torch.Tensor]
 
 
 class EvaluatedPairs:
-    """What is known of the pairs of an evaluation, on the device until it is fetched."""
+    """What is known of the pairs of an evaluation, on the device until it is fetched.
 
-    def __init__(self, runtime: Runtime, accelerator: Accelerator) -> None:
-        self._runtime, self._accelerator = runtime, accelerator
+    Args:
+        most_on_device: How many batches stay on the device before they are moved to the host; None for all.
+    """
+
+    def __init__(self, runtime: Runtime, accelerator: Accelerator, most_on_device: int | None = None) -> None:
+        self._runtime, self._accelerator, self._most_on_device = runtime, accelerator, most_on_device
         self._batches: list[Evaluated] = []
+        self._on_host = 0  # how many of them are, the first ones
 
     def __len__(self) -> int:
         """Return how many batches there are."""
@@ -43,15 +48,22 @@ class EvaluatedPairs:
         if self._runtime.spreads_model and self._runtime.plans_shapes and is_packed:
             found = {name: _in_turn(tensor, self._accelerator.num_processes) for name, tensor in found.items()}
         self._batches.append(found)
+        if len(self) - self._on_host == self._most_on_device:
+            self._move_to_host()
+
+    def _move_to_host(self) -> None:
+        batches = self._batches[self._on_host :]
+        host = iter(self._runtime.fetch([tensor for batch in batches for tensor in batch.values()]))
+        self._batches[self._on_host :] = [{name: next(host) for name in batch} for batch in batches]
+        self._on_host = len(self)
 
     def fetch(self, first: int = 0) -> Evaluated:
         """Return on the host what is known of all real pairs from batch ``first`` on, in order."""
-        batches = self._batches[first:]
-        if not batches:
+        if not self._batches:
             return {}
-        names = list(batches[0])
-        host = self._runtime.fetch([batch[name] for batch in batches for name in names])
-        found = {name: torch.cat(host[number :: len(names)]) for number, name in enumerate(names)}
+        self._move_to_host()
+        batches = self._batches[first:]
+        found = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         is_real_N = found.pop("is_real").bool()
         return {name: column[is_real_N] if len(column) == len(is_real_N) else column for name, column in found.items()}
 
@@ -72,8 +84,14 @@ def prediction_of(found: Evaluated, with_losses: bool) -> EvalPrediction | None:
     predictions, labels = _arrays(found, "predictions"), _arrays(found, "labels")
     if predictions is None or labels is None:
         return None
-    losses = found["losses"].double().numpy() if with_losses else None
+    losses = losses_of(found).numpy() if with_losses else None
     return EvalPrediction(predictions=predictions, label_ids=labels, losses=losses)
+
+
+def losses_of(found: Evaluated) -> torch.Tensor:
+    """Return the loss of each row, [N], so that their mean is the evaluation's loss: rows may have weights in it."""
+    weights = found["weight"].double() if "weight" in found else torch.ones(())
+    return found["losses"].double() / weights.mean()
 
 
 def _arrays(found: Mapping[str, torch.Tensor], name: str) -> Any:

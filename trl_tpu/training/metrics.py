@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ..config.metric_names import REWARD_METRICS
-from ..data.judgements import Comparisons, answers_there, weighted
-from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums
+from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums, between, sums_of
 from ..evaluation.verdict import Verdict
 from ..modeling.engines import RewardScale, saved_scale, set_scale
 from ..parallel.chips import peak_flops_of
@@ -28,9 +27,8 @@ def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
     """
     if not sums.answers:
         return None
-    mean = sums.reward / sums.answers
-    variance = sums.squares / sums.answers - mean**2
-    return RewardScale(mean, variance**0.5, sums.answers, of) if variance > 0 else None
+    mean, variance = sums.reward / sums.answers, sums.deviations / sums.answers
+    return RewardScale(mean, variance**0.5, sums.answers, of) if variance > 0 and sums.lowest < sums.highest else None
 
 
 class AddedMetrics(defaultdict[str, list[float]]):
@@ -111,7 +109,7 @@ class RewardMetrics:
         Args:
             index: Of this process, of which there may be another ``count`` now: then the first takes all sums.
         """
-        everyone = [RewardSums(**_of_pairs(part["open"]) | part["open"]) for part in parts]
+        everyone = [RewardSums(**_renamed(part["open"])) for part in parts]
         before, peak = sum(everyone, RewardSums()), peak_flops_of(self._runtime.chip())
         peak = None if peak is None else peak * self._runtime.topology().devices
         self.throughput.start(self.work_of_a_pair, peak, before, step)
@@ -151,9 +149,12 @@ class RewardMetrics:
         return {"num_tokens": self.num_tokens, "open": vars(on_host(self._runtime.fetch(self.device_sums)))}
 
 
-def _of_pairs(sums: Mapping[str, Any]) -> dict[str, int]:
-    """Return what older checkpoints lack, which knew only pairs."""
-    return {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"]}
+def _renamed(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved sums by today's names: older checkpoints knew only pairs, and squares about 0."""
+    found = {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"], **sums}
+    if "squares" in found:
+        found["deviations"] = max(found.pop("squares") - sums["reward"] ** 2 / max(found["answers"], 1), 0.0)
+    return found
 
 
 def _added(
@@ -169,31 +170,20 @@ def _added(
     counts, (high, low), totals, lowest, highest = sums[0], sums[1].unbind(), *sums[2:]
     if finite_only:
         mask_P = mask_P & torch.isfinite(rewards_PK).flatten(1).all(-1)
-    compared = Comparisons.of(rewards_PK, mask_P, labels)
-    better, worse = compared.better, compared.worse
-    rewards_PK = weighted(rewards_PK, attribute_weights)
-    mask_PK = mask_P[:, None] & answers_there(labels.get("is_there", torch.ones_like(rewards_PK, dtype=torch.bool)))
-
-    def count(are: torch.Tensor, among: torch.Tensor = compared.are_there) -> torch.Tensor:
-        return (are & among).sum(dtype=torch.int32)
-
-    def total(values_PK: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_PK, values_PK, 0.0).sum(-1).sum()
-
+    added = sums_of(rewards_PK, mask_P, labels, attribute_weights)
+    answers, reward = COUNTS.index("answers"), SUMS.index("reward")
+    apart = between(counts[answers].float(), totals[reward], added[0][answers].float(), added[1][reward])
+    totals = totals + added[1]
+    totals = torch.cat([totals[:-1], totals[-1:] + apart])  # deviations are last
     low = low + tokens
     carry = (low >= _CARRY).int()
-    counted = [count(mask_P, mask_P), count(better > worse), count(better == worse)]
-    counts = counts + torch.stack([*counted, count(compared.are_there), count(mask_PK, mask_PK)])
-    margins = torch.where(compared.are_there, better - worse, 0.0).sum()
-    totals = totals + torch.stack([total(rewards_PK), margins, total(rewards_PK.square())])
-    lowest_PK = torch.where(mask_PK, rewards_PK, float("inf"))
-    highest_PK = torch.where(mask_PK, rewards_PK, float("-inf"))
-    lowest, highest = torch.minimum(lowest, lowest_PK.min()), torch.maximum(highest, highest_PK.max())
-    return [counts, torch.stack([high + carry, low - carry * _CARRY]), totals, lowest, highest]
+    tokens_2 = torch.stack([high + carry, low - carry * _CARRY])
+    return [counts + added[0], tokens_2, totals, torch.minimum(lowest, added[2]), torch.maximum(highest, added[3])]
 
 
 def on_host(fetched: list[torch.Tensor]) -> RewardSums:
     """Read fetched `RewardMetrics.device_sums`."""
-    counts, (high, low), sums, lowest, highest = (tensor.tolist() for tensor in fetched)
-    named = dict(zip(COUNTS, counts, strict=True)) | dict(zip(SUMS, sums, strict=True))
-    return RewardSums(**named, tokens=high * _CARRY + low, lowest=lowest[0], highest=highest[0])
+    counts, (high, low), *others = fetched
+    sums = RewardSums.read(counts, *others)
+    sums.tokens = int(high) * _CARRY + int(low)
+    return sums
