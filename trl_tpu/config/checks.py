@@ -9,10 +9,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
+
 from .. import runtime
 from ..errors import UserError
 from ..runtime import Remat
-from .metric_names import LENGTH_METRICS, METRICS
 
 _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
 
@@ -168,6 +172,16 @@ def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
             raise UserError(f"{setting}={value!r} is {what}: {instead}.")
 
 
+def check_trackers(args: Any) -> None:
+    """Raise UserError where `report_to` names a tracker that is not installed: transformers loads all models first."""
+    known = set(INTEGRATION_TO_CALLBACK) - {"flyte"}  # of which transformers does not say whether it is there
+    if missing := sorted(known.intersection(args.report_to) - set(get_available_reporting_integrations())):
+        raise UserError(
+            f"report_to={args.report_to} names {', '.join(missing)}, of which the package is not installed: install "
+            "it, or leave it out of report_to."
+        )
+
+
 def check_remat(args: Any) -> None:
     """Refuse choices of what to compute again that contradict one another. transformers has read the others by now.
 
@@ -199,26 +213,4 @@ def check_remat(args: Any) -> None:
         raise UserError(
             "offload and context_fn of checkpointing are options of torch's own, which PyTorch/XLA cannot use: leave "
             "them out, or choose what is kept with remat='dots'."
-        )
-
-
-def check_best_metric(args: Any, eval_dataset: Any) -> None:
-    """Refuse to judge the best model by what evaluation does not measure: transformers finds out hours later.
-
-    Raises:
-        UserError: Names the metric, and those that there are.
-    """
-    asked = args.metric_for_best_model
-    if asked is None or args.eval_strategy == "no" or eval_dataset is None:
-        return
-    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-    prefixes = [f"{name}_" if name else "" for name in sets]
-    known = [f"{prefix}{metric}" for prefix in prefixes for metric in (*METRICS, *LENGTH_METRICS)]
-    of_groups = ("accuracy/", "mean_accuracy_over_groups") if args.eval_by or args.attributes else ()
-    by_group = tuple(f"{prefix}{metric}" for prefix in prefixes for metric in of_groups)
-    name = asked.removeprefix("eval_")
-    if name not in known and not name.startswith(by_group):
-        raise UserError(
-            f"metric_for_best_model={asked!r} is not measured in evaluation, which measures {', '.join(known)}. "
-            "Choose one of them, or give a compute_metrics that returns it."
         )

@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.rules import Rules
 from ..runtime import Remat
-from .checks import RANK_LIMITS, TORCHTPU_LIMITS, XLA_LIMITS, check_limits, check_remat, check_values
+from .checks import RANK_LIMITS, TORCHTPU_LIMITS, XLA_LIMITS, check_limits, check_remat, check_trackers, check_values
 from .duration import parse_duration
 from .field_help import help_from_docstring
 from .metric_names import ERRORS
@@ -303,6 +303,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
+        check_trackers(self)
         _ = self.schedule  # which says what is wrong with it
         self.mesh_shape = self._parse_mesh()
         if self.total_batch_size is not None:

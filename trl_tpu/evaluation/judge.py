@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ..data.judgements import with_grades
-from ..data.measure import id_columns, measure
+from ..data.judgements import labels_of, with_grades
+from ..data.measure import NO_LABEL, flat, has_steps, id_columns, measure, most_answers, tables_of
 from ..errors import UserError
 from .proportion import check_groups, label_of
 from .ranking import judge_rankings, steps_compared
+from .reward_sums import sums_on_host
 from .verdict import NothingCompared, Verdict, judge_pairs
 
 logger = logging.getLogger(__name__)
@@ -99,3 +100,42 @@ def check_eval_by(args: Any, eval_dataset: Any) -> None:
                 f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave it out."
             )
         check_groups(_labels(dataset, args.eval_by))
+
+
+def check_best_metric(args: Any, eval_dataset: Any) -> None:
+    """Raise UserError where `metric_for_best_model` is not measured: transformers would find out hours later.
+
+    Args:
+        eval_dataset: Prepared data, or a mapping of several.
+    """
+    asked = args.metric_for_best_model
+    if asked is None or args.eval_strategy == "no" or eval_dataset is None:
+        return
+    sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
+    known = [f"{name}_{each}" if name else each for name in sets for each in _metrics_of(args, sets[name])]
+    if asked.removeprefix("eval_") not in known:
+        raise UserError(
+            f"metric_for_best_model={asked!r} is not measured in evaluation, which measures {', '.join(known)}. "
+            "Choose one of them, or give a compute_metrics that returns it."
+        )
+
+
+def _metrics_of(args: Any, dataset: Any) -> list[str]:
+    """Name what an evaluation measures on prepared data, as found by measuring rewards that are all equal."""
+    rewards, labels = torch.zeros(1, 2), dict[str, torch.Tensor]()
+    if has_steps(dataset):
+        labeled = any((flat(table["labels"])[0] != NO_LABEL).any() for table in tables_of(dataset, ["labels"]))
+        labels = {"step": torch.ones(1, 2), "is_there": torch.full((1, 2), bool(labeled))}
+    elif isinstance(dataset, Dataset):
+        most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size
+        rows = dataset.select(range(min(most, len(dataset))))
+        if columns := [name for name in ("grades", "chosen_probability") if name in dataset.column_names]:
+            arrays = labels_of(rows.select_columns(columns).to_list(), most_answers(dataset))
+            labels = {name: torch.from_numpy(values) for name, values in arrays.items()}
+        rewards = torch.zeros_like(labels["grade"]) if "grade" in labels else torch.zeros(len(rows), 2)
+        dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
+    verdict = judge(rewards, labels, dataset, args.eval_by, args.attributes or ())
+    measured = [*sums_on_host(rewards, labels, [1.0] * len(args.attributes or ())).metrics()]
+    measured += [] if verdict is None else [*verdict.metrics()]
+    counted = ["pairs"] if args.max_eval_steps is not None else []
+    return ["loss", "num_tokens", *measured, *counted, "runtime", "samples_per_second", "steps_per_second"]

@@ -28,7 +28,6 @@ from transformers.utils import CONFIG_NAME
 
 from .. import runtime
 from ..batching.batch_plan import BatchPlan
-from ..config.checks import check_best_metric
 from ..config.reward_config import RewardConfig
 from ..data.chat import date_written
 from ..data.checks import TOKEN_COLUMNS
@@ -38,7 +37,7 @@ from ..data.measure import NO_LABEL, SOLUTION
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
 from ..errors import UserTypeError
-from ..evaluation.judge import check_eval_by, judge
+from ..evaluation.judge import check_best_metric, check_eval_by, judge
 from ..evaluation.reward_sums import sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import (
@@ -150,7 +149,9 @@ class RewardTrainer(DeviceTrainer):
         args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), max_length)
         if not isinstance(args, self._trl_tpu_config):
             raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
-        self.__check_evaluation(args, eval_dataset, compute_metrics, callbacks)
+        check_eval_by(args, eval_dataset)
+        if args.label_smoothing_factor and self.__is_own("compute_loss"):
+            logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
         self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         given = upgrade_processing_class(processing_class, tokenizer)
@@ -170,6 +171,9 @@ class RewardTrainer(DeviceTrainer):
         warn_of_unscored_eos(own_tokenizer, first_dialogues(train_pairs, self.__old_columns))
         self.__date = date_written(own_tokenizer, first_chat(train_dataset))
         eval_pairs = None if eval_dataset is None else self.__prepared(eval_dataset, "eval")
+        measures_more = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
+        if not measures_more and all(map(self.__is_own, (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE))):
+            check_best_metric(args, eval_pairs)
         plan.prepare(train_pairs, eval_pairs)
         super().__init__(
             model=built,
@@ -189,14 +193,6 @@ class RewardTrainer(DeviceTrainer):
         self.__reward_metrics.work_of_a_pair = work_of_a_pair(built, train_pairs)
         # names of TRL up to 0.23
         self.tokenizer, self.use_reward_data_collator = own_tokenizer, self.__old_columns
-
-    def __check_evaluation(self, args: RewardConfig, eval_dataset: Any, compute_metrics: Any, callbacks: Any) -> None:
-        """Refuse what only the first evaluation would find out; a subclass's own ways are its own."""
-        check_eval_by(args, eval_dataset)
-        if compute_metrics is None and type(self) is RewardTrainer and all(map(_is_transformers, callbacks or ())):
-            check_best_metric(args, eval_dataset)
-        if args.label_smoothing_factor and self.__is_own("compute_loss"):
-            logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
 
     # ---- parts, made when they are first used: a subclass may have called another constructor than this one
 
@@ -555,7 +551,8 @@ _READ_BATCHES = (
     *("_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
 _ORDER_PAIRS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
-_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *_ORDER_PAIRS, "_prepare_dataset")}
+_MEASURE = ("evaluate", "_evaluate", "_determine_best_metric", "log")
+_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE, "_prepare_dataset")}
 
 
 def _may_be_on_the_hub(dataset_name: str) -> bool:
