@@ -96,7 +96,7 @@ def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_datas
     trainer = make_trainer(folder, tmp_path, sets, save_steps=2, **schedule)
     trainer.train()
     found = read_run(tmp_path, "run")
-    assert {name: each.pairs for name, each in found.verdicts.items()} == {"run: easy_one": 6, "run: hard": 9}  # type: ignore[union-attr]
+    assert {name: each.pairs for name, each in found.verdicts.items()} == {"run: easy one": 6, "run: hard": 9}  # type: ignore[union-attr]
     assert list(found.evaluated("accuracy")) == ["easy one", "hard"]
     assert {"eval_hard_ece", "eval_easy one_accuracy_low"} <= trainer.state.log_history[-1].keys() | {
         key for record in trainer.state.log_history for key in record

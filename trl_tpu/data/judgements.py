@@ -23,10 +23,8 @@ MOST_ANSWERS = 64
 RANKED_COLUMNS = ("answer_ids", "grades")
 COUNTED = "comparisons_counted"
 """The column with how many comparisons a row of ranked answers has, where each counts in the loss."""
-LABELS_OF_MANY = {
-    **dict.fromkeys(("grade", "step", "weight", "chosen_probability"), torch.float32),
-    "is_there": torch.bool,
-}
+LABELS_OF_MANY = dict.fromkeys(("grade", "step", "weight", "chosen_probability"), torch.float32)
+LABELS_OF_MANY |= {"is_there": torch.bool}
 """Labels that metrics read, and their types."""
 LABELS = frozenset({"margin", "end", *LABELS_OF_MANY})
 """The names of all labels."""
@@ -196,7 +194,8 @@ def grades_of(row: Row) -> list[float]:
     """
     if "completions" not in row:
         return [1.0] + [0.0] * len(row["rejected"])
-    return np.float32(row["scores"] if "scores" in row else [-rank for rank in row["ranks"]]).tolist()
+    grades = row["scores"] if "scores" in row else [-rank for rank in row["ranks"]]
+    return [float(np.float32(grade)) for grade in grades]
 
 
 def answers_there(is_there: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,9 @@
-"""Pairs that share a prompt: found by their tokens, and handed out together."""
+"""Rows that share a prompt: handed out together, or counted where evaluation data repeats training data."""
 
+import json
+import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -8,6 +11,9 @@ from torch.utils.data import Sampler
 
 from .measure import flat, id_columns, measure, tables_of
 
+logger = logging.getLogger(__name__)
+
+_PROMPT = 8  # the fewest tokens that are taken for a prompt, where nothing else tells
 _MORE = 16  # the first tokens that a pair's answers may have in common, of which nothing tells that they are no prompt
 
 
@@ -31,16 +37,48 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
-def _shared(dataset: Dataset) -> Iterator[bytes]:
-    """Yield the tokens that each pair's dialogues begin with alike, 4 bytes each, without those of all dialogues."""
+def _shared(dataset: Dataset, skip: int | None = None) -> Iterator[bytes]:
+    """Yield the tokens that each pair's dialogues begin with alike, 4 bytes each, without the first ``skip``.
+
+    By default those are skipped that all dialogues share.
+    """
     measured, columns = measure(dataset), id_columns(dataset.column_names)
     assert columns is not None  # which `measure` has read
+    skip = measured.shared_prefix if skip is None else skip
     prefixes = iter(measured.lengths.prefix_P.tolist())
     for table in tables_of(dataset, columns[:1]):
         values_T, ends_N = flat(table[columns[0]])
         ids = values_T.astype(np.uint32).tobytes()
         for start, prefix in zip(ends_N[:-1].tolist(), prefixes, strict=False):
-            yield ids[4 * (start + measured.shared_prefix) : 4 * (start + prefix)]
+            yield ids[4 * (start + skip) : 4 * (start + prefix)]
+
+
+def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:
+    """Return how many distinct prompts of prepared evaluation data the training data has too, and their number.
+
+    Any are also logged. Empty for streams and unknown columns. A prompt is the column `prompt`, or else the tokens
+    that a row's answers begin with alike, if they are several more than all rows share.
+
+    Args:
+        name: That of the evaluation data, if it is one of several.
+    """
+    both = (train, evaluation)
+    if not all(isinstance(each, Dataset) for each in both):
+        return ()
+    if all("prompt" in each.column_names for each in both):
+        known, prompts = ({hash(json.dumps(value)) for value in each["prompt"] if value} for each in both)
+    elif all(id_columns(each.column_names) for each in both):
+        least = [4 * (measure(each).shared_prefix + _PROMPT) for each in both]
+        known, prompts = (
+            {hash(ids) for ids in _shared(each, 0) if len(ids) >= size} for each, size in zip(both, least, strict=True)
+        )
+    else:
+        return ()
+    shared = len(known & prompts) if len(known | prompts) > 1 else 0  # one prompt for all rows is none
+    if shared:
+        of = f" of {name!r}" if name else ""
+        logger.warning(f"{shared:,} of {len(prompts):,} evaluation prompts{of} also occur in the training data.")
+    return shared, len(prompts)
 
 
 class ByPrompt(Sampler[int]):

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,38 +36,34 @@ def judge(
     try:
         if "step" in labels:
             return judge_pairs(steps_compared(rewards, labels), of="steps")
-        verdict = _judge_answers(rewards, labels, dataset, eval_by, names)
-    except NothingCompared as reason:
-        logger.warning("The evaluation has no accuracy. %s", reason)
+        labels, copies = with_grades(labels), rewards[0].numel() // rewards.shape[-1]
+        groups, lengths_NK = list(names) * len(rewards) or None, None
+        if not isinstance(dataset, Dataset):
+            if eval_by is not None:
+                logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
+        else:
+            if id_columns(dataset.column_names) is not None:
+                lengths = measure(dataset).lengths
+                lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[: len(rewards)].repeat(copies, axis=0)
+            try:
+                if eval_by is not None:
+                    groups = [label for label in _labels(dataset, eval_by)[: len(rewards)] for _ in range(copies)]
+                    check_groups(groups)
+            except UserError as reason:  # the data of a later call; what the trainer was given has been checked
+                logger.warning("The metrics are without groups. %s", reason)
+                groups = None
+        given = [rewards.double(), *(labels[name] for name in ("grade", "is_there") if name in labels)]
+        arrays: Any = [values.numpy().reshape(-1, values.shape[-1]) for values in given]
+        judge_rows: Any = judge_rankings if "grade" in labels else judge_pairs
+        verdict: Verdict = judge_rows(*arrays, lengths_NK, groups)
+    except NothingCompared:
+        logger.warning(
+            "The evaluation has no accuracy: no row has finite rewards of two answers of which one is labeled as "
+            "better, or of a labeled step."
+        )
         return None
     # of two answers, these say what the accuracy says
     return replace(verdict, top1_accuracy=None, kendall_tau=None) if "chosen_probability" in labels else verdict
-
-
-def _judge_answers(
-    rewards: torch.Tensor, labels: Mapping[str, torch.Tensor], dataset: Any, eval_by: str | None, names: Sequence[str]
-) -> Verdict:
-    rows, groups, labels = len(rewards), list(names) * len(rewards) or None, with_grades(labels)
-    given = [rewards.double(), *(labels[name] for name in ("grade", "is_there") if name in labels)]
-    rewards_NK, *grades = (values.numpy().reshape(-1, values.shape[-1]) for values in given)
-    judge_rows: Any = partial(judge_rankings if grades else judge_pairs, rewards_NK, *grades)
-    if not isinstance(dataset, Dataset):
-        if eval_by is not None:
-            logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
-        return judge_rows(groups=groups)
-    has_ids, lengths_NK = id_columns(dataset.column_names) is not None, None
-    if has_ids:
-        lengths = measure(dataset).lengths
-        lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(len(rewards_NK) // rows, axis=0)
-    try:
-        if eval_by is not None:
-            groups = [label for label in _labels(dataset, eval_by)[:rows] for _ in range(len(rewards_NK) // rows)]
-        return judge_rows(lengths_NK, groups=groups)
-    except NothingCompared:
-        raise
-    except UserError as reason:  # the data of a later call; what the trainer was given has been checked
-        logger.warning("The metrics are without groups. %s", reason)
-        return judge_rows(lengths_NK)
 
 
 def _labels(dataset: Dataset, column: str) -> list[str]:

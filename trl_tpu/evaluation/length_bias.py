@@ -82,8 +82,7 @@ def _bins(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray) -> l
     for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
         if not side_N.any():
             continue
-        third = {"method": "inverted_cdf", "weights": weights_N[side_N]}
-        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), **third)
+        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
         bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences are never in two bins
         for number in np.unique(bin_N[side_N]):
             inside_N = side_N & (bin_N == number)

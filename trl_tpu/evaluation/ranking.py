@@ -119,7 +119,8 @@ def parts_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     reward and 0, of which the reward is the chosen one's where the step is right. A pair whose `chosen_probability` is
     below 0.5 has its halves exchanged; at 0.5 it is not judged.
     """
-    labels, probability = row.get("labels"), row.get("chosen_probability")
+    labels: Any = row.get("labels")
+    probability = row.get("chosen_probability")
     if isinstance(probability, int | float) and "reward_chosen" in row and probability <= 0.5:
         names = [(f"{of}{one}", f"{of}{other}") for of in ("", "reward_", "tokens_") for one, other in _HALVES]
         return [{**row, **{one: row[other] for one, other in names if other in row}}] if probability < 0.5 else []

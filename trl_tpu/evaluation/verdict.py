@@ -36,6 +36,8 @@ class Verdict:
             share the highest reward, the share of such answers among them.
         kendall_tau: Of rankings, the mean over prompts.
         of: What the pairs are: of "steps" each is a step's reward and 0.
+        prompts_in_training: How many evaluation prompts are also in the training data, and how many there are; empty
+            where that is not known.
     """
 
     pairs: int
@@ -53,6 +55,7 @@ class Verdict:
     top1_accuracy: Proportion | None = None
     kendall_tau: float | None = None
     of: str = "pairs"
+    prompts_in_training: tuple[int, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers to log, by the names that evaluation gives them, less its prefix."""
@@ -96,11 +99,7 @@ def judge_pairs(
     rewards_N2 = np.asarray(rewards_N2, dtype=np.float64).reshape(-1, 2)
     kept = np.flatnonzero(is_finite(rewards_N2).all(axis=-1))
     if not len(kept):
-        raise NothingCompared(
-            f"None of {len(rewards_N2)} {of} has two finite rewards, so nothing can be said."
-            if len(rewards_N2)
-            else "No row has finite rewards of two answers of which one is labeled as better, or of a labeled step."
-        )
+        raise NothingCompared(f"None of {len(rewards_N2)} {of} has two finite rewards, so nothing can be said.")
     rewards_K2 = rewards_N2[kept]
     weights_K = np.ones(len(kept)) if weights_N is None else weights_N[kept]
     margins_K = rewards_K2[:, 0] - rewards_K2[:, 1]

@@ -1,8 +1,9 @@
 """The model card that is saved and pushed beside a reward model."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerBase
@@ -50,6 +51,9 @@ def make_model_card(
     tags: Iterable[str],
     versions: dict[str, str],
     reading: Reading,
+    args: Any,
+    columns: Collection[str],
+    own_loss: bool,
     evaluation: str = "",
 ) -> ModelCard:
     """Make a model card with the metadata that the Hub reads.
@@ -62,6 +66,9 @@ def make_model_card(
         tags: Tags beside that of a trainer's card.
         versions: Versions of the libraries, by name.
         reading: How it reads a dialogue.
+        args: The settings that it was trained with.
+        columns: The columns of the prepared training data.
+        own_loss: Whether the training script computed the loss.
         evaluation: A section of its own, in Markdown.
     """
     metadata = ModelCardData(  # which the template has by these names, too
@@ -78,6 +85,9 @@ def make_model_card(
         template_path=str(_TEMPLATE),
         location=location,
         reading=reading,
+        args=args,
+        columns=columns,
+        own_loss=own_loss,
         evaluation=evaluation,
         versions=", ".join(f"{library} {each}" for library, each in ({"trl_tpu": __version__} | versions).items()),
     )

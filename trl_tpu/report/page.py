@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from jinja2 import Environment
 
@@ -18,7 +19,7 @@ from .run_history import RunHistory
 from .scored_rows import ScoredRows, text_of
 from .sentences import sentences_of
 from .tables import tables_of
-from .verdict_file import VERDICT_FILE, write_verdict
+from .verdict_file import VERDICT_FILE, verdict_text
 
 PAGE = "index.html"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -39,17 +40,26 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         scored: Files of rows with rewards, by name.
 
     Raises:
-        UserError: The folder has a page that is not ours.
+        UserError: The folder has a file of such a name that no report wrote.
     """
     page = folder / PAGE
-    if page.is_file() and _GENERATOR not in page.read_text(encoding="utf-8", errors="replace"):
+    earlier = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else None
+    if earlier is not None and _GENERATOR not in earlier:
         raise UserError(f"{page} is no report, so it stays. Name another folder: --output.")
     verdicts = verdicts_of(runs, scored)
     pictures = pictures_of(verdicts, runs)
+    files = {f"{picture.name}.png": picture.png for picture in pictures}
+    for number, verdict in enumerate(verdicts.values(), start=1):
+        name = VERDICT_FILE if len(verdicts) == 1 else f"verdict-{number}.json"
+        files[name] = verdict_text(verdict).encode()
+    for path in map(folder.joinpath, files):
+        if path.exists() and _entry(path.name, path.read_bytes()) not in (earlier or ""):
+            raise UserError(f"{path} was not written by a report, so it stays. Name another folder: --output.")
     environment = Environment(autoescape=True)
     environment.filters |= {"sentences": sentences_of, "base64": _base64, "excerpt": _excerpt}
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         generator=_GENERATOR,
+        files=" ".join(_entry(name, content) for name, content in files.items()),
         verdicts=verdicts,
         tables=tables_of(verdicts),
         pictures=pictures,
@@ -58,12 +68,15 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         scored=scored,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    for picture in pictures:
-        (folder / f"{picture.name}.png").write_bytes(picture.png)
-    for number, verdict in enumerate(verdicts.values(), start=1):
-        write_verdict(verdict, folder / (VERDICT_FILE if len(verdicts) == 1 else f"verdict-{number}.json"))
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     page.write_text(text, encoding="utf-8", errors="replace")
     return page
+
+
+def _entry(name: str, content: bytes) -> str:
+    """Return what a page says of a file next to it, by which a later report knows the file as a report's."""
+    return f"{name}={crc32(content):08x}"
 
 
 def _base64(content: bytes) -> str:

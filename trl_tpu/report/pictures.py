@@ -88,7 +88,7 @@ def _short(name: str) -> str:
 
 def _margins(axes: Any, color: str, label: str, verdict: Verdict) -> None:
     edges = np.array(verdict.margins.edges)
-    density = np.array(verdict.margins.counts) / verdict.pairs / np.diff(edges)
+    density = np.array(verdict.margins.counts) / sum(verdict.margins.counts) / np.diff(edges)
     axes.stairs(density, edges, color=color, label=label)
     axes.axvline(0, color="gray")
     axes.set(xlabel="chosen less rejected reward", ylabel="share of pairs per unit")
@@ -99,7 +99,9 @@ def _reliability(axes: Any, color: str, label: str, verdict: Verdict) -> None:
     confidence, right = [each.confidence for each in bins], [each.accuracy for each in bins]
     axes.plot([0.5, 1], [0.5, 1], ":", color="gray")
     axes.plot(confidence, right, color=color, label=f"{label}: ECE {verdict.calibration.ece:.3f}")
-    axes.scatter(confidence, right, s=[200 * each.count / verdict.pairs for each in bins], color=color)
+    axes.scatter(
+        confidence, right, s=[200 * each.count / sum(one.count for one in bins) for each in bins], color=color
+    )
     axes.set(xlabel="confidence, sigmoid(|margin|)", ylabel="right")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from ..errors import UserError
 from ..evaluation.best_of_n import BestOfN
@@ -66,7 +67,8 @@ def read_run(folder: Path, name: str) -> RunHistory:
     Raises:
         UserError: There are none, or a file is broken.
     """
-    checkpoints = sorted(folder.glob(f"checkpoint-*/{_STATE}"), key=lambda path: int(path.parent.name[11:]))
+    steps = {path: path.parent.name[11:] for path in folder.glob(f"checkpoint-*/{_STATE}")}
+    checkpoints = sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]))
     paths = [path for path in (*checkpoints[-1:], folder / _STATE) if path.is_file()]
     if not paths:
         raise UserError(
@@ -75,7 +77,7 @@ def read_run(folder: Path, name: str) -> RunHistory:
         )
     verdicts = {}
     for path in sorted(folder.glob("verdict*.json")):
-        dataset = path.stem.removeprefix("verdict").removeprefix("-")
+        dataset = unquote(path.stem.removeprefix("verdict").removeprefix("-"))
         verdicts[f"{name}: {dataset}" if dataset else name] = read_verdict(path)
     try:
         state, *later = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
@@ -91,5 +93,5 @@ def read_run(folder: Path, name: str) -> RunHistory:
             resumed_at=json.loads(run.read_text(encoding="utf-8")).get("resumed_at", []) if run.is_file() else [],
             verdicts=verdicts,
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"The logs of {folder} cannot be read: {type(error).__name__}: {error}.") from error

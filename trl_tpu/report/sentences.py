@@ -27,6 +27,9 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
     if verdict.ties > verdict.pairs / 100:
         share = verdict.ties / verdict.pairs
         said.append(f"{share:.1%} of the {verdict.of} get equal rewards, from which nothing is learned.")
+    if verdict.prompts_in_training and verdict.prompts_in_training[0]:
+        shared, prompts = verdict.prompts_in_training
+        said.append(f"{shared:,} of {prompts:,} evaluation prompts also occur in the training data.")
     return [*said, *_left_out(verdict.left_out, verdict.of)]
 
 

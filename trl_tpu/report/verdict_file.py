@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
+from urllib.parse import quote
 
 from ..errors import UserError
 from ..evaluation.best_of_n import BestOfN
@@ -16,17 +16,25 @@ _KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n
 
 
 def verdict_name(dataset: str) -> str:
-    """Return the name of the file for a verdict: on one of several datasets, or on the only one, without a name."""
-    return f"verdict-{re.sub(r'[^A-Za-z0-9.-]', '_', dataset)}.json" if dataset else VERDICT_FILE
+    """Return the name of the file for a verdict: on one of several datasets, or on the only one, without a name.
+
+    `urllib.parse.unquote` gives the dataset's name back.
+    """
+    return f"verdict-{quote(dataset, safe='')}.json" if dataset else VERDICT_FILE
 
 
-def write_verdict(verdict: Verdict | BestOfN, path: Path) -> None:
-    """Write a verdict, with null for what is not finite; the file is whole, or as it was."""
+def verdict_text(verdict: Verdict | BestOfN) -> str:
+    """Return a verdict as JSON, with null for what is not finite."""
     kind = next(name for name, type_ in _KINDS.items() if isinstance(verdict, type_))
     spelled = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
     content = json.loads(spelled, parse_constant=lambda _: None)
+    return f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n"
+
+
+def write_verdict(verdict: Verdict | BestOfN, path: Path) -> None:
+    """Write a verdict; the file is whole, or as it was."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n", encoding="utf-8")
+    partial.write_text(verdict_text(verdict), encoding="utf-8")
     partial.replace(path)
 
 

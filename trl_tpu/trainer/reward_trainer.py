@@ -4,7 +4,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +36,7 @@ from ..data.judgements import COUNTED, LABELS_OF_MANY, RANKED_COLUMNS, Pairs
 from ..data.measure import NO_LABEL, SOLUTION
 from ..data.old_columns import _tokenize
 from ..data.packed_batch import micro_batches_of, tensors_of
+from ..data.prompts import prompts_in_training
 from ..errors import UserTypeError
 from ..evaluation.judge import check_best_metric, check_eval_by, judge
 from ..evaluation.reward_sums import sums_on_host
@@ -114,6 +115,7 @@ class RewardTrainer(DeviceTrainer):
     __date: str | None = None  # that the chat template has written into dialogues
     __build: Any = None  # makes a reward model of what `model_init` returns, where this constructor ran
     __evaluated: Any = None  # what the last evaluation was on, or is on
+    __seen: Mapping[int, tuple[int, ...]] = {}  # prompts of evaluation data in the training data, by its `id`
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
     __computed: StepResult | None = None  # by our loss, of the last batch
     _tag_names = ["trl", "reward-trainer"]
@@ -174,6 +176,10 @@ class RewardTrainer(DeviceTrainer):
         measures_more = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
         if not measures_more and all(map(self.__is_own, (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE))):
             check_best_metric(args, eval_pairs)
+        sets, raw = (each if isinstance(each, Mapping) else {"": each} for each in (eval_pairs, eval_dataset))
+        has_prompts = args.step_separator is None  # prepared solutions have none
+        known, held_out = (train_pairs, sets) if has_prompts else (train_dataset, raw)
+        self.__seen = {id(sets[name]): prompts_in_training(known, held_out[name], name) for name in sets}
         plan.prepare(train_pairs, eval_pairs)
         super().__init__(
             model=built,
@@ -444,6 +450,7 @@ class RewardTrainer(DeviceTrainer):
             self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
         pairs, args = self.__evaluated_pairs(len(rewards_NK)), self.args
         if (verdict := judge(rewards_NK, labels, pairs, args.eval_by, args.attributes or ())) is not None:
+            verdict = replace(verdict, prompts_in_training=self.__seen.get(id(self.__evaluated), ()))
             self.__reward_metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own
@@ -525,6 +532,9 @@ class RewardTrainer(DeviceTrainer):
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
             reading=Reading(self.processing_class, self.args.max_length, scale, self.__date, outputs),
+            args=self.args,
+            columns=getattr(self.train_dataset, "column_names", None) or (),
+            own_loss=not self.__is_own("compute_loss"),
             evaluation=evaluation,
         )
         card.save(path)
