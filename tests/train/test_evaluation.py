@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Eval
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.config.metric_names import METRICS
+from trl_tpu.errors import UserError
+from trl_tpu.training.evaluation import EvaluatedPairs
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +114,141 @@ def test_only_the_loss_where_that_is_asked_for(folder: str, tmp_path: Path) -> N
     assert trainer.evaluate(pairs)["eval_loss"] == whole["eval_loss"]
     output = trainer.predict(pairs)
     assert len(output.predictions) == 0 and output.metrics["test_loss"] == whole["eval_loss"]
+
+
+PROBABLE = tiny.made_up_pairs(9, seed=5).add_column("chosen_probability", [0.1, 0.9, 0.5] * 3)
+
+
+def mean_loss(prediction: EvalPrediction) -> dict[str, float]:
+    return {"mean_of_losses": float(np.mean(prediction.losses))}
+
+
+@pytest.mark.parametrize("average_over", ["prompts", "comparisons"])
+def test_the_losses_of_compute_metrics_average_to_the_loss(folder: str, tmp_path: Path, average_over: str) -> None:
+    class Doubled(RewardTrainer):
+        def compute_loss(self, *args: Any, return_outputs: bool = False, **more: Any) -> Any:
+            loss, outputs = super().compute_loss(*args, return_outputs=True, **more)
+            return (2 * loss, outputs) if return_outputs else 2 * loss
+
+    rankings = tiny.made_up_rankings(7)
+    settings = {"include_for_metrics": ["loss"], "average_over": average_over, "per_device_eval_batch_size": 4}
+    for kind in (RewardTrainer, Doubled):
+        args = RewardConfig(str(tmp_path), report_to="none", **settings)
+        trainer = kind(folder, args, train_dataset=rankings, eval_dataset=rankings, compute_metrics=mean_loss)
+        metrics = trainer.evaluate()
+        assert metrics["eval_mean_of_losses"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
+
+
+def test_metrics_of_pairs_with_probabilities_follow_the_more_probable_answer(folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(folder, tmp_path)
+    metrics, (chosen_N, rejected_N) = trainer.evaluate(PROBABLE), trainer.predict(PROBABLE).predictions.T
+    probability_N = np.array(PROBABLE["chosen_probability"])
+    margins_M = ((chosen_N - rejected_N) * np.sign(probability_N - 0.5))[probability_N != 0.5]
+    assert metrics["eval_accuracy"] == pytest.approx(np.mean(margins_M > 0))
+    assert metrics["eval_margin"] == pytest.approx(np.mean(margins_M), abs=1e-6)
+    assert trainer.verdicts["eval"].accuracy.value == metrics["eval_accuracy"]
+    assert trainer.verdicts["eval"].pairs == 6 and "eval_kendall_tau" not in metrics
+
+
+def test_batches_move_to_the_host_as_often_as_asked(folder: str, tmp_path: Path) -> None:
+    pairs, fetched = tiny.made_up_pairs(19), []
+    for steps in (None, 2):
+        trainer = make_trainer(folder, tmp_path, eval_dataset=pairs, eval_accumulation_steps=steps)
+        with patch.object(
+            EvaluatedPairs, "_move_to_host", autospec=True, side_effect=EvaluatedPairs._move_to_host
+        ) as f:
+            metrics = trainer.evaluate()
+        fetched.append((f.call_count, {name: value for name, value in metrics.items() if "_per_" not in name}))
+    assert [count for count, _ in fetched] == [1, 3]  # of 5 batches
+    assert fetched[0][1]["eval_loss"] == fetched[1][1]["eval_loss"]
+
+
+NOTHING_COMPARED: list[tuple[Any, dict[str, Any]]] = [
+    (tiny.made_up_rankings(5).map(lambda row: {"scores": [1.0] * len(row["scores"])}), {"loss_type": "regression"}),
+    (tiny.made_up_rankings(5).map(lambda row: {"scores": [1.0] * len(row["scores"])}), {"ties": "davidson"}),
+    (tiny.made_up_pairs(5).add_column("chosen_probability", [0.5] * 5), {}),
+]
+
+
+@pytest.mark.parametrize(("data", "settings"), NOTHING_COMPARED)
+def test_training_goes_on_after_an_evaluation_that_compares_nothing(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, data: Any, settings: dict[str, Any]
+) -> None:
+    args = RewardConfig(
+        str(tmp_path),
+        report_to="none",
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="no",
+        **settings,
+    )
+    train = tiny.made_up_rankings(8) if "scores" in data.column_names else tiny.made_up_pairs(8)
+    trainer = RewardTrainer(folder, args, train_dataset=train, eval_dataset=data)
+    trainer.train()
+    evaluated = [log for log in trainer.state.log_history if "eval_loss" in log]
+    assert len(evaluated) == 2 and all("eval_mean_reward" in log and "eval_accuracy" not in log for log in evaluated)
+    assert caplog.text.count("no accuracy") == 2 and "eval" not in trainer.verdicts
+
+
+CARDS: list[tuple[Any, dict[str, Any], list[str], list[str]]] = [
+    (tiny.made_up_pairs(8), {}, ["Bradley and Terry", "Nothing was truncated", "on pairs"], ["- margin)`"]),
+    (tiny.made_up_pairs(8, margin=True), {"truncation_mode": "keep_end"}, ["- margin)`", "truncated: the last"], []),
+    (
+        tiny.made_up_pairs(8).add_column("chosen_probability", [0.7] * 8),
+        {"center_rewards_coefficient": 0.01, "label_smoothing": 0.1},
+        ["`chosen_probability`", "0.01 times", "smoothed by 0.1"],
+        [],
+    ),
+    (tiny.made_up_rankings(8), {"loss_type": "regression"}, ["squared error"], ["Bradley"]),
+    (tiny.made_up_rankings(8), {"loss_type": "plackett_luce"}, ["Plackett", "prompt counts once"], ["Bradley"]),
+    (tiny.made_up_rankings(8), {"ties": "davidson", "average_over": "comparisons"}, ["Davidson"], ["Bradley"]),
+    (tiny.made_up_rankings(8), {"ties": "rao_kupper"}, ["Rao and Kupper"], ["Bradley"]),
+    (tiny.made_up_rankings(8), {"margin_scale": 0.5}, ["Ouyang", "times 0.5"], ["on pairs"]),
+]
+
+
+@pytest.mark.parametrize(("data", "settings", "stated", "absent"), CARDS)
+def test_the_card_states_the_loss_and_truncation(
+    folder: str, tmp_path: Path, data: Any, settings: dict[str, Any], stated: list[str], absent: list[str]
+) -> None:
+    args = RewardConfig(str(tmp_path), report_to="none", **settings)
+    trainer = RewardTrainer(folder, args, train_dataset=data, eval_dataset=data)
+    trainer.evaluate()
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert [words for words in stated if words not in card] + [words for words in absent if words in card] == []
+    assert ("Nothing was truncated" in card) is ("truncation_mode" not in settings)
+    prompts = len(set(data["prompt"]))
+    assert f"{prompts} of {prompts} evaluation prompts also occur in the training data." in card
+
+
+BEST: list[tuple[Any, dict[str, Any], list[str], list[str]]] = [
+    (tiny.made_up_rankings(8), {}, ["kendall_tau", "eval_top1_accuracy", "accuracy"], ["nonsense", "accuracy/a"]),
+    (tiny.made_up_pairs(8), {"eval_by": "prompt"}, ["accuracy/{prompt}"], ["kendall_tau", "accuracy/typo"]),
+    (NOTHING_COMPARED[0][0], {"loss_type": "regression"}, ["loss", "mean_reward"], ["accuracy"]),
+]
+
+
+@pytest.mark.parametrize(("data", "settings", "measured", "others"), BEST)
+def test_the_metric_for_the_best_model_is_one_that_is_measured(
+    folder: str, tmp_path: Path, data: Any, settings: dict[str, Any], measured: list[str], others: list[str]
+) -> None:
+    def make(name: str) -> RewardTrainer:
+        best = {"metric_for_best_model": name.format(prompt=data["prompt"][0]), "eval_strategy": "epoch"}
+        args = RewardConfig(str(tmp_path), report_to="none", **best, **settings)
+        return RewardTrainer(folder, args, train_dataset=data, eval_dataset=data)
+
+    for name in measured:
+        assert f"eval_{name.removeprefix('eval_').format(prompt=data['prompt'][0])}" in make(name).evaluate()
+    for name in others:
+        with pytest.raises(UserError, match="metric_for_best_model"):
+            make(name)
+
+
+def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path) -> None:
+    with (
+        patch("trl_tpu.config.checks.get_available_reporting_integrations", lambda: ["tensorboard"]),
+        pytest.raises(UserError, match="report_to.*wandb"),
+    ):
+        RewardConfig(str(tmp_path), report_to=["tensorboard", "wandb"])

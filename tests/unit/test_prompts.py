@@ -11,7 +11,7 @@ from datasets import Dataset
 from trl_tpu import RewardConfig
 from trl_tpu.batching.planned_shapes import plan_rows_of, sizes_by_prompt
 from trl_tpu.data.measure import id_columns
-from trl_tpu.data.prompts import ByPrompt, prompt_groups
+from trl_tpu.data.prompts import ByPrompt, prompt_groups, prompts_in_training
 from trl_tpu.packing.pack import pack
 from trl_tpu.packing.schedule import RowPlan
 
@@ -114,3 +114,28 @@ def test_what_cannot_be_put_into_this_order_is_refused(tmp_path: Path) -> None:
     for strategy in ("sequential", "group_by_length", "batch_rebalance"):
         with pytest.raises(ValueError, match=f"train_sampling_strategy='{strategy}' is impossible with group_by_pro"):
             RewardConfig(str(tmp_path), group_by_prompt=True, train_sampling_strategy=strategy)
+
+
+ROWS = [{"prompt": f"What is {n}?", "chosen": "yes", "rejected": "no"} for n in range(6)]
+IDS = [[*range(10 * n, 10 * n + 9)] for n in range(1, 7)]
+AS_IDS = [{"chosen_ids": [1, *ids, 5], "rejected_ids": [1, *ids, 6]} for ids in IDS]
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "expected"),
+    [
+        (ROWS[:4], ROWS[2:] + ROWS[3:], (2, 4)),  # distinct prompts count
+        ([row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS], ROWS[:1], (0, 1)),
+        (AS_IDS[:4], AS_IDS[2:], (2, 4)),
+        ([row | {"prompt": ""} for row in ROWS], [row | {"prompt": ""} for row in ROWS], (0, 0)),
+        ([row | {"prompt": "Choose."} for row in ROWS], [row | {"prompt": "Choose."} for row in ROWS], (0, 1)),
+        ([{"chosen_ids": [1, n], "rejected_ids": [1, 9]} for n in (5, 6)], AS_IDS, (0, 6)),
+        (ROWS, [{"answer_ids": [[1], [2]]}], ()),
+    ],
+)
+def test_evaluation_prompts_that_are_also_in_the_training_data_are_counted(
+    train: Any, evaluation: Any, expected: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = prompts_in_training(Dataset.from_list(train), Dataset.from_list(evaluation), "held out")
+    assert found == expected
+    assert ("of 4 evaluation prompts of 'held out' also occur" in caplog.text) is bool(expected and expected[0])

@@ -12,8 +12,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from trl_tpu import cli
+from trl_tpu.errors import UserError
 from trl_tpu.report import pictures
 from trl_tpu.report.run_history import read_run
+from trl_tpu.report.verdict_file import verdict_name
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 
@@ -176,3 +178,36 @@ def test_what_cannot_be_reported_is_one_line(
         cli.main(["report", str(make(tmp_path)), "--output", str(tmp_path / "out")])
     assert exit_.value.code == 2 and not (tmp_path / "out").exists()
     assert re.search(f"trl-tpu report: error: .*{message}", capsys.readouterr().err)
+
+
+def test_a_report_overwrites_only_what_a_report_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = scored(tmp_path / "s.jsonl")
+    run = run_folder(tmp_path / "run", history())
+    (run / "verdict.json").write_text("a run's own")
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(source), "--output", str(run)])
+    assert "--output" in capsys.readouterr().err and not (run / "index.html").exists()
+    assert (run / "verdict.json").read_text() == "a run's own"
+    out = tmp_path / "out"
+    for _ in range(2):  # its own files are replaced
+        assert cli.main(["report", str(source), "--output", str(out)]) == 0
+    (out / "verdict.json").write_text("changed since")
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(source), "--output", str(out)])
+    assert (out / "verdict.json").read_text() == "changed since"
+
+
+def test_checkpoints_of_other_names_and_a_broken_record_of_the_run(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", history(), 4)
+    (run / "checkpoint-best").mkdir()
+    (run / "checkpoint-best" / "trainer_state.json").write_text("{}")
+    assert read_run(run, "run").step == 12
+    (run / "_run.json").write_text("[]")
+    with pytest.raises(UserError, match="logs of .* cannot be read"):
+        read_run(run, "run")
+
+
+def test_names_of_evaluation_sets_are_kept_apart() -> None:
+    names = ["a/b", "a_b", "a b", "", "ä%"]
+    files = [verdict_name(name) for name in names]
+    assert len(set(files)) == len(names) and not any("/" in file for file in files)

@@ -12,6 +12,7 @@ from trl_tpu.errors import UserError
 from trl_tpu.evaluation.best_of_n import BestOfN
 from trl_tpu.evaluation.verdict import Verdict
 from trl_tpu.report.scored_rows import read_scored, text_of
+from trl_tpu.scoring.summary import Summary
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}]
 PAIR = {"chosen": "abc", "rejected": "a", "reward_chosen": 1.0, "reward_rejected": 0.5}
@@ -109,3 +110,27 @@ def test_a_row_without_any_reward_is_left_out_and_takes_nothing_from_the_others(
     assert found.left_out == 1 and found.groups.keys() == {"Math", "Focus"}
     with pytest.raises(UserError, match="None of 2 pairs has two finite rewards"):
         read_scored(write(tmp_path, [BROKEN, BROKEN]))
+
+
+def test_the_better_answer_is_the_one_that_the_label_says_is_more_probable(tmp_path: Path) -> None:
+    row = {"chosen": "a", "rejected": "b", "not_scored": None}
+    cases = [(0.9, 1.0, 0.0), (0.1, 0.0, 2.0), (0.5, 3.0, 0.0)]
+    rows = [row | {"chosen_probability": p, "reward_chosen": c, "reward_rejected": r} for p, c, r in cases]
+    verdict = verdict_on(tmp_path, rows)
+    assert (verdict.pairs, verdict.accuracy.value, verdict.margins.mean) == (2, 1.0, 1.5)
+    summary = Summary(("reward_chosen", "reward_rejected"))
+    summary.add(rows)
+    assert {"pairs            2", "accuracy         1.0000", "mean margin      1.5000"} <= set(summary.lines())
+    with pytest.raises(UserError, match="None of 0 pairs"):
+        verdict_on(tmp_path, rows[2:])
+
+
+def test_rewards_that_float32_cannot_hold_are_left_out(tmp_path: Path) -> None:
+    rows = [{"reward_chosen": c, "reward_rejected": r} for c, r in ((1.0, 0.0), (1e308, -1e308))]
+    verdict = verdict_on(tmp_path, rows)
+    assert (verdict.pairs, verdict.left_out) == (1, 1)
+
+
+def test_the_suffix_of_parquet_may_be_in_capitals(tmp_path: Path) -> None:
+    path = write(tmp_path, [{"reward_chosen": 1.0, "reward_rejected": 0.0}], ".parquet")
+    assert read_scored(path.rename(tmp_path / "S.PARQUET")).rows
