@@ -68,6 +68,7 @@ ELSEWHERE = {
     ),
     "transformers/trainer_optimizer.py": "optim_target_modules",
     "trl_tpu/scripts/reward.py": "do_eval",
+    "trl_tpu/trainer/reward_trainer.py": "eval_accumulation_steps",
     "trl_tpu/batching/batch_plan.py": "packed_attention",
     "trl_tpu/modeling/build.py": "attributes attribute_weights average_over ties",
     "trl_tpu/modeling/losses.py": (
@@ -76,7 +77,7 @@ ELSEWHERE = {
     "trl_tpu/batching/planned_shapes.py": "max_shapes pad_to_multiple_of row_length",
 }
 LISTED = _names("""
-    average_tokens_across_devices do_predict do_train eval_accumulation_steps eval_use_gather_object label_names
+    average_tokens_across_devices do_predict do_train eval_use_gather_object label_names
     label_smoothing_factor local_rank resume_from_checkpoint
 """)
 LISTED_ON_XLA = _names("""

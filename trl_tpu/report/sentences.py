@@ -14,7 +14,10 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
         return [*said, *_left_out(verdict.left_out, "rows")]
     accuracy = verdict.accuracy
     does = "tells right from wrong" if verdict.of == "steps" else "prefers the chosen answer"
-    said = [f"It {does} in {_share(accuracy)} of {verdict.pairs:,} {verdict.of}."]
+    of = f"{verdict.pairs:,} {verdict.of}"
+    if verdict.top1_accuracy is not None:
+        of = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
+    said = [f"It {does} in {_share(accuracy)} of {of}."]
     if accuracy.high < 0.5:
         exchanged = "the labels" if verdict.of == "steps" else "chosen and rejected"
         said.append(f"That is worse than chance: see whether {exchanged} are exchanged.")

@@ -51,7 +51,7 @@ def _of_length(verdict: Verdict, name: str) -> str:
 
 # each measure, its cell, and what it is
 _OF_PAIRS: Any = (
-    ("pairs", lambda verdict: f"{verdict.pairs:,}", "with finite rewards; of a step, its reward and 0"),
+    ("pairs", lambda verdict: f"{verdict.pairs:,}", "with finite rewards; comparisons of rankings; steps"),
     ("accuracy", lambda verdict: _share(verdict.accuracy), "chosen above rejected; interval of 95 %"),
     ("mean over groups", lambda verdict: _number(verdict.mean_over_groups), "of accuracies"),
     ("top-1 accuracy", lambda verdict: _share(verdict.top1_accuracy), "the best reward is a best answer's"),

@@ -52,7 +52,8 @@ class EvaluatedPairs:
             self._move_to_host()
 
     def _move_to_host(self) -> None:
-        batches = self._batches[self._on_host :]
+        if not (batches := self._batches[self._on_host :]):
+            return
         host = iter(self._runtime.fetch([tensor for batch in batches for tensor in batch.values()]))
         self._batches[self._on_host :] = [{name: next(host) for name in batch} for batch in batches]
         self._on_host = len(self)
