@@ -60,17 +60,10 @@ class RewardSums:
 
     def metrics(self) -> dict[str, float]:
         """Return means: strict accuracy (chosen > rejected), margin, ties, rewards; extremes of rewards."""
-        found = {}
-        if self.answers:
-            found = {
-                "min_reward": self.lowest,
-                "mean_reward": self.reward / self.answers,
-                "max_reward": self.highest,
-            }
-        if self.comparisons:
-            names = {"accuracy": "correct", "margin": "margin", "tie_rate": "ties"}
-            found |= {metric: getattr(self, name) / self.comparisons for metric, name in names.items()}
-        return found
+        mean = self.reward / max(self.answers, 1)
+        rewards = {"min_reward": self.lowest, "mean_reward": mean, "max_reward": self.highest}
+        sums = {"accuracy": self.correct, "margin": self.margin, "tie_rate": self.ties} if self.comparisons else {}
+        return (rewards if self.answers else {}) | {name: each / self.comparisons for name, each in sums.items()}
 
 
 def between(answers: Any, reward: Any, other_answers: Any, other_reward: Any) -> Any:
