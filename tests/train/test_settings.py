@@ -125,6 +125,15 @@ def test_the_rate_decays_to_its_end_at_every_step(
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(4e-4 + 6e-4 * share(1))  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_an_end_above_the_optimizers_own_rate_is_refused(kind: str, folder: str, tmp_path: Path) -> None:
+    args = config(tmp_path, learning_rate_end=1e-4, lr_scheduler_type=kind)
+    own: Any = (torch.optim.SGD, {"lr": 1e-5})
+    trainer = RewardTrainer(folder, args, train_dataset=tiny.made_up_pairs(8), optimizer_cls_and_kwargs=own)
+    with pytest.raises(UserError, match="learning_rate_end=0.0001.*1e-05"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -131,6 +131,8 @@ def check_values(args: Any) -> None:
         )
     if args.loss_type != "plackett_luce" and args.ranking_top_k is not None:
         raise UserError("ranking_top_k is of an order: leave it out, or set loss_type='plackett_luce'.")
+    if not learns_ties and args.tie_threshold != 1.0:
+        raise UserError(f"tie_threshold={args.tie_threshold!r} requires ties='davidson' or 'rao_kupper'.")
     _check_attributes(args)
     try:
         re.compile(args.frozen_parameters or "")
@@ -213,4 +215,14 @@ def check_remat(args: Any) -> None:
         raise UserError(
             "offload and context_fn of checkpointing are options of torch's own, which PyTorch/XLA cannot use: leave "
             "them out, or choose what is kept with remat='dots'."
+        )
+
+
+def check_final_rate(args: Any, optimizer: Any) -> None:
+    """Raise UserError where an optimizer begins at a learning rate that is not above `learning_rate_end`."""
+    rate = min(optimizer.defaults["lr"], *(group["lr"] for group in optimizer.param_groups))
+    if rate <= args.learning_rate_end:
+        raise UserError(
+            f"learning_rate_end={args.learning_rate_end} must be below every learning rate of the optimizer, but one "
+            f"is {rate}. Lower learning_rate_end, or raise that rate."
         )

@@ -50,6 +50,7 @@ from ..checkpoint.run_folder import RunFolder
 from ..checkpoint.saver import together
 from ..checkpoint.state_dict import give_weights_on_host, whole_weights
 from ..checkpoint.storage import older_weights
+from ..config.checks import check_final_rate
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
 from ..data.loader import (
@@ -362,6 +363,7 @@ class DeviceTrainer(Trainer):
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
             scheduled: Any = optimizer or self.optimizer
+            check_final_rate(self.args, scheduled)
             self.lr_scheduler = get_scheduler(name, scheduled, warmup, num_training_steps, arguments)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
