@@ -33,7 +33,7 @@ DATA = {
         file("d.parquet", b"no"), ["DIR/d.parquet cannot be loaded", "Parquet", "what its suffix says"]
     ),
     "CSV with an empty field": Case(file("d.csv", b"chosen,rejected\na,\n"), ["Row 0", "`rejected` is null", "fill"]),
-    "rows of other columns": Case(rows(PAIR, {"text": "b"}), ["Row 1", "`prompt` is null", "Remove such rows"]),
+    "rows of other columns": Case(rows(PAIR, {"text": "b"}), ["Row 1", "`chosen` is null", "Remove such rows"]),
     "no answer": Case(rows(PAIR, {**PAIR, "chosen": None}), ["Row 1", "`chosen` is null", "Remove such rows or"]),
     "a margin of NaN": Case(rows({**PAIR, "margin": math.nan}), ["Row 0", "`margin` is nan", "fill it with 0"]),
 }

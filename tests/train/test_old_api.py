@@ -134,6 +134,17 @@ def test_margin_is_subtracted_pair_by_pair(old: Old, tmp_path: Path) -> None:
     assert loss.item() == pytest.approx(mean_loss(rewards_alone(old.model, pairs), margins), abs=1e-6)
 
 
+def test_the_old_collator_obeys_chosen_probability(old: Old, tmp_path: Path) -> None:
+    sure_N = torch.tensor([0.1, 0.9, 1.0] * 4, dtype=torch.float64)
+    pairs = old.pairs.remove_columns("margin").add_column("chosen_probability", sure_N.tolist())
+    trainer = RewardTrainer(model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=pairs)
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(pairs.to_list()))
+    rewards_N2 = rewards_alone(old.model, pairs)
+    margin_N = rewards_N2[:, 0] - rewards_N2[:, 1]
+    expected = -(sure_N * logsigmoid(margin_N) + (1 - sure_N) * logsigmoid(-margin_N)).mean()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
 def test_an_old_script_trains_as_a_hand_made_loop_does(old: Old, tmp_path: Path) -> None:
     expected = losses_of_hand_made_loop(old, steps=3)
     trainer = RewardTrainer(

@@ -211,6 +211,50 @@ def test_a_bad_prepared_row_is_named(model: str, tmp_path: Path, labels: list[in
         PRMTrainer(load(model), settings(tmp_path), train_dataset=Dataset.from_list(rows))
 
 
+def test_labels_that_truncation_removes_are_counted(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"prompt": "Go:", "completions": ["one", "two"], "labels": [1, 0]}
+    rows = Dataset.from_list([row, {**row, "completions": ["one", "two three four five six seven"]}, row])
+    whole = PRMTrainer(load(model), settings(tmp_path), train_dataset=rows)
+    assert "labels" not in caplog.text
+    length = len(whole.train_dataset[0]["input_ids"])
+    PRMTrainer(load(model), settings(tmp_path, max_length=length), train_dataset=rows)
+    assert "1 of 6 labels" in caplog.text and "row 1" in caplog.text and "max_length" in caplog.text
+    with pytest.raises(UserError, match="max_length"):
+        PRMTrainer(load(model), settings(tmp_path, max_length=1), train_dataset=rows)
+    with pytest.raises(UserError, match="no label"):
+        unlabeled = Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])
+        PRMTrainer(load(model), settings(tmp_path), train_dataset=unlabeled)
+    PRMTrainer(load(model), settings(tmp_path), train_dataset=rows, eval_dataset=unlabeled)
+    assert "eval dataset has no label" in caplog.text
+    caplog.clear()
+    last_only = settings(tmp_path, train_on_last_step_only=True)
+    PRMTrainer(load(model), last_only, train_dataset=rows, eval_dataset=rows)
+    assert "labels" not in caplog.text
+
+
+def test_a_step_without_tokens_is_named(model: str, tmp_path: Path) -> None:
+    row = {"prompt": "Go:", "completions": ["one", ""], "labels": [1, 0]}
+    with pytest.raises(UserError, match=r"Row 0 .*completions\[1\].*step_separator=''"):
+        PRMTrainer(load(model), settings(tmp_path, step_separator=""), train_dataset=Dataset.from_list([row]))
+    steps = PRMTrainer(load(model), settings(tmp_path), train_dataset=Dataset.from_list([row])).train_dataset[0]
+    assert [label for label in steps["labels"] if label != -100] == [1, 0]
+
+
+def test_extra_columns_change_no_solution(model: str, tmp_path: Path) -> None:
+    row = {"prompt": "Go:", "completions": ["one", "two"], "labels": [True, False]}
+    extra = {"chosen": "a", "rejected": "b", "scores": [1.0, 2.0], "input_ids": [1], "answer_ids": [[1]], "grades": 1}
+    tokens = {"chosen_ids": [1], "rejected_ids": [2], "margin": 1.0}
+    made = [
+        PRMTrainer(load(model), settings(tmp_path), train_dataset=Dataset.from_list([each])).train_dataset[:]
+        for each in (row, row | extra | tokens)
+    ]
+    assert made[0] == made[1]
+    again = Dataset.from_list([{key: value[0] for key, value in made[0].items()} | tokens])
+    assert PRMTrainer(load(model), settings(tmp_path), train_dataset=again).train_dataset[:] == made[0]
+
+
 def test_what_is_for_pairs_is_refused(model: str, tmp_path: Path) -> None:
     for name, value in {"margin_scale": 0.5, "step_separator": None}.items():
         with pytest.raises(UserError, match=f"{name}={value} is not for process rewards"):

@@ -146,7 +146,7 @@ BELOW = {
     "modeling": {"config", "data", "packing", "parallel", "runtime"},
     "evaluation": {"data"},
     "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
-    "report": {"evaluation", "modeling"},
+    "report": {"data", "evaluation", "modeling"},
     "checkpoint": {"config", "modeling", "parallel", "runtime"},
     "batching": {"config", "data", "modeling", "packing", "parallel", "runtime"},
     "training": {

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from trl_tpu.data.judgements import Rankings, labels_of, weights_of
+from trl_tpu.data.measure import id_columns, most_answers
 from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.errors import UserError
 from trl_tpu.evaluation.ranking import judge_rankings
 from trl_tpu.evaluation.reward_sums import sums_on_host
 from trl_tpu.modeling.losses import Loss
@@ -224,9 +226,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**TWO, "completions": ["b"], "scores": [1.0]}, "Row 0 .*1 answers; there must be 2 to 64"),
     ({**TWO, "completions": ["b", None], "scores": [1, 2]}, r"Row 0 .*`completions\[1\]` is null"),
     (TWO, "Row 0 .*neither `scores` nor `ranks`"),
-    ({"answer_ids": [[1], [2]], "grades": [1.0]}, "Row 0 .*`grades` is .* of 2 answers"),
-    ({"answer_ids": [[1], [2]], "grades": [1.0, math.nan]}, "Row 0 .*`grades` is .*nan"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0]}, "Row 0 .*`grades` .* of 2 answers"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0, math.nan]}, "Row 0 .*`grades` .*nan"),
     ({"answer_ids": [[1], [999]], "grades": [1.0, 2.0]}, "Row 0 .*`answer_ids` .*999"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0, 1.0]}, "Row 0 .*`grades` .* no answer is better"),
+    ({"answer_ids": [[1], [2], [3]], "grades": [1.0, 1.0, 2.0]}, "Row 0 .*`grades` .*ties=None.*ties='skip'"),
+    ({"answer_ids": [[1]] * 65, "grades": [float(place) for place in range(65)]}, "Row 0 .*65 answers.*2 to 64"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0, 1e300]}, "Row 0 .*`grades` holds"),
+    ({"answer_ids": [[1], [2]], "grades": [1.0, 2.0], "margin": 1.0}, "`margin`"),
+    ({**TWO, "scores": [1, 2], "margin": 1.0}, "`margin`"),
+    ({**TWO, "scores": [1, 2], "chosen_probability": 1.0}, "`chosen_probability`"),
+    ({"chosen": "a", "rejected": ["b", "c"], "margin": 1.0}, "`margin`"),
     ({"chosen": "a", "rejected": "b", "chosen_probability": 1.5}, "Row 0 .*`chosen_probability` is 1.5"),
 ]
 
@@ -276,7 +286,45 @@ def test_each_comparison_may_count_once(ties: bool) -> None:
 def test_a_pair_beside_answers_without_grades_is_a_pair() -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "completions": ["b", "c"], "labels": [1, 0]}
     assert set(prepare(pair).column_names) >= {"chosen_ids", "rejected_ids"}
-    assert "answer_ids" in prepare(pair | {"ranks": [1, 2]}).column_names
+    with pytest.raises(UserError, match="completions.*ranks"):
+        prepare(pair | {"ranks": [1, 2]})
+
+
+EXTRA: dict[str, Any] = {
+    "grades": [4, 2], "grade": "A", "labels": [1], "weight": 2.0, "step": 1, "is_there": True, "end": 3,
+    "comparisons_counted": 3, "input_ids": [1, 2], "attention_mask": [1], "answer_ids": ["x", "y"], "rank": 1,
+}  # fmt: skip
+FORMS = {
+    "pairs": {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5},
+    "tokenized pairs": {"chosen_ids": [1], "rejected_ids": [2], "margin": 0.5},
+    "rankings": {**TWO, "scores": [1.0, 2.0]},
+    "tokenized rankings": {"answer_ids": [[1], [2]], "grades": [1.0, 2.0]},
+    "one chosen, several rejected": {"prompt": "a", "chosen": "b", "rejected": ["c", "b c"]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
+    row = FORMS[form]
+    plain, more = prepare(row), prepare(row | {key: value for key, value in EXTRA.items() if key not in row})
+    ids = id_columns(plain.column_names) or ()
+    columns = [*ids, *[name for name in ("grades",) if name in plain.column_names]]
+    assert id_columns(more.column_names) == ids
+    answers = most_answers(plain)
+    for prepared in (more, prepare(*more)):
+        assert prepared.select_columns(columns)[:] == plain.select_columns(columns)[:]
+        assert repr(labels_of(list(prepared), answers)) == repr(labels_of(list(plain), answers))
+        assert weights_of(list(prepared)) == [1] and most_answers(prepared) == answers
+
+
+def test_columns_of_both_forms_are_refused_and_settings_need_rankings() -> None:
+    for halves in ({"chosen": "b", "rejected": "c"}, {"chosen_ids": [1], "rejected_ids": [2]}):
+        for grades in ("scores", "ranks"):
+            with pytest.raises(UserError, match=f"completions, {grades}"):
+                prepare({**TWO, **halves, grades: [1.0, 2.0]})
+    assert "chosen_ids" in prepare({"chosen": "b", "rejected": "c", "scores": [1.0, 2.0]}).column_names
+    with pytest.raises(UserError, match="ranking_top_k=2"):
+        prepare({"chosen": "b", "rejected": "c"}, rankings=Rankings(settings=("ranking_top_k=2",)))
 
 
 def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:

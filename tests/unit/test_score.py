@@ -25,6 +25,7 @@ import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import Outputs
+from trl_tpu.report.scored_rows import read_scored
 from trl_tpu.scoring.forms import Form
 from trl_tpu.scripts import rows_file, score
 
@@ -99,6 +100,27 @@ def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
     assert second["reward"] is None and second["not_scored"].startswith(told)
     assert {key: second[key] for key in spoiled} == spoiled
     assert f"1 of 3 rows have no reward, or lack one; `not_scored` says why: {told}" in caplog.text
+
+
+def test_rows_of_two_forms_are_refused_and_null_prompts_are_none(
+    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = {"chosen": "a", "rejected": "b"}
+    both = write(tmp_path / "both.jsonl", [{**pair, "completions": ["a", "b"], "scores": [1, 2]}])
+    assert "completions, scores" in refusal(words(good_model, both), capsys)
+    scored = {"reward_chosen": 1.0, "reward_rejected": 0.0, "completions": ["a", "b"], "scores": [1, 2], **pair}
+    with pytest.raises(UserError, match="completions, scores"):
+        read_scored(write(tmp_path / "scored.jsonl", [scored]))
+    best, prompted, plain = (
+        list(trl_tpu.score(str(good_model), rows, best_of_n=of_n))[-1]
+        for rows, of_n in (
+            ([{**pair, "completions": ["a", "b"], "scores": [1, 2]}], True),
+            ([{**pair, "prompt": "p"}, {**pair, "prompt": None}], False),
+            ([pair], False),
+        )
+    )
+    assert best["completion"] in ("a", "b")
+    assert prompted["reward_chosen"] == pytest.approx(plain["reward_chosen"]) and prompted["not_scored"] is None
 
 
 def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,7 +97,7 @@ def test_long_dialogues_give_trls_token_pairs(source: str, tmp_path: Path) -> No
 @given(st.lists(st.tuples(*[st.text(max_size=12)] * 3), min_size=1, max_size=5))
 def test_any_text_is_prompt_then_answer_then_one_eos(triples: list[tuple[str, str, str]]) -> None:
     tokenizer = tiny_tokenizer()
-    rows = [{"prompt": p + ".", "chosen": c, "rejected": r + tokenizer.eos_token} for p, c, r in triples]
+    rows = [{"prompt": p + ".", "chosen": c + "+", "rejected": f"{r}-{tokenizer.eos_token}"} for p, c, r in triples]
     ours = prepare(Dataset.from_list(rows))
     for row, chosen, rejected in zip(rows, ours["chosen_ids"], ours["rejected_ids"], strict=True):
         assert chosen == tokenizer(row["prompt"] + row["chosen"] + tokenizer.eos_token)["input_ids"]
@@ -241,10 +241,10 @@ def in_parts(*texts: str) -> list[dict[str, str]]:
 
 
 def pair_of(*contents: Any) -> Dataset:
-    """A pair of equals: a user's message, an assistant's, and so on."""
+    """A pair of a conversation and its repetition: a user's message, an assistant's, and so on."""
     roles = ["user", "assistant"] * len(contents)
     dialogue = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-    return Dataset.from_list([{"chosen": dialogue, "rejected": dialogue}])
+    return Dataset.from_list([{"chosen": dialogue, "rejected": dialogue * 2}])
 
 
 @pytest.mark.parametrize("template", READS_TEXT.values(), ids=READS_TEXT)

@@ -242,7 +242,7 @@ class BatchPlan:
         answers = most_answers(dataset)
         if has_steps(dataset):
             user_collator = StepEnds(user_collator, answers)
-        elif user_collator is self._default_collator and has_many(dataset):
+        elif type(user_collator) is DataCollatorForPreference and has_many(dataset):
             user_collator = replace(user_collator, answers=answers)
         part, pad = self._runtime.batch_part, self._pad_token_id
         pairs, collate = batch_size * part[1], user_collator

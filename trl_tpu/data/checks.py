@@ -4,7 +4,7 @@ import difflib
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -60,7 +60,8 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
 
 def check_columns(columns: list[str], name: str) -> None:
     """Raise UserKeyError where a needed column is missing; warn where an optional one looks misspelled."""
-    needed = TOKEN_COLUMNS if set(TOKEN_COLUMNS) & set(columns) else RAW_COLUMNS
+    is_raw = set(RAW_COLUMNS) <= set(columns) or not set(TOKEN_COLUMNS) & set(columns)
+    needed = RAW_COLUMNS if is_raw else TOKEN_COLUMNS
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserKeyError(
@@ -70,6 +71,18 @@ def check_columns(columns: list[str], name: str) -> None:
     for want in set(_OPTIONAL_COLUMNS) - set(columns):
         for near in difflib.get_close_matches(want, columns, n=1, cutoff=0.85):
             logger.warning(f"The {name} dataset's column `{near}` is not used; if `{want}` is meant, rename it.")
+
+
+def check_one_form(columns: Iterable[str], what: str) -> None:
+    """Raise UserError where rows with these columns can be read both as pairs and as rankings."""
+    there = set(columns)
+    grades = sorted({"scores", "ranks"} & there)
+    for halves in (RAW_COLUMNS, TOKEN_COLUMNS):
+        if there.issuperset(halves) and "completions" in there and grades:
+            raise UserError(
+                f"{what} has both pairs ({', '.join(halves)}) and rankings (completions, {', '.join(grades)}), so it "
+                f"can be read in two ways. Drop the columns of one, such as `dataset.remove_columns({grades})`."
+            )
 
 
 # ---- raw rows
@@ -239,29 +252,37 @@ def check_id_column(column: pa.ChunkedArray, key: str, rows_D: np.ndarray, name:
         check_ids(ids, row_of(row, name, key), num_embeddings)
 
 
-# ---- labels
+def report_equal_answers(row: Mapping[str, Any], count: int, rows: int, first: int, name: str) -> None:
+    """Warn of rows whose answers are the same tokens.
 
-
-def check_grades(table: pa.Table, first: int, name: str, attributes: int = 0) -> None:
-    """Check that prepared rankings, from row ``first`` on, have a finite grade for each of two answers or more.
-
-    Of several ``attributes`` they have a list of such grades for each, or None, but for one at least.
+    Args:
+        row: The first of them.
+        count: How many there are,
+        rows: of all rows of the dataset.
+        first: The number of ``row``.
+        name: The dataset's.
 
     Raises:
-        UserError: One has not.
+        UserError: Most rows are such.
     """
-    answers_N = pc.list_value_length(table["answer_ids"]).to_pylist()
-    for row, (answers, grades) in enumerate(zip(answers_N, table["grades"].to_pylist(), strict=True), start=first):
-        lists = (grades or []) if attributes else [grades]
-        given = [each for each in lists if each is not None]
-        lengths = {len(each) if isinstance(each, list) else None for each in given}
-        are_right = len(lists) == max(attributes, 1) and lengths == {answers} and answers >= 2
-        if not are_right or not all(isinstance(value, int | float) and np.isfinite(value) for value in sum(given, [])):
-            raise UserError(
-                f"{row_of(row, name, 'grades')} is {grades!r:.80} of {answers} answers in `answer_ids`: there must be "
-                "two answers or more, with a finite number each, or such a list for each of `attributes`. Correct or "
-                "remove such rows."
-            )
+    roles = sorted(set(_roles_in([*row.values()])))
+    reason = f"the chat template may ignore some of the roles {roles}" if roles else "the texts may be equal"
+    text = (
+        f"{name} dataset: in {count} of {rows} pairs, chosen and rejected are the same tokens (first in row {first})"
+    )
+    if count > rows / 2:
+        raise UserError(f"{text}, so hardly anything can be learned: {reason}. Correct the rows or the template.")
+    logger.warning(f"{text}: {reason}. They are kept, but teach nothing.")
+
+
+def _roles_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        yield str(value.get("role") or value.get("from"))
+    for each in value if isinstance(value, list) else ():
+        yield from _roles_in(each)
+
+
+# ---- labels
 
 
 def check_steps(table: pa.Table, first: int, name: str) -> None:

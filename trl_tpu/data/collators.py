@@ -32,8 +32,8 @@ class DataCollatorForPreference(DataCollatorMixin):
         pad_token_id: The id to pad with.
         pad_to_multiple_of: Round the batch's length up to a multiple of this.
         return_tensors: Only ``"pt"``.
-        answers: K, of rankings: then there are KP rows, all first answers and so on, with copies of a row's first
-            answer in place of those that it does not have.
+        answers: K, of rankings, or more where a batch has more: then there are KP rows, all first answers and so on,
+            with copies of a row's first answer in place of those that it does not have.
     """
 
     pad_token_id: int
@@ -43,13 +43,14 @@ class DataCollatorForPreference(DataCollatorMixin):
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         dialogues = list(map(dialogues_in, examples))
-        rows = [each[k] if k < len(each) else each[0] for k in range(self.answers) for each in dialogues]
+        answers = max(self.answers, *map(len, dialogues))
+        rows = [each[k] if k < len(each) else each[0] for k in range(answers) for each in dialogues]
         length = round_up(max(len(ids) for ids in rows), self.pad_to_multiple_of or 1)
         batch = {
             "input_ids": torch.tensor([[*ids, *[self.pad_token_id] * (length - len(ids))] for ids in rows]),
             "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in rows]),
         }
-        labels = labels_of(examples, self.answers)
+        labels = labels_of(examples, answers)
         return batch | {name: torch.from_numpy(values_P) for name, values_P in labels.items()}
 
 
@@ -118,6 +119,8 @@ class RewardDataCollatorWithPadding:
         if "margin" in features[0]:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
             batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
+        if "chosen_probability" in features[0]:
+            batch["chosen_probability"] = torch.tensor([feature["chosen_probability"] for feature in features])
         return batch
 
 

@@ -72,6 +72,7 @@ class Rankings:
         counts_comparisons: Whether a row counts as often as it has comparisons, and not once.
         attributes: The names of what is graded, if several are: then scores are a list for each name, or None where
             a row does not say.
+        settings: Settings, with their values, that have no effect without rankings.
     """
 
     may_tie: bool = False
@@ -79,10 +80,19 @@ class Rankings:
     needs_scores: bool = False
     counts_comparisons: bool = False
     attributes: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     id_columns = RANKED_COLUMNS[:1]
 
+    def check_pairs(self, name: str) -> None:
+        """Raise UserError where the dataset ``name`` has pairs, and a setting needs rankings."""
+        if self.settings:
+            raise UserError(
+                f"{', '.join(self.settings)}: only rankings use these settings, and the {name} dataset has pairs. "
+                "Leave them out, or give `completions` with `scores` or `ranks`."
+            )
+
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        if "completions" not in row and not self.attributes:
+        if set(checks.RAW_COLUMNS) <= set(row) and not self.attributes:
             given: dict[str, Any] = {"chosen": [row.get("chosen")], "rejected": row.get("rejected")}
         else:
             given = {"completions": row.get("completions")}
@@ -92,13 +102,15 @@ class Rankings:
         answers = {
             f"{column}[{place}]": value for column, values in given.items() for place, value in enumerate(values)
         }
-        if not 2 <= len(answers) <= MOST_ANSWERS:
-            raise UserError(f"{where} has {len(answers)} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
+        _check_count(len(answers), where)
         checks.check_raw_row(row, answers, where)
-        if (self.needs_scores or self.attributes) and "scores" not in row:
+        if (self.needs_scores or self.attributes) and ("scores" not in row or "completions" not in given):
             raise UserError(f"{where} has no `scores`, which loss_type='regression' and attributes need. Add them.")
-        if "completions" in row:
-            self._check_grades(row, where)
+        if "completions" in given:
+            grades = next((name for name in ("scores", "ranks") if name in row), None)
+            if grades is None:
+                raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
+            self.check_grades(row[grades], len(answers), where, grades)
         return answers
 
     def prepared(self, row: Row, ids: list[list[int]]) -> Row:
@@ -111,12 +123,16 @@ class Rankings:
         pairs = combinations(map(np.float32, grades), 2)
         return {COUNTED: sum(self.may_all_tie or bool(one != other) for one, other in pairs)}
 
-    def _check_grades(self, row: Row, where: str) -> None:
-        column = next((name for name in ("scores", "ranks") if name in row), None)
-        if column is None:
-            raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
-        lists, answers = self._lists(row[column], f"{where}: `{column}`"), len(row["completions"])
-        counts = set[int]()
+    def check_grades(self, given: Any, answers: int, where: str, column: str) -> None:
+        """Check what a row gives as scores, ranks or prepared grades.
+
+        Args:
+            given: The value of ``column``.
+            answers: How many answers the row has.
+            where: How errors begin, see `checks.row_of`.
+        """
+        _check_count(answers, where)
+        lists, counts = self._lists(given, f"{where}: `{column}`"), set[int]()
         for place, values in lists.items():
             if not isinstance(values, list) or len(values) != answers:
                 raise UserError(f"{place} is {values!r:.80}, not a list of a number for each of {answers} answers.")
@@ -131,15 +147,22 @@ class Rankings:
                     "ties, or remove such rows."
                 )
         if not lists or (not self.may_all_tie and counts == {1}):
-            raise UserError(f"{where}: `{column}` is {row[column]!r:.80}, by which no answer is better than another.")
+            raise UserError(f"{where}: `{column}` is {given!r:.80}, by which no answer is better than another.")
 
     def _lists(self, given: Any, place: str) -> dict[str, Any]:
         """Return the lists of grades that a column gives, by the words for their places."""
         if not self.attributes:
             return {place: given}
+        if isinstance(given, list) and len(given) == len(self.attributes):  # prepared
+            given = dict(zip(self.attributes, given, strict=True))
         if not isinstance(given, Mapping) or not set(self.attributes) <= set(given):
             raise UserError(f"{place} is {given!r:.80}; each of attributes={self.attributes} needs a list, or None.")
         return {f"{place} of {name!r}": given[name] for name in self.attributes if given[name] is not None}
+
+
+def _check_count(answers: int, where: str) -> None:
+    if not 2 <= answers <= MOST_ANSWERS:
+        raise UserError(f"{where} has {answers} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
 
 
 Judgement = Pairs | Rankings
@@ -153,7 +176,7 @@ def labels_of(rows: Sequence[Row], answers: int) -> dict[str, np.ndarray]:
     """
     if id_columns(rows[0]) == SOLUTION:
         name, given = "step", [[label for label in row["labels"] if label != NO_LABEL] for row in rows]
-    elif "grades" in rows[0]:
+    elif "grades" in rows[0] and not _is_pair(rows[0]):
         name, given = "grade", [row["grades"] for row in rows]
     else:
         names = [name for name in Pairs.label_columns if name in rows[0]]
@@ -179,7 +202,13 @@ def weights_of(rows: Sequence[Row]) -> list[int]:
     """
     if id_columns(rows[0]) == SOLUTION:
         return [sum(label != NO_LABEL for label in row["labels"]) for row in rows]
-    return [row[COUNTED] for row in rows] if COUNTED in rows[0] else [1] * len(rows)
+    is_counted = COUNTED in rows[0] and not _is_pair(rows[0])
+    return [row[COUNTED] for row in rows] if is_counted else [1] * len(rows)
+
+
+def _is_pair(row: Row) -> bool:
+    """Tell whether a prepared row is a pair, whatever other columns it has."""
+    return len(id_columns(row) or ()) == 2
 
 
 def answers_in(batch: Mapping[str, Any]) -> int:
@@ -192,7 +221,7 @@ def grades_of(row: Row) -> list[float]:
 
     They are rounded to float32, the type of labels in a batch.
     """
-    if "completions" not in row:
+    if set(checks.RAW_COLUMNS) <= set(row):
         return [1.0] + [0.0] * len(row["rejected"])
     grades = row["scores"] if "scores" in row else [-rank for rank in row["ranks"]]
     return [float(np.float32(grade)) for grade in grades]
@@ -210,13 +239,12 @@ def weighted(values: Array, weights: Sequence[float]) -> Array:
 
 
 def is_ranking(row: Row) -> bool:
-    """Tell whether a raw or prepared row has more answers than a pair."""
-    lists = [
-        isinstance(row.get(half), list) and not isinstance(next(iter(row[half]), {}), dict)
-        for half in checks.RAW_COLUMNS
-    ]
-    is_pair = set(checks.RAW_COLUMNS) <= set(row) and not {"scores", "ranks"} & set(row)  # whatever stands beside it
-    return lists == [False, True] or ("completions" in row and not is_pair) or set(RANKED_COLUMNS) <= set(row)
+    """Tell whether a converted or prepared row has more answers than a pair, whatever other columns it has."""
+    if set(checks.RAW_COLUMNS) <= set(row):
+        halves = [row[half] for half in checks.RAW_COLUMNS]
+        has_several = [isinstance(half, list) and bool(half) and not isinstance(half[0], dict) for half in halves]
+        return has_several == [False, True]
+    return not set(checks.TOKEN_COLUMNS) & set(row) and ("completions" in row or set(RANKED_COLUMNS) <= set(row))
 
 
 def is_above(grade_PK: Array, is_there_PK: Array) -> Array:

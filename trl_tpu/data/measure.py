@@ -18,7 +18,8 @@ SOLUTION = ("input_ids",)
 """A solution's token ids, beside which `labels` has one for each: of a step at its end, `NO_LABEL` elsewhere."""
 NO_LABEL = -100
 _COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected"), _ANSWERS, SOLUTION
-_LABELS = ("margin", "chosen_probability", "grades", "labels")
+_LABELS: dict[tuple[str, ...], tuple[str, ...]] = {_ANSWERS: ("grades",), SOLUTION: ("labels",)}
+_LABELS_OF_PAIRS = ("margin", "chosen_probability")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def measure_tables(tables: Iterable[pa.Table], columns: Sequence[str]) -> Measur
     """Measure the token pairs of arrow tables, one after another.
 
     Args:
-        tables: They have ``columns``, and perhaps labels.
+        tables: They have ``columns``, perhaps labels, and nothing else.
         columns: The names of the chosen and of the rejected token ids, or that of all answers'.
     """
     parts: list[PairLengths] = []
@@ -91,15 +92,14 @@ def measure_tables(tables: Iterable[pa.Table], columns: Sequence[str]) -> Measur
         lists = {name: flat(each) for name, each in dialogues_of(table, columns).items()}
         part = _lengths([*lists.values()], rows_of(table, columns))
         if columns == SOLUTION:  # of its nested dialogues the longest has all tokens
-            labels_T, ends_N = flat(table["labels"])
-            most = np.diff(np.pad(np.cumsum(labels_T != NO_LABEL), (1, 0))[ends_N]).max(initial=1)
+            most = labels_in(table).max(initial=1)
             part = PairLengths(0 * part.prefix_P, np.pad(part.prefix_P[:, None], ((0, 0), (0, most - 1))))
         parts.append(part)
         for name, (values_T, ends_D) in lists.items():
             shared = _shared(shared, values_T, ends_D)
             check(name, np.ascontiguousarray(values_T, dtype=np.int64).data)
             check(f"lengths of {name}", np.ascontiguousarray(np.diff(ends_D), dtype=np.int64).data)
-        for label in set(_LABELS) & set(table.column_names):
+        for label in set(table.column_names) - set(columns):
             check(label, "".join(f"{value}," for value in table[label].to_pylist()).encode())
     lengths = PairLengths.joined(parts)
     return Measured(lengths, 0 if shared is None else len(shared), crc32(repr(sorted(checksums.items())).encode()))
@@ -141,7 +141,14 @@ def id_columns(columns: Iterable[str]) -> tuple[str, ...] | None:
 
 def with_labels(columns: tuple[str, ...], dataset: Dataset) -> tuple[str, ...]:
     """Add the columns of labels that the dataset has."""
-    return (*columns, *(label for label in _LABELS if label in dataset.column_names))
+    labels = _LABELS.get(columns, _LABELS_OF_PAIRS)
+    return (*columns, *(label for label in labels if label in dataset.column_names))
+
+
+def labels_in(table: pa.Table) -> np.ndarray:
+    """Return how many labels each solution has, [N]."""
+    labels_T, ends_N = flat(table["labels"])
+    return np.diff(np.pad(np.cumsum(labels_T != NO_LABEL), (1, 0))[ends_N])
 
 
 def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:

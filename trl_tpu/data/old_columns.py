@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .collators import LEGACY_KEYS
+from .conversion import convert_row
 from .formats import maybe_apply_chat_template
 from .tokenize import keep_fitting, map_rows
 
@@ -66,10 +67,10 @@ def prepare_legacy_dataset(
 
 
 def _render(row: dict[str, Any], index: int, processing_class: PreTrainedTokenizerBase, name: str) -> dict[str, Any]:
-    where = checks.row_of(index, name)
+    where, (row, _) = checks.row_of(index, name), convert_row(row)
     checks.check_raw_row(row, {column: row[column] for column in checks.RAW_COLUMNS}, where)
     with checks.rendering(where):
-        return maybe_apply_chat_template(dict(row), processing_class)
+        return maybe_apply_chat_template(row, processing_class)
 
 
 def _tokenize(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:

@@ -1,16 +1,22 @@
 """Solutions whose steps are judged: their texts become the token ids of all steps, with a label at the end of each."""
 
+import logging
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from .checks import are_labels, check_text, row_of
-from .measure import NO_LABEL, SOLUTION
+from .checks import are_labels, check_text, column_names, row_of
+from .measure import NO_LABEL, SOLUTION, labels_in, tables_of
 from .tokenize import keep_fitting, map_rows
+from .traps import TRAPS, find_traps, warn_of_traps
 
-_FEATURES = Features(dict.fromkeys(("input_ids", "labels"), Sequence(Value("int64"))))  # else labels would stay bools
+logger = logging.getLogger(__name__)
+
+_FEATURES = Features(dict.fromkeys((*SOLUTION, "labels"), Sequence(Value("int64"))))  # else labels would stay bools
+_FEATURES[TRAPS] = Value("string")
 
 
 def tokenize_solution(
@@ -38,6 +44,11 @@ def tokenize_solution(
     prompt_ids = [bos] * (bos is not None) + prompt_ids
     input_ids, labels = list[int](), list[int]()
     for place, (ids, label) in enumerate(zip(steps, features["labels"], strict=True), start=1):
+        if not ids and not separator_ids:
+            raise UserError(
+                f"`completions[{place - 1}]` has no tokens, and step_separator={step_separator!r} adds none, so its "
+                "label has no place. Remove such steps, or set another step_separator."
+            )
         input_ids += ids + separator_ids
         is_left_out = train_on_last_step_only and not is_eval and place < len(steps)
         labels += [NO_LABEL] * (len(input_ids) - len(labels) - 1) + [NO_LABEL if is_left_out else int(label)]
@@ -51,17 +62,41 @@ def prepare_solutions(
 ) -> Dataset:
     """Check solutions, and tokenize those that are texts; see `prepare_preference_dataset`.
 
+    Labels of tokens that were cut off are counted in the log.
+
     Args:
         tokenize: `tokenize_solution`, or what takes its place.
         settings: Its arguments after the first.
+
+    Raises:
+        UserError: A bad row, or training data without any label left.
     """
     if not isinstance(dataset, Dataset):
         raise UserError(f"The {name} dataset is no `Dataset` with a length: load it without streaming.")
-    if "input_ids" not in dataset.column_names:
+    columns, first, given_N = column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
+    is_labeled = "completions" in columns and are_labels(first.get("labels"), len(first["completions"] or ()))
+    if is_labeled or "input_ids" not in columns:  # else any `completions` are an extra column
         given = {"name": name, "tokenize": tokenize, "settings": settings}
-        how: dict[str, Any] = {"fn_kwargs": given, "remove_columns": dataset.column_names, "features": _FEATURES}
-        dataset = map_rows(dataset, _tokenize, num_proc, name, with_indices=True, **how)  # type: ignore[assignment]
-    return keep_fitting(dataset, SOLUTION, num_embeddings=num_embeddings, max_length=None, name=name)  # type: ignore[return-value]
+        how: dict[str, Any] = {"fn_kwargs": given, "remove_columns": columns, "features": _FEATURES}
+        raw, dataset = dataset, map_rows(dataset, _tokenize, num_proc, name, with_indices=True, **how)  # type: ignore[assignment]
+        dataset, given_N = warn_of_traps(dataset, name), np.array([len(labels) for labels in raw["labels"]])
+    dataset = dataset.select_columns([*SOLUTION, "labels"])
+    fitting: Any = keep_fitting(dataset, SOLUTION, num_embeddings=num_embeddings, max_length=None, name=name)
+    kept_N = np.concatenate([labels_in(table) for table in tables_of(fitting, ["labels"])])
+    is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
+    if settings["train_on_last_step_only"] and not is_eval:
+        given_N = np.minimum(given_N, 1)
+    if not kept_N.any():
+        nothing = f"The {name} dataset has no label left, so nothing can be learned or measured. {fix}"
+        if not is_eval:
+            raise UserError(nothing)
+        logger.warning(nothing)
+    elif (removed_N := given_N - kept_N).max(initial=0) > 0:
+        logger.warning(
+            f"{name} dataset: truncation removed {removed_N.clip(0).sum()} of {given_N.sum()} labels (the first in "
+            f"row {(removed_N > 0).argmax()}). {fix}"
+        )
+    return fitting
 
 
 def check_solution(row: Any, where: str) -> None:
@@ -80,4 +115,8 @@ def _tokenize(row: dict[str, Any], index: int, name: str, tokenize: Any, setting
     steps, labels = row["completions"], row.get("labels")
     if not are_labels(labels, len(steps)):
         raise UserError(f"{where}: `labels` must be 0 or 1 of each of {len(steps)} `completions`, got {labels!r:.80}.")
-    return tokenize(row, **settings)
+    try:
+        tokens = tokenize(row, **settings)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    return tokens | {TRAPS: find_traps(row, [], steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])}

@@ -2,13 +2,15 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch.distributed
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
@@ -17,8 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .chat import apply_template, read_tools, template_variables
-from .judgements import Judgement, Pairs, Rankings, is_ranking
+from .conversion import convert_row
+from .judgements import COUNTED, Judgement, Pairs, Rankings, is_ranking
 from .measure import dialogues_in, dialogues_of, longest_of, measure_tables, remember, rows_of, tables_of, with_labels
+from .traps import TRAPS, find_traps, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
 
@@ -73,32 +77,45 @@ def prepare_preference_dataset(
         )
         dataset = dataset.rename_columns(_OLD_TOKEN_COLUMNS)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
-    judgement = judgement_of(dataset, columns, rankings or Rankings())
-    if isinstance(judgement, Rankings) and isinstance(dataset, IterableDataset):
-        raise UserError(
-            f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make it "
-            "a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
-        )
-    if isinstance(judgement, Pairs):
-        checks.check_columns(columns, name)
-    if not set(judgement.id_columns) <= set(columns):
+    checks.check_one_form(columns, f"The {name} dataset")
+    rankings = rankings or Rankings()
+    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
+    judgement = rankings if rankings.attributes or is_ranking(first) else Pairs()
+    if isinstance(judgement, Rankings):
+        if isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
+                "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
+            )
+        if unused := [column for column in Pairs.label_columns if column in columns]:
+            raise UserError(
+                f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
+                f"`dataset.remove_columns({unused})`."
+            )
+        ids = first.get("answer_ids")
+        is_tokenized = "grades" in first and ids is not None and not isinstance(next(iter(ids), None), str | int)
+        if set(checks.RAW_COLUMNS) <= set(columns):  # prepared from one chosen answer and several rejected ones
+            rankings = replace(rankings, may_tie=True)
+    else:
+        checks.check_columns([*first], name)
+        rankings.check_pairs(name)
+        is_tokenized = set(judgement.id_columns) <= set(columns)
+    if not is_tokenized:
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
         settings = {"processing_class": processing_class, "name": name, "judgement": judgement}
+        settings["warned"] = None if isinstance(dataset, Dataset) else set()
         dataset = map_rows(
             dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, fn_kwargs=settings
         )
+        dataset = warn_of_traps(dataset, name) if isinstance(dataset, Dataset) else dataset
     if isinstance(judgement, Rankings) and judgement.counts_comparisons:
         dataset = map_rows(dataset, judgement.comparisons_of, num_proc, name, input_columns="grades")
+    elif isinstance(judgement, Rankings) and COUNTED in columns:
+        dataset = dataset.remove_columns(COUNTED)  # it would be read as ours
     more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
-    more |= {"name": name, "attributes": len(rankings.attributes) if rankings else 0}
+    more |= {"name": name, "rankings": rankings if is_tokenized else None}
     return keep_fitting(dataset, judgement.id_columns, num_embeddings=num_embeddings, **more)
-
-
-def judgement_of(dataset: Dataset | IterableDataset, columns: Sequence[str], rankings: Rankings) -> Judgement:
-    """Tell by the columns, or by the first row, what the rows of a dataset judge."""
-    first = dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns)
-    return rankings if rankings.attributes or is_ranking(first) else Pairs()
 
 
 def map_rows(
@@ -139,8 +156,10 @@ def _tokenize_rows(
     processing_class: PreTrainedTokenizerBase,
     name: str,
     judgement: Judgement,
+    warned: set[str] | None,
 ) -> dict[str, list[Any]]:
-    rows = _rows(batch)
+    """Tokenize raw rows. Their traps are a column or, of a stream, logged if they are not in ``warned`` yet."""
+    rows, converted = zip(*map(convert_row, _rows(batch)), strict=True)
     answers = [
         judgement.raw_answers(row, checks.row_of(index, name)) for index, row in zip(indices, rows, strict=True)
     ]
@@ -154,7 +173,16 @@ def _tokenize_rows(
         ids = iter(processing_class(text=texts, return_attention_mask=False)["input_ids"])
     else:  # a stream may have rows of both forms
         ids = (tokenize_dialogue(dialogue, processing_class, row, where) for dialogue, row, where in dialogues)
-    prepared = [judgement.prepared(row, list(islice(ids, len(each)))) for row, each in zip(rows, answers, strict=True)]
+    prepared = list[dict[str, Any]]()
+    for index, row, each, forms in zip(indices, rows, answers, converted, strict=True):
+        ids_K = list(islice(ids, len(each)))
+        traps = find_traps(row, forms, [*each.values()], ids_K, processing_class)
+        prepared.append({**judgement.prepared(row, ids_K), **({TRAPS: traps} if warned is None else {})})
+        if warned is not None:
+            lines = traps.splitlines() + ["same answers"] * (ids_K[1:] == ids_K[:-1])
+            for key, trap in (line.split(" ", 1) for line in lines if line not in warned):
+                warn(key, [trap], f"{name} dataset: in row {index}, and perhaps in later ones")
+            warned.update(lines)
     return {column: [row[column] for row in prepared] for column in prepared[0]}
 
 
@@ -206,7 +234,7 @@ def keep_fitting(
     name: str,
     truncation_mode: str | None = None,
     num_proc: int | None = None,
-    attributes: int = 0,
+    rankings: Rankings | None = None,
 ) -> Dataset | IterableDataset:
     """Check the token ids, and cut or leave out pairs that are too long; count them, and pairs of equals, in the log.
 
@@ -219,7 +247,7 @@ def keep_fitting(
         truncation_mode: "keep_start" cuts what is beyond ``max_length``, "keep_end" the first tokens: of both
             dialogues as many as the longer one has too many, so that what they share stays shared. None cuts nothing.
         num_proc: Worker processes that cut.
-        attributes: How many attributes rankings are graded by, if by several.
+        rankings: What the grades of rankings must be, where they have not been checked.
 
     Returns:
         The pairs that fit; those of a dataset measured in the same pass: see `measure.measure`.
@@ -246,9 +274,11 @@ def keep_fitting(
             labels = table.drop(list(columns)).to_pylist() if len(columns) == 2 else []
             for index, row in enumerate(labels, start=first):
                 checks.check_labels(row, columns, index, name)
-            if "grades" in table.column_names:
-                checks.check_grades(table, first, name, attributes)
-            if "input_ids" in table.column_names:
+            if rankings is not None and "grades" in table.column_names:
+                counts = pc.list_value_length(table["answer_ids"]).to_pylist()
+                for index, grades in enumerate(table["grades"].to_pylist()):
+                    rankings.check_grades(grades, counts[index], checks.row_of(first + index, name), "grades")
+            if "labels" in table.column_names:
                 checks.check_steps(table, first, name)
             longest.append(longest_of(table, columns))
             first += len(table)
@@ -256,7 +286,8 @@ def keep_fitting(
 
     measured = measure_tables(fitting(), columns)
     longest_N = np.concatenate(longest)
-    kept, dropped = len(measured.lengths), len(longest_N) - len(measured.lengths)
+    kept_N = np.flatnonzero(longest_N <= (np.inf if max_length is None else max_length))
+    kept, dropped = len(kept_N), len(longest_N) - len(kept_N)
     if not kept:
         raise UserError(
             f"The {name} dataset is empty after filtering: all {dropped} pairs were dropped, since a pair is kept "
@@ -269,16 +300,13 @@ def keep_fitting(
             f"max_length={max_length} tokens (the longest, of row {longest_N.argmax()}, has {longest_N.max()}). Raise "
             "`max_length` to keep them."
         )
-        dataset = dataset.select(np.flatnonzero(longest_N <= max_length))
+        dataset = dataset.select(kept_N)
     if truncation_mode is not None and max_length is not None:
         longest_N = np.concatenate([longest_of(table, columns) for table in tables_of(whole, columns)])
         cut = (longest_N > max_length).sum() - dropped
         logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
-    if same := int((measured.sizes_N == measured.lengths.prefix_P).sum()):
-        logger.warning(
-            f"{name} dataset: in {same} of {kept} pairs, chosen and rejected are the same tokens. They are kept, but "
-            "teach nothing."
-        )
+    if len(same_N := np.flatnonzero(measured.sizes_N == measured.lengths.prefix_P)):
+        checks.report_equal_answers(dataset[int(same_N[0])], len(same_N), kept, int(kept_N[same_N[0]]), name)
     remember(dataset, measured)
     return dataset
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from ..data.checks import check_one_form
 from ..errors import UserError
 from ..evaluation.best_of_n import Answers, BestOfN, judge_best_of_n
 from ..evaluation.proportion import label_of
@@ -44,6 +45,8 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     read = _rows(path)
     rows = [dict(part) for row in read for part in parts_of(row)]
     columns = {name for row in read for name in row} | {name for row in rows for name in row}
+    if "step_rewards" not in columns:
+        check_one_form(columns, str(path))
     grades = [] if columns.issuperset(_REWARDS) else [grades_beside_rewards(row) for row in rows]
     if not any(grades) and not columns.issuperset(_REWARDS):
         raise UserError(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
+from ..data.conversion import convert_row
 from ..data.measure import dialogues_in
 from ..data.solutions import check_solution, tokenize_solution
 from ..data.tokenize import tokenize_dialogue, with_eos
@@ -93,7 +94,8 @@ class Form:
             UserError: They have no form that can be scored, or no completions to choose the best of.
         """
         there = list(columns)
-        found = next((form for form in _FORMS if form.keys() <= set(there)), None)
+        forms = _FORMS[best_only and "completions" in there :]
+        found = next((form for form in forms if form.keys() <= set(there)), None)
         if found is None:
             raise UserError(f"Rows to score need {_ACCEPTED}; they have {there}.")
         if best_only and "completions" not in found:
@@ -106,11 +108,13 @@ class Form:
         """Return the form in which a model reads such rows, and say which of their columns it writes anew.
 
         Raises:
-            UserError: The model judges steps, and the rows have none.
+            UserError: The model judges steps, and the rows have none; or they can be read in two ways.
         """
         form, separator = self, scorer.outputs.step_separator
+        if separator is None and not self.best_only:
+            checks.check_one_form(self.columns, "The dataset")
         if separator is not None:
-            if self.best_only or "completions" not in self.outputs:
+            if self.best_only or "completions" not in self.columns:
                 raise UserError(
                     "The model judges steps, so rows need `prompt` and `completions`, the steps of one solution, of "
                     "which none is the best."
@@ -132,6 +136,7 @@ class Form:
         """
         if isinstance(row, UserError):
             return {column: Item({}, where, fault=str(row)) for column in self.outputs}
+        row = row if self.step_separator is not None else convert_row(row)[0]
         items: Items = {}
         for column in self.outputs:
             value, place = row.get(column), f"{where}: `{column}"
@@ -195,10 +200,10 @@ def _steps(row: Mapping[str, Any], where: str, tokenizer: Any, step_separator: s
     """Read the solution of a row: the dialogues up to the end of each step, as token ids."""
     try:
         check_solution(row, where.rpartition(":")[0])
+        steps, how = row["completions"], (None, None, False, True)  # nothing is cut
+        solution = tokenize_solution({**row, "labels": [0] * len(steps)}, tokenizer, step_separator, *how)
     except UserError as error:
         return Item(row, where, fault=str(error))
-    steps, how = row["completions"], (None, None, False, True)  # nothing is cut
-    solution = tokenize_solution({**row, "labels": [0] * len(steps)}, tokenizer, step_separator, *how)
     dialogues = zip(steps, dialogues_in(solution), strict=False)  # without a step, what is before it is none
     return [Item(row, f"{where}[{place}]`", ids) for place, (_, ids) in enumerate(dialogues)]
 

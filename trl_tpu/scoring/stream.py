@@ -1,5 +1,6 @@
 """Scores a stream of rows in windows: memory does not grow with the input, and rows come out in their order."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -8,9 +9,12 @@ import numpy as np
 
 from ..data import checks
 from ..data.chat import date_written
+from ..data.conversion import convert_row
 from ..errors import UserError
 from .forms import Dialogue, Form, all_of, tokenize
 from .scorer import TOKENS_A_PASS, Scorer
+
+logger = logging.getLogger(__name__)
 
 #: Rows that are tokenized, packed and computed together.
 WINDOW = 1024
@@ -82,7 +86,10 @@ def look_at(rows: Iterable[Row | UserError], best_only: bool) -> tuple[Form, Ite
         raise UserError("There are no rows to score.")
     if isinstance(first, UserError):
         raise first
-    return Form.of(first, best_only), chain([first], coming)
+    converted, forms = convert_row(first)
+    if forms:
+        logger.warning(f"In the rows to score, there are {', '.join(forms)}.")
+    return Form.of({**first, **converted}, best_only), chain([first], coming)
 
 
 def scored_windows(

@@ -1,0 +1,210 @@
+"""Data traps are named in the log with their count and first row, and common forms of rows are converted."""
+
+import copy
+import json
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+from datasets import Dataset, IterableDataset
+from preference_forms import assistant, rows_of_every_form, stream, tiny_tokenizer, user
+from tokenizers.processors import TemplateProcessing
+
+from trl_tpu.data.chat import apply_template
+from trl_tpu.data.tokenize import prepare_preference_dataset
+from trl_tpu.errors import UserError
+from trl_tpu.scoring.forms import Form, all_of
+from trl_tpu.scripts.synthetic import load_dataset
+
+GOOD = {"chosen": "good", "rejected": "bad"}
+CHAT = {"chosen": [user("q"), assistant("yes")], "rejected": [user("q"), assistant("no")]}
+ANSWERS = {"chosen": [assistant("yes")], "rejected": [assistant("no")]}
+RANKED = {"completions": ["a", "b"], "scores": [1.0, 2.0]}
+
+
+def prepare(rows: list[dict[str, Any]], tokenizer: Any = None, streaming: bool = False, **kwargs: Any) -> Any:
+    dataset = IterableDataset.from_generator(partial(stream, rows)) if streaming else Dataset.from_list(rows)
+    settings = {"num_embeddings": 10_000, "max_length": None, "num_proc": None, "name": "train", **kwargs}
+    return list(prepare_preference_dataset(dataset, tokenizer or tiny_tokenizer(), **settings))
+
+
+def adding_bos() -> Any:
+    tokenizer = tiny_tokenizer(bos_token="<|begin|>")
+    special: Any = [("<|begin|>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|begin|> $0", special_tokens=special)
+    return tokenizer
+
+
+# what the message names, a row without the trap, and what the others have instead
+TRAPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "question": (
+        "question, system", {**GOOD, "question": "", "system": None}, {"question": "What is it?", "system": "Be kind."}
+    ),
+    "question that one answer repeats": (
+        "context", {"chosen": "What? a", "rejected": "What? b", "context": "What?"}, {"rejected": "b"}
+    ),
+    "questions of some rows": (
+        "input, query", {**GOOD, "input": "", "query": "", "context": ""}, {"input": "What?", "query": "What?"}
+    ),
+    "history": ("history", {**GOOD, "history": []}, {"history": [["What is it?", "What?"]]}),
+    "question of rankings": ("query", {**RANKED, "query": ""}, {"query": "What is it?"}),
+    "question of messages": ("input", {**ANSWERS, "input": ""}, {"input": "What is it?"}),
+    "prompt twice": (
+        "prompt", {**GOOD, "prompt": "What is it? "}, {"chosen": "What is it? a", "rejected": "What is it?"}
+    ),
+    "prompt twice in messages": ("prompt", {**ANSWERS, "prompt": [user("q")]}, CHAT),
+    "prompt twice in rankings": (
+        "prompt", {**RANKED, "prompt": "What is it?"}, {"completions": ["What is it? a", "What is it? b"]}
+    ),
+    "second BOS": ("<|begin|>", GOOD, {"chosen": "<|begin|>good", "rejected": "<|begin|>bad"}),
+    "BOS of a prompt": ("<|begin|>", {"prompt": "p", **GOOD}, {"prompt": "<|begin|>p"}),
+    "second EOS": ("<|im_end|>", GOOD, {"rejected": "bad<|im_end|>\n"}),
+    "JSON next to text": ("JSON", {"prompt": "p", **GOOD}, {"prompt": json.dumps([user("q")])}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_trap_is_logged_once_with_count_and_first_row(
+    trap: str, streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    named, row, others = TRAPS[trap]
+    if streaming and "scores" in row:
+        pytest.skip("a stream has no rankings")
+    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+        prepare([row, row | others, row | others, row], adding_bos(), streaming)
+    messages = [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
+    assert len(messages) == (len(named.split(", ")) if streaming else 1)
+    for message, name in zip(messages, named.split(", ") if streaming else [named], strict=True):
+        assert name in message and "row 1" in message and ("2 of 4" in message or streaming)
+
+
+def test_ordinary_rows_have_no_trap(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+        for name in ("synthetic:numbers", "synthetic:rankings"):
+            for split in load_dataset(name).values():
+                prepare(split.to_list()[:200], adding_bos())
+        for rows in rows_of_every_form().values():
+            prepare(rows, adding_bos())
+        prepare([{"prompt": "Hello", "chosen": "Hello! How are you?", "rejected": "Hello, you."}])
+        prepare([{"question": "What is it?", "chosen": "What is it? a", "rejected": "What is it? b"}])
+    assert not [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
+
+
+def test_pairs_that_the_template_makes_equal_are_named_and_most_of_them_are_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "S{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
+    dropped = {half: [{"role": "Human", "content": "q"}, {"role": "Bot", "content": half}] for half in GOOD}
+    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+        prepare([CHAT, dropped, CHAT], tokenizer)
+    assert "1 of 3" in caplog.text and "row 1" in caplog.text and "['Bot', 'Human']" in caplog.text
+    prepare([CHAT, dropped], tokenizer, streaming=True)
+    assert "same tokens" in caplog.records[-1].getMessage()
+    with pytest.raises(UserError, match=r"2 of 3 pairs.*first in row 0.*\['Bot', 'Human'\]"):
+        prepare([dropped] * 2 + [CHAT], tokenizer)
+
+
+def said(role: str, text: str) -> dict[str, str]:
+    return {"from": role, "value": text}
+
+
+def parts(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "value": text}], "loss_weight": 1.0}
+
+
+QUESTION, YES, NO = user("q"), assistant("yes"), assistant("no")
+CONVERTED: dict[str, dict[str, Any]] = {
+    "JSON text": {"chosen": json.dumps([QUESTION, YES]), "rejected": json.dumps([QUESTION, NO])},
+    "Python text, as in CSV files": {"chosen": str([QUESTION, YES]), "rejected": str([QUESTION, NO])},
+    "JSON text with a prompt": {
+        "prompt": json.dumps([QUESTION]), "chosen": json.dumps(YES), "rejected": json.dumps([NO])
+    },
+    "single messages": {"prompt": [QUESTION], "chosen": YES, "rejected": NO},
+    "ShareGPT": {"conversations": [said("human", "q")], "chosen": said("gpt", "yes"), "rejected": said("gpt", "no")},
+    "whole ShareGPT conversations": {
+        "conversations": [said("human", "another")],
+        "chosen": [said("human", "q"), said("gpt", "yes")],
+        "rejected": [said("human", "q"), said("gpt", "no")],
+    },
+    "LLaMA-Factory v1": {
+        f"{half}_messages": [parts("user", "q"), parts("assistant", text)]
+        for half, text in (("chosen", "yes"), ("rejected", "no"))
+    },
+    "a null prompt": {"prompt": None, **CHAT},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CONVERTED)
+def test_other_forms_are_trained_and_scored_as_messages(form: str, caplog: pytest.LogCaptureFixture) -> None:
+    row, tokenizer = CONVERTED[form], tiny_tokenizer()
+    (expected,) = prepare([CHAT])
+    for streaming in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+            (found,) = prepare([row], streaming=streaming)
+        assert [found[key] for key in ("chosen_ids", "rejected_ids")] == [
+            expected["chosen_ids"],
+            expected["rejected_ids"],
+        ]
+        is_told = form not in ("a null prompt", "single messages")
+        assert [each.name for each in caplog.records] == ["trl_tpu.data.traps"] * is_told
+    scored = all_of(Form.of(GOOD).read(Dataset.from_list([row])[0], "Row 0", tokenizer))
+    texts = [item.dialogue and apply_template(tokenizer, item.dialogue) for item in scored]  # type: ignore[arg-type]
+    assert texts == [apply_template(tokenizer, CHAT[half]) for half in GOOD]
+
+
+def test_the_system_prompt_and_the_rankings_of_sharegpt_are_read() -> None:
+    row = {
+        "system": "s",
+        "conversations": [said("human", "q")],
+        "completions": [said("gpt", "yes"), said("gpt", "no")],
+    }
+    (found,) = prepare([{**row, "scores": [1.0, 0.0]}])
+    system = {"role": "system", "content": "s"}
+    (expected,) = prepare([{half: [system, *CHAT[half]] for half in GOOD}])
+    assert found["answer_ids"] == [expected["chosen_ids"], expected["rejected_ids"]]
+
+
+def test_what_only_looks_like_messages_stays_text() -> None:
+    rows = [{"prompt": "p", "chosen": '{"role": "boss"}', "rejected": "[{'a': 1}]"}]
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.decode(prepare(rows)[0]["chosen_ids"]) == 'p{"role": "boss"}<|im_end|>'
+
+
+def test_nulls_that_arrow_adds_to_tools_and_their_calls_are_not_rendered() -> None:
+    def call(name: str, **arguments: Any) -> dict[str, Any]:
+        return assistant("") | {
+            "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        }
+
+    def tool(name: str, **properties: Any) -> dict[str, Any]:
+        return {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+        }
+
+    tools = [tool("f", x={"type": "integer"}), tool("g", y={"type": "string", "enum": ["s"]}), tool("h")]
+    calls = [call("f", x=1), call("g", y={"deep": "s"}), call("h")]
+    rows = [
+        {"chosen": [user("q"), each, {"role": "tool", "name": "f", "content": "1"}, assistant("yes")],
+         "rejected": [user("q"), assistant("no")], "tools": tools[place:]}
+        for place, each in enumerate(calls)
+    ]  # fmt: skip
+    original, tokenizer = copy.deepcopy(rows), tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{% if m.name is defined %}{{ m.name }}{% endif %}"
+        "{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    found = prepare(rows, tokenizer)
+    merged = Dataset.from_list(rows)
+    for row, came, ids in zip(original, merged, found, strict=True):
+        for half in GOOD:
+            expected = tokenizer.apply_chat_template(row[half], tools=row["tools"], tokenize=False)
+            assert tokenizer.decode(ids[f"{half}_ids"]) == expected
+        scored = all_of(Form.of(GOOD).read(came, "Row 0", tokenizer))[0]
+        assert apply_template(tokenizer, scored.dialogue, tools=scored.row["tools"]) == tokenizer.apply_chat_template(  # type: ignore[arg-type]
+            row["chosen"], tools=row["tools"], tokenize=False
+        )
