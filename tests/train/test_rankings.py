@@ -13,6 +13,8 @@ from timings import untimed
 from tiny import made_up_rankings as rankings
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
+from trl_tpu.errors import UserError
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -67,6 +69,31 @@ def test_packed_equals_padded(model: str, tmp_path: Path, loss: dict[str, Any]) 
             assert two == pytest.approx(one, abs=2e-5)
         assert rewards_NK == pytest.approx(predicted[0], abs=2e-5, nan_ok=True)
     assert logs[0][0]["num_tokens"] > 0 and {"eval_kendall_tau", "eval_top1_accuracy"} <= logs[0][-1].keys()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_settings_of_rankings_are_refused_for_pairs(model: str, tmp_path: Path, loss: dict[str, Any]) -> None:
+    config = RewardConfig(str(tmp_path), report_to="none", bf16=False, max_steps=1, **loss)
+    pairs = tiny.made_up_pairs(4)
+    for train, evaluated in ((pairs, None), (pairs.to_iterable_dataset(), None), (rankings(4), pairs)):
+        with pytest.raises(UserError, match=next(iter(loss))):
+            RewardTrainer(model, config, train_dataset=train, eval_dataset=evaluated)
+    config = RewardConfig(str(tmp_path), report_to="none", bf16=False, max_steps=1, margin_scale=0.5)
+    old = RewardDataCollatorWithPadding(tiny.tiny_tokenizer(["a"]))
+    with pytest.raises(UserError, match="margin_scale"), pytest.warns(FutureWarning):
+        RewardTrainer(model, config, old, train_dataset=pairs)
+
+
+def test_a_collator_of_the_users_takes_the_rankings_answers(model: str, tmp_path: Path) -> None:
+    runs = []
+    for name, collator in (("own", DataCollatorForPreference(0)), ("ours", None)):
+        settings: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "packing": False, "disable_tqdm": True}
+        config = RewardConfig(str(tmp_path / name), report_to="none", bf16=False, **settings)
+        trainer = RewardTrainer(model, config, collator, train_dataset=rankings(9), eval_dataset=rankings(5, 3))
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        runs.append([*losses, trainer.evaluate()["eval_loss"]])
+    assert runs[0] == pytest.approx(runs[1])
 
 
 def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:

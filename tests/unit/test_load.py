@@ -1,5 +1,6 @@
 """Models and tokenizers are loaded and made to agree as TRL 1.16's trainer does it, and the user's tokenizer stays."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import (
     BertForMaskedLM,
     BitsAndBytesConfig,
     PreTrainedModel,
+    ProcessorMixin,
     Qwen2ForCausalLM,
     set_seed,
 )
@@ -24,6 +26,7 @@ import trl_tpu
 from trl_tpu import chat_template_utils, runtime
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import chat_template, load, special_tokens
+from trl_tpu.modeling.build import build_reward_model
 from trl_tpu.modeling.model_shape import model_without_weights
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>")
@@ -175,6 +178,36 @@ def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
     assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
     with pytest.raises(ValueError, match="not loaded from a checkpoint.*`processing_class`"):
         load.load_processing_class(tiny_model())
+
+
+def test_a_processor_gives_its_tokenizer(tmp_path: Path) -> None:
+    class Processor(ProcessorMixin):
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
+    tokenizer = tiny_tokenizer()
+    processor: Any = Processor(tokenizer)
+    args = trl_tpu.RewardConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
+    pairs = Dataset.from_list([{"chosen": "a", "rejected": "b"}])
+    trainer = trl_tpu.RewardTrainer(tiny_model(), args, train_dataset=pairs, processing_class=processor)
+    assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
+    assert isinstance(trainer.processing_class, type(tokenizer))
+
+
+def test_the_tokenizer_is_loaded_from_where_the_model_is(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "repo" / "inner")
+    load_tokenizer, asked = load.load_tokenizer, dict[str, Any]()
+    monkeypatch.setattr(
+        load, "load_tokenizer", lambda name, **more: asked.update(more) or load_tokenizer(name, **more)
+    )
+    where = {"subfolder": "inner", "cache_dir": str(tmp_path / "cache"), "token": "hf_x", "local_files_only": True}
+    args = trl_tpu.RewardConfig(
+        str(tmp_path / "out"), report_to="none", model_init_kwargs={**where, "dtype": "float32"}
+    )
+    _, tokenizer = build_reward_model(str(tmp_path / "repo"), args)
+    assert asked == {**where, "trust_remote_code": False} and tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize("pad", [None, "<|begin|>"])

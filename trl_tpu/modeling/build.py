@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.checks import TOKEN_COLUMNS
+from ..data.conversion import convert_row
 from ..data.judgements import Rankings
 from ..data.measure import dialogues_in, measure
 from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
@@ -37,7 +38,7 @@ from .engines import tell_engines
 from .experts import use_static_experts
 from .frozen import freeze
 from .layers import find_layers
-from .load import check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
+from .load import OF_FILES, check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
 from .losses import TIES
 from .outputs import Outputs, write_outputs
 from .positions import learned_positions
@@ -47,6 +48,7 @@ from .special_tokens import set_eos_token, set_pad_token
 logger = logging.getLogger(__name__)
 
 _OF_SOLUTIONS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
+_OF_RANKINGS = ("loss_type", "ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
 _LOOKED_AT = 100  # dialogues, before training, for how they end
 
 
@@ -101,11 +103,11 @@ def build_reward_model(
     Raises:
         UserError, ImportError: From the parts, which say what to do.
     """
-    revision, in_files = None, False
+    files, in_files = {"trust_remote_code": args.trust_remote_code}, False
     outputs = Outputs(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
     if isinstance(model, str):
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
-        revision = (model_init_kwargs or {}).get("revision")
+        files |= {key: value for key, value in (model_init_kwargs or {}).items() if key in OF_FILES}
         # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
         in_files = runtime.current().shares_mesh and not (peft_config is not None and reads_base_weights(peft_config))
         if _loads_in_parts(args, peft_config):
@@ -126,9 +128,7 @@ def build_reward_model(
     base = without_adapters(model)
     check_num_labels(base, outputs)
     write_outputs(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
-    tokenizer = load_processing_class(
-        model, processing_class, revision=revision, trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer = set_eos_token(model, tokenizer, args.eos_token)
     model, tokenizer, added_tokens = set_chat_template(model, tokenizer, args.chat_template_path)
     if in_files:  # before adapters, which are made where their weights are
@@ -195,17 +195,20 @@ def build_dataset(
         settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
         return check_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
-    prepare: Any = prepare_legacy_dataset
-    if not old_columns or args.attributes:  # of which TRL's old columns have no grades
-        of_scores = args.loss_type == "regression"
-        rankings = Rankings(
-            may_tie=of_scores or args.ties is not None,
-            may_all_tie=of_scores or args.ties in TIES,
-            needs_scores=of_scores,
-            counts_comparisons=args.average_over == "comparisons",
-            attributes=tuple(args.attributes or ()),
-        )
-        prepare = partial(prepare_preference_dataset, rankings=rankings)
+    needs_rankings = [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
+    of_scores = args.loss_type == "regression"
+    rankings = Rankings(
+        may_tie=of_scores or args.ties is not None,
+        may_all_tie=of_scores or args.ties in TIES,
+        needs_scores=of_scores,
+        counts_comparisons=args.average_over == "comparisons",
+        attributes=tuple(args.attributes or ()),
+        settings=tuple(f"{key}={getattr(args, key)!r}" for key in needs_rankings),
+    )
+    prepare: Any = partial(prepare_preference_dataset, rankings=rankings)
+    if old_columns and not args.attributes:  # whose grades are in no old column
+        rankings.check_pairs(name)
+        prepare = prepare_legacy_dataset
     limits = {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
     return check_positions(prepare(dataset, processing_class, **how, **limits), model, name)
 
@@ -220,7 +223,7 @@ def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
 
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yield the first row's chosen dialogue and the row, where that is messages; it is read only then."""
-    for row in islice(dataset, 1):
+    for row, _ in map(convert_row, islice(dataset, 1)):
         prompt, answer = row.get("prompt") or [], row.get("chosen")
         if isinstance(answer, list) and isinstance(prompt, list):
             yield prompt + answer, row

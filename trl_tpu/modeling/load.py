@@ -16,6 +16,7 @@ from transformers import (
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 
 from .. import runtime
@@ -24,6 +25,10 @@ from .model_shape import model_without_weights
 from .outputs import ONE_REWARD, Outputs, write_outputs
 
 logger = logging.getLogger(__name__)
+
+#: Keys of `model_init_kwargs` that say where files are, and hold for the tokenizer, too.
+OF_FILES = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"}
+OF_FILES |= {"trust_remote_code"}
 
 
 @contextmanager
@@ -195,22 +200,20 @@ def get_config_model_id(config: Any) -> str:
 
 def load_processing_class(
     model: PreTrainedModel,
-    processing_class: PreTrainedTokenizerBase | None = None,
-    *,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+    **kwargs: Any,
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer given, or load the one beside the model's checkpoint.
+    """Return the tokenizer given, or that of a processor, or load the one of the model's checkpoint with ``kwargs``.
 
     Raises:
         UserError: None is given, and the model was not loaded from a checkpoint, or from one without a tokenizer.
     """
     if processing_class is not None:
-        return processing_class
+        return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
     name = get_config_model_id(model.config)
     if not name:
         raise UserError("The model was not loaded from a checkpoint: pass its tokenizer as `processing_class`.")
-    return load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
+    return load_tokenizer(name, **kwargs)
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
