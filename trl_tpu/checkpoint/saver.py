@@ -100,7 +100,6 @@ class Checkpointer:
         """The folder, or URL, of the last save that was begun."""
         self.failed: list[str] = []
         """Where checkpoints should be that could not be saved."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
     @property
@@ -114,9 +113,15 @@ class Checkpointer:
             self._pending.result()
             self._pending = None
 
+    def settle(self) -> None:
+        """Wait for the save in progress, and tell every rank which saves failed. All ranks take part."""
+        self.wait()
+        gathered = self._processes.all_gather_object(self.failed)
+        self.failed = list(dict.fromkeys(place for failed in gathered for place in failed))
+
     def save(self, contents: Contents) -> None:
         """Copy the state, and write it as a checkpoint beside training. All processes take part."""
-        self.wait()
+        self.settle()
         self.latest = contents.place
         try:
             together(lambda: self._make_room(contents), self._processes.all_gather_object)
@@ -127,7 +132,9 @@ class Checkpointer:
             self._clean_up(contents)
             return
         if self._takes_part:
-            self._pending = self._thread.submit(self._write, contents, *tensors)
+            thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._pending = thread.submit(self._write, contents, *tensors)
+            thread.shutdown(wait=False)  # the thread ends after this save
 
     def keep_best_alone(self, run: RunFolder, best: str) -> None:
         """Delete the last checkpoint at the end of training, where one may stay and the best is another."""
@@ -262,5 +269,5 @@ def together(action: Callable[[], T], all_gather_object: Callable[[Any], list[An
     if failure is not None:
         raise failure
     if (elsewhere := next((each for each in said if each is not None), None)) is not None:
-        raise OSError(f"on another host: {elsewhere}")
+        raise OSError(f"in another process: {elsewhere}")
     return result

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -55,11 +55,14 @@ def older_weights(there: list[str], new: list[str]) -> list[str]:
 
 
 def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> None:
-    """Write what `Runtime.local_shards` gave to ``folder``; all processes take part, from any thread."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write what `Runtime.local_shards` gave to ``folder``; all processes take part, from any thread.
+
+    Raises:
+        OSError: On all ranks if one could not write.
+    """
     planners, writer = runtime.checkpoint_planners(), _ShardWriter(str(folder), save_distributed=True)
     group = planners.group
-    with _without_warnings():
+    with _checkpointing():
         dcp.save(
             dict(shards), storage_writer=writer, planner=planners.save, process_group=group, no_dist=group is None
         )
@@ -69,12 +72,12 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     """Read named tensors from the safetensors files of ``folder`` in place; all processes take part.
 
     Raises:
-        CheckpointException: A tensor is missing, or has another shape.
+        OSError: A tensor is missing, has another shape or cannot be read; on all ranks if on one.
     """
     planners, files = runtime.checkpoint_planners(), reader_of(folder)
     group = planners.group
     runtime.step_boundary()
-    with _without_warnings():
+    with _checkpointing():
         dcp.load(
             dict(tensors), storage_reader=files, planner=planners.load, process_group=group, no_dist=group is None
         )
@@ -129,12 +132,22 @@ def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool 
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence that one process saves alone, which is meant, and that torch uses its deprecated storage."""
+def _checkpointing() -> Iterator[None]:
+    """Run torch's distributed checkpoint without its warnings, and raise its failures as ordinary errors.
+
+    Its CheckpointException derives from BaseException and passes every ``except Exception``. The ignored warnings say
+    that one process saves alone, which is intended, and that torch uses its deprecated storage.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (failure, _) = next(iter(error.failures.items()))
+            if not isinstance(failure, Exception):  # KeyboardInterrupt
+                raise failure from error
+            raise OSError(f"process {rank}: {type(failure).__name__}: {failure}") from error
 
 
 class _ShardWriter(HuggingFaceStorageWriter):

@@ -1,6 +1,6 @@
 """What a checkpoint of a run contains: transformers' own small files, and what its training goes on from."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_callback import ExportableState
 
 from ..checkpoint.run_folder import RunFolder
-from ..checkpoint.saver import Contents
+from ..checkpoint.saver import Contents, together
 from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..parallel.ranks import saves_what_it_is_given
@@ -49,17 +49,20 @@ def contents_of(trainer: Any, run: RunFolder) -> Contents:
 
 
 def _describe(trainer: Any, folder: Path) -> None:
-    """Write what is small, which `Checkpointer` puts the tensors beside. All processes take part."""
+    """Write a checkpoint's small files. All ranks take part.
+
+    A rank that raises before a collective leaves the others waiting in it, so errors are exchanged before the next one.
+    """
     args, model, runtime, path = trainer.args, trainer.model, trainer.trl_tpu.runtime, str(folder)
     ours, writes, has_state = keeps_state(trainer.accelerator), args.should_save, not args.save_only_model
-    if has_state:  # first what all processes gather: a writer whose disk is full would leave them alone
+    all_gather_object, random_states = trainer.trl_tpu.agreement.all_gather_object, []
+    if has_state:
         sums = trainer.trl_tpu.log_interval.state(trainer._tr_loss) if ours else []
-        if writes or not runtime.shares_mesh:  # of a mesh the writer's random numbers
-            trainer._save_rng_state(path)
+        own_states = together(lambda: _write_random_states(trainer, folder), all_gather_object)
         if trainer.trl_tpu.remote is not None and not runtime.shares_mesh:
-            _gather_random_states(folder, trainer.trl_tpu.agreement.all_gather_object, writes)
+            random_states = all_gather_object(own_states)  # the writer uploads them
     if not ours or is_users(trainer.save_model) or is_users(trainer._save):
-        trainer.save_model(path, _internal_call=True)
+        together(lambda: trainer.save_model(path, _internal_call=True), all_gather_object)
     else:
         are_gathered = runtime.topology().process_count > 1 and args.save_only_model
         weights = whole_weights(model, runtime, keeps=writes) if are_gathered else {}
@@ -69,8 +72,6 @@ def _describe(trainer: Any, folder: Path) -> None:
         elif writes:
             save_adapter_config(model, trainer.processing_class, path)
             torch.save(args, folder / TRAINING_ARGS_NAME)
-    if writes:
-        complete_config(model, path)
     if has_state and not ours:
         trainer._save_optimizer_and_scheduler(path)
     elif has_state and writes:
@@ -86,19 +87,20 @@ def _describe(trainer: Any, folder: Path) -> None:
     if has_state:
         trainer._save_scaler(path)
     if writes:
+        complete_config(model, path)
+        for states in random_states:
+            for name, state in states.items():
+                (folder / name).write_bytes(state)
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         trainer.state.stateful_callbacks = _state_of_callbacks(callbacks, trainer.trl_tpu.preemption.stopped_by)
         trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
 
-def _gather_random_states(
-    folder: Path, all_gather_object: Callable[[dict[str, bytes]], list[dict[str, bytes]]], writes: bool
-) -> None:
-    """Write the random states of all processes, each in a folder of its own, to that of the writer, who uploads it."""
-    own = {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
-    for states in all_gather_object(own):
-        for name, state in states.items() if writes else ():
-            (folder / name).write_bytes(state)
+def _write_random_states(trainer: Any, folder: Path) -> dict[str, bytes]:
+    """Write this rank's random states; on a mesh only the writer's. Return the files in the folder, by name."""
+    if trainer.args.should_save or not trainer.trl_tpu.runtime.shares_mesh:
+        trainer._save_rng_state(str(folder))
+    return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
 
 
 def _state_of_callbacks(callbacks: Iterable[Any], stopped_by: str | None) -> Any:

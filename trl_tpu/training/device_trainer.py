@@ -616,9 +616,8 @@ class DeviceTrainer(Trainer):
         ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
         if ours.nonfinite.is_on:
             self.__leave_nonfinite_out(ours.nonfinite)
-        ours.checkpointer.wait()  # one that is written may delete older ones by the limit
-        if self.accelerator.num_processes > 1:
-            self.accelerator.wait_for_everyone()  # launchers end all processes when one has ended
+        # a save in progress may delete older checkpoints; launchers end all processes when one has ended
+        ours.checkpointer.settle()
         if stopped_by is not None:
             done, of = self.state.global_step, self.state.max_steps
             logger.warning("At step %s of %s: %s.", done, of, ours.unfinished(stopped_by))
