@@ -39,7 +39,8 @@ def write_model(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         model.save_pretrained(aside, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
         for path in Path(aside).rglob("*"):
-            if path.is_file() and path.name != "config.json":  # which may have changed since the weights were copied
+            # the config may have changed since the weights were copied, and the README is peft's stub
+            if path.is_file() and path.name not in ("config.json", "README.md"):
                 (target := folder / path.relative_to(aside)).parent.mkdir(exist_ok=True)
                 path.rename(target)
 

@@ -90,11 +90,16 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def saves_what_it_is_given(model: Any) -> Iterator[None]:
-    """Let ``save_pretrained`` write the weights that it is given: of a spread model it would gather all at once."""
+    """Make ``save_pretrained`` write the given weights only.
+
+    It does not gather a sharded model at once, and peft does not write its stub of a model card.
+    """
     spread_by = vars(model.config).pop("distributed_config", None)
+    model.create_or_update_model_card = lambda _: None  # peft's method
     try:
         yield
     finally:
+        vars(model).pop("create_or_update_model_card", None)
         if spread_by is not None:
             model.config.distributed_config = spread_by
 

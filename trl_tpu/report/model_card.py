@@ -1,5 +1,7 @@
 """The model card that is saved and pushed beside a reward model."""
 
+import re
+import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,5 +96,21 @@ def make_model_card(
 
 
 def is_generated(card: str) -> bool:
-    """Tell whether a trainer wrote a model card, here or in TRL, and not its owner."""
-    return _TAG in card
+    """Return whether a model card was written by a trainer, or is peft's unedited stub, and so may be replaced."""
+    stub = ModelCard.from_template(ModelCardData()).text
+    text = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
+    return _TAG in card or text.partition("### Framework versions")[0].strip() == stub.strip()
+
+
+def add_card(staging: Path, folder: Path, run: Path) -> None:
+    """Copy a model card to ``staging``, unless one is there.
+
+    Args:
+        staging: The staging folder of a saved model.
+        folder: The folder that the model is saved to. A card that the user wrote there is kept.
+        run: The run's output_dir. Its card is copied otherwise.
+    """
+    cards = [path for path in (folder / "README.md", run / "README.md") if path.is_file()]
+    kept = [path for path in cards if not is_generated(path.read_text(errors="replace"))] or cards[-1:]
+    if kept and not (staging / "README.md").exists():
+        shutil.copyfile(kept[0], staging / "README.md")

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache, cached_property
@@ -527,7 +528,7 @@ class RewardTrainer(DeviceTrainer):
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
-            base_model=base if base and not os.path.isdir(base) else None,
+            base_model=base if base and _may_be_on_the_hub(base) else None,
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
@@ -565,8 +566,9 @@ _MEASURE = ("evaluate", "_evaluate", "_determine_best_metric", "log")
 _OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE, "_prepare_dataset")}
 
 
-def _may_be_on_the_hub(dataset_name: str) -> bool:
-    return ":" not in dataset_name and not os.path.exists(dataset_name)
+def _may_be_on_the_hub(name: str) -> bool:
+    """Return whether a name has the form of a Hub id and is no local path, present or moved away."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None and not os.path.exists(name.partition("/")[0])
 
 
 def _is_transformers(callback: Any) -> bool:

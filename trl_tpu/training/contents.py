@@ -16,6 +16,7 @@ from ..checkpoint.saver import Contents, together
 from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..parallel.ranks import saves_what_it_is_given
+from ..report.model_card import add_card
 from .optimizer import bare
 from .preemption import Preemption
 
@@ -88,6 +89,7 @@ def _describe(trainer: Any, folder: Path) -> None:
         trainer._save_scaler(path)
     if writes:
         complete_config(model, path)
+        add_card(folder, folder, Path(args.output_dir))
         for states in random_states:
             for name, state in states.items():
                 (folder / name).write_bytes(state)

@@ -71,6 +71,7 @@ from ..parallel.mesh import BATCH_AXES
 from ..parallel.ranks import mesh_of, reshard, saves_what_it_is_given, spread_model, whole
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 from ..parallel.shard_report import ShardReport
+from ..report.model_card import add_card
 from ..runtime import choice, current
 from .callbacks import StepCallback
 from .components import Components, Shown
@@ -522,12 +523,14 @@ class DeviceTrainer(Trainer):
                 return
             Path(folder).mkdir(parents=True, exist_ok=True)
             with fill_aside(Path(folder)) as staging:
-                if weights is not None:
-                    with saves_what_it_is_given(self.model):
+                with saves_what_it_is_given(self.model):
+                    if weights is not None:
                         self._save(str(staging), weights)
-                else:
-                    super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
+                    else:
+                        super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
                 complete_config(self.model, staging)
+                write_card(self.create_model_card)
+                add_card(staging, Path(folder), Path(str(self.args.output_dir)))
                 names = files_in(staging)
                 if remote is not None:
                     remote.put(staging, names)
