@@ -32,7 +32,7 @@ from trl_tpu.runtime.native import Runtime
 class Alone:
     """One process, as `HostAgreement` is of one."""
 
-    index, count = 0, 1
+    index, count, is_first_of_host = 0, 1, True
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
@@ -161,7 +161,7 @@ class Host(Runtime):
     shares_mesh = True
 
     def __init__(self, index: int, training: Meeting, saving: Meeting) -> None:
-        self.index, self.count = index, training.hosts
+        self.index, self.count, self.is_first_of_host = index, training.hosts, True
         self._training, self._saving = training, saving
 
     def topology(self) -> Topology:

@@ -15,7 +15,7 @@ import pytest
 from trl_tpu.checkpoint.aside import STAGING_FOLDER
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish
 from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, RunFolder
+from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, LOCK_FILE, RUN_FILE, RunFolder
 from trl_tpu.config.urls import private_folder
 from trl_tpu.errors import UserError
 
@@ -23,7 +23,7 @@ HOLDS = """
 import fcntl, os, sys
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.lockf(file, fcntl.LOCK_EX)
-print(os.pwrite(file, b'{"host": "there", "process": 7, "since": "noon"}', 0), flush=True)
+print("locked", flush=True)
 sys.stdin.read()
 """
 
@@ -54,8 +54,9 @@ def training(folder: Path, resumed: Path | None = None, step: int = 0) -> Iterat
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text('{"host": "there", "process": 7, "since": "noon"}')
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / RUN_FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDS, str(tmp_path / LOCK_FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(UserError, match=f"Process 7 on there trains in {tmp_path} since noon"):
@@ -64,6 +65,38 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
         other.kill()
     with training(tmp_path):
         assert json.loads((tmp_path / RUN_FILE).read_text())["process"] == os.getpid()
+
+
+CLAIMS = """
+import sys
+from pathlib import Path
+from trl_tpu.checkpoint.run_folder import RunFolder
+RunFolder(Path(sys.argv[1]), None, writes=True).claim()
+"""
+
+
+def test_a_process_keeps_its_lock_whatever_it_reads(tmp_path: Path) -> None:
+    with training(tmp_path):
+        (tmp_path / RUN_FILE).read_text()
+        with pytest.raises(UserError, match="output_dir"):  # a second trainer in this process, by another path
+            RunFolder(tmp_path / ".." / tmp_path.name, None, writes=True).claim()
+        RunFolder(tmp_path, None, writes=False).claim()
+        other = subprocess.run([sys.executable, "-c", CLAIMS, str(tmp_path)], capture_output=True, text=True)
+        assert other.returncode == 1 and "UserError: Process" in other.stderr
+    with training(tmp_path):
+        pass
+
+
+def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters would name a folder that is gone, or, if it stayed, another model: the new run saves step 6 as well."""
+    checkpoint(tmp_path / "out", 6)
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(Path("out"), None, writes=True)
+    with pytest.raises(UserError, match="output_dir"):
+        run.begin(None, 0, ["out/checkpoint-6"])
+    assert names(tmp_path / "out") == {"checkpoint-6"}
+    run.begin(None, 0, ["org/model", "out"])
+    assert names(tmp_path / "out") == set()
 
 
 def test_a_new_run_moves_aside_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

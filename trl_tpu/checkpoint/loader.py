@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..runtime import Runtime
 from .manifest import check_given, find_faults, newest_good
 from .remote import local_copy
 from .run_folder import RunFolder
-from .saver import Processes
+from .saver import Processes, together
 from .state_dict import has_weights, read_optimizer, read_progress, read_scheduler, read_torch_optimizer, read_weights
 
 logger = logging.getLogger(__name__)
@@ -154,6 +154,12 @@ class CheckpointLoader:
         return (self._processes.index, self._processes.count) if self._shares_disk else (0, 1)
 
     def _local(self, checkpoint: str) -> str:
-        """Return a folder of this host with the files of a checkpoint, which may be at a URL."""
+        """Return a folder of this host with the files of a checkpoint, which may be at a URL.
+
+        The first rank of each host downloads it for all of them. Ranks of one host are neighbors.
+        """
         self.drop_download()
-        return str(self._download.enter_context(local_copy(checkpoint)))
+        gather, leads = self._processes.all_gather_object, self._processes.is_first_of_host
+        copy = local_copy(checkpoint) if leads else nullcontext()
+        folders = gather(together(lambda: self._download.enter_context(copy), gather))
+        return str([folder for folder in folders[: self._processes.index + 1] if folder is not None][-1])

@@ -1,8 +1,8 @@
 """A run's folder, here or at a URL: its checkpoints, and which process trains there.
 
-A folder is one run's, and one process trains there at a time: while it does, `_run.json`, which names it, is locked,
-so that a second one is refused. The system lets go of the lock when the process ends, however it does. At a URL, and
-on network file systems that cannot lock, it is for the user to start no second one.
+A folder is one run's, and one trainer trains there at a time: meanwhile `_run.lock` is locked, and a second trainer is
+rejected. `_run.json` names the process. The system releases the lock when the process ends, however it does. At a URL,
+and on network file systems that cannot lock, the user must not start a second one.
 
 When training begins, checkpoints that it does not go on from are moved to `_earlier/`: so the newest in a folder is
 always of its run.
@@ -14,17 +14,23 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from .aside import STAGING_FOLDER, discard, retire
-from .manifest import newest_first
+from .manifest import flush, newest_first
 from .remote import RemoteRun, refusing
 
 RUN_FILE = "_run.json"
+LOCK_FILE = "_run.lock"
+"""A file of its own: a POSIX lock is lost when its process closes any handle of the file, as reading it does."""
 EARLIER_FOLDER = "_earlier"
+
+_locked_here: set[str] = set()
+"""The folders that this process has locked. A POSIX lock does not exclude the process that holds it."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,7 @@ class RunFolder:
         self.path, self.remote, self._writes = path, remote, writes
         self._run: dict[str, Any] = {}  # what `_run.json` says
         self._file: int | None = None
+        self._place = os.path.realpath(path)
 
     # ---- its checkpoints
 
@@ -75,15 +82,18 @@ class RunFolder:
     # ---- the process that trains
 
     def claim(self) -> None:
-        """Keep other processes from training in the folder, until `release`.
+        """Keep other trainers from training in the folder, until `release`.
 
         Raises:
-            UserError: One does already, or the folder cannot be written to.
+            UserError: One does already, here or in another process, or the folder cannot be written to.
         """
         with self._or_refused():
             if self._writes and self.remote is None:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+                if self._place in _locked_here:
+                    raise self._taken()
+                self._file = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+                _locked_here.add(self._place)
                 self._lock(self._file)
                 for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # by a process that was killed
                     discard(left)
@@ -93,41 +103,53 @@ class RunFolder:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            other = self._read()
             self.release()
-            raise UserError(
-                f"Process {other.get('process')} on {other.get('host')} trains in {self.path} since "
-                f"{other.get('since')}. Wait until it has ended, or give another output_dir."
-            ) from None
+            raise self._taken() from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): let no second process train there.", self.path, error)
 
+    def _taken(self) -> UserError:
+        other = self._read()
+        return UserError(
+            f"Process {other.get('process')} on {other.get('host')} trains in {self.path} since {other.get('since')}. "
+            "Wait until it has ended, or give another output_dir."
+        )
+
     def release(self) -> None:
-        """Let other processes train in the folder."""
+        """Let other trainers train in the folder."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+            _locked_here.discard(self._place)
 
     @property
     def began_without_a_checkpoint(self) -> bool:
         """Whether a run began in this folder, from no checkpoint, and has saved none."""
         return bool(self._run) and not self._run.get("began_from") and not self.checkpoints()
 
-    def begin(self, resumed: str | None, step: int = 0) -> None:
+    def begin(self, resumed: str | None, step: int = 0, bases: Iterable[str] = ()) -> None:
         """Write down that this process trains, and move aside the checkpoints that it does not go on from.
 
         Args:
             resumed: The checkpoint that training goes on from, a folder or URL; None where it begins anew.
             step: Of this checkpoint.
+            bases: Names or folders of the base models of adapters that are trained. They must stay where they are.
 
         Raises:
-            UserError: The folder cannot be written to.
+            UserError: The folder cannot be written to, or a base model would be moved.
         """
         if not self._writes:
             return
         is_here = resumed is not None and self._has(resumed)
         with self._or_refused():
-            self._move_aside([name for name in self.checkpoints() if not is_here or _step_of(name) > step])
+            left = [name for name in self.checkpoints() if not is_here or _step_of(name) > step]
+            for base in (Path(each).resolve() for each in bases):
+                if any(base.is_relative_to((self.path / name).resolve()) for name in left):
+                    raise UserError(
+                        f"The base model of the adapters, {base}, is in output_dir={str(self.path)!r}, where a new run "
+                        "saves its own checkpoints under the same names. Give another output_dir."
+                    )
+            self._move_aside(left)
             earlier = self._run.get("resumed_at", []) if is_here else []
             self._write(
                 {
@@ -157,8 +179,6 @@ class RunFolder:
         text = ""
         if self.remote is not None:
             text = self.remote.read_text(RUN_FILE) or ""
-        elif self._file is not None:  # to close another handle of the file would unlock it
-            text = os.pread(self._file, 1 << 16, 0).decode(errors="replace")
         elif (self.path / RUN_FILE).is_file():
             text = (self.path / RUN_FILE).read_text(encoding="utf-8", errors="replace")
         with contextlib.suppress(ValueError, TypeError):
@@ -169,10 +189,9 @@ class RunFolder:
         self._run, text = run, json.dumps(run)
         if self.remote is not None:
             self.remote.write_text(RUN_FILE, text)
-        elif self._file is not None:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, text.encode(), 0)
-            os.fsync(self._file)
+        else:
+            (self.path / RUN_FILE).write_text(text, encoding="utf-8")
+            flush(self.path / RUN_FILE)
 
     def _move_aside(self, names: list[str]) -> None:
         if not names:

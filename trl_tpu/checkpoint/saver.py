@@ -38,6 +38,7 @@ class Processes(Protocol):
 
     index: int
     count: int
+    is_first_of_host: bool
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what every process gave."""

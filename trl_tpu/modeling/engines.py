@@ -54,12 +54,14 @@ def tell_engines(config: PretrainedConfig) -> None:
 
 
 def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
-    """Write ``mean`` and ``std`` into a config, by which OpenRLHF normalizes rewards; None removes them."""
+    """Write ``mean`` and ``std`` into a config, by which OpenRLHF normalizes rewards; None removes them.
+
+    The attributes are replaced as a whole, since a thread that saves the model may be iterating over them.
+    """
+    attributes = {name: value for name, value in vars(config).items() if name not in ("mean", "std")}
     if scale is not None and (config.num_labels == 1 or hasattr(config, "attribute_weights")):
-        config.mean, config.std = scale.mean, scale.std
-        return
-    for name in ("mean", "std"):
-        vars(config).pop(name, None)
+        attributes |= {"mean": scale.mean, "std": scale.std}
+    config.__dict__ = attributes
 
 
 def saved_config(model: str | Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class HostAgreement:
         topology = runtime.topology()
         self.index = accelerator.process_index if self._by_accelerate else topology.process_index
         self.count = accelerator.num_processes if self._by_accelerate else topology.process_count
+        self.is_first_of_host = not self._by_accelerate or accelerator.is_local_main_process
         self._postponed: set[str] = set()  # requests of this process's callbacks, between exchanges
         self._steps, self._batches = _Cadence(), _Cadence()
         self._asked_at = -1  # the step that was decided about last

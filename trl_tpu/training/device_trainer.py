@@ -195,7 +195,8 @@ class DeviceTrainer(Trainer):
         together(run.claim, all_gather_object)
         checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
         step = ours.checkpoints.state().global_step
-        together(lambda: run.begin(ours.checkpoints.place, step), all_gather_object)
+        bases = {each.base_model_name_or_path or "" for each in getattr(self.model, "peft_config", {}).values()} - {""}
+        together(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
         return checkpoint
 
     def __begin(self) -> None:
@@ -593,6 +594,7 @@ class DeviceTrainer(Trainer):
             self.state.best_model_checkpoint = folder
             super()._load_best_model()
             self.state.best_model_checkpoint = best
+        ours.agreement.all_gather_object(None)  # ranks of a host may share a copy, which the first removes
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
