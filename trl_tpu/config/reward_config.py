@@ -1,11 +1,13 @@
 """RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honor is refused here."""
 
 import copy
+import os
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, cast
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
@@ -337,6 +339,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         if self.bf16 is None:
             can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16
+        started = int(os.environ.get("WORLD_SIZE") or 1)
+        if started > 1 and not (chosen.shares_mesh or chosen.plans_shapes or torch.accelerator.is_available()):
+            self.use_cpu = True  # otherwise accelerate forms no group, and each process trains alone
 
     @property
     def remat_policy(self) -> Remat:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -73,9 +74,11 @@ def main(args: ScoreArguments) -> int:
         The exit status: 1 where no row could be scored.
 
     Raises:
-        UserError: Not exactly one of `text` and `dataset_name`, several splits and none chosen, columns that cannot be
+        UserError: Several processes are started, not exactly one of `text` and `dataset_name`, several splits and none chosen, columns that cannot be
             scored, or an `output` that is the dataset itself or cannot be written.
     """
+    if (processes := os.environ.get("WORLD_SIZE") or "1") != "1":
+        raise UserError(f"`trl-tpu score` runs in one process (WORLD_SIZE={processes}). Start it without torchrun.")
     if bool(args.text) == bool(args.dataset_name):
         raise UserError("Give either `--text` (it may be repeated) or `--dataset_name`, and not both.")
     if args.output:
