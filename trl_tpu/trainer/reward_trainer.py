@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -157,15 +157,16 @@ class RewardTrainer(DeviceTrainer):
             logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
         self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
-        given = upgrade_processing_class(processing_class, tokenizer)
-
-        def build(model: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-            built, tokenizer = build_reward_model(model, args, given, quantization_config, peft_config)
-            built.add_model_tags(self._tag_names)
-            return built, tokenizer
-
-        self.__build, self.model_init = build, model_init  # type: ignore[assignment]  # may be None in transformers
-        built, own_tokenizer = build(model if model_init is None else super().call_model_init())
+        self.__build = partial(
+            build_reward_model,
+            args=args,
+            processing_class=upgrade_processing_class(processing_class, tokenizer),
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+        self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
+        built, own_tokenizer = self.__build(model if model_init is None else super().call_model_init())
+        built.add_model_tags(self._tag_names)
         # what planning and preparing data read
         self.args, self.model, self.processing_class = args, built, own_tokenizer
         self.data_collator, self.train_dataset = data_collator, train_dataset  # type: ignore[assignment]
@@ -228,13 +229,14 @@ class RewardTrainer(DeviceTrainer):
 
     @cached_property
     def _metrics(self) -> dict[str, AddedMetrics]:
-        return {mode: AddedMetrics(self.__read_last_metrics) for mode in ("train", "eval")}
+        return {mode: AddedMetrics(self._trl_tpu_last_metrics) for mode in ("train", "eval")}
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """Make a reward model of what the user's `model_init` returns, anew for each `train()`."""
         model: Any = super().call_model_init(trial)
         if self.__build is not None:
             model, _ = self.__build(model)
+            model.add_model_tags(self._tag_names)
         if "trl_tpu" in vars(self):  # else this is in a constructor
             self.__plan.use_model(model)
         return model
@@ -289,7 +291,7 @@ class RewardTrainer(DeviceTrainer):
             return found.loss, {"rewards_chosen": found.rewards_PK[:, 0], "rewards_rejected": found.rewards_PK[:, 1]}
         return found.loss, found.outputs
 
-    def __read_last_metrics(self) -> dict[str, float]:
+    def _trl_tpu_last_metrics(self) -> dict[str, float]:
         """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
         if (last := self.__computed) is None:
             return {}

@@ -117,7 +117,10 @@ class DeviceTrainer(Trainer):
         progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
         announce = logger.info if progress is None else progress.say
         made = Components(self.args, self.model, self.accelerator, *self._trl_tpu_parts(), announce)
-        for callback in (progress, StepCallback(self.__begin, made.agreement, made.preemption, made.recompiles)):
+        for callback in (
+            progress,
+            StepCallback(self._trl_tpu_begin, made.agreement, made.preemption, made.recompiles),
+        ):
             if callback is not None:
                 self.add_callback(callback)
         return made
@@ -199,7 +202,7 @@ class DeviceTrainer(Trainer):
         together(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
         return checkpoint
 
-    def __begin(self) -> None:
+    def _trl_tpu_begin(self) -> None:
         """Begin to count, or go on counting: the model and all state are ready for the first step."""
         ours = self.trl_tpu
         ours.runtime.step_boundary()  # what placed and loaded them is no part of it
