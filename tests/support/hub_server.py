@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from huggingface_hub import ModelCard
+
 _REVISION = "[^/]+"
 _REPO = "(?P<repo>[^/]+/[^/]+)"
 
@@ -56,8 +58,13 @@ class Hub:
         return {"url": f"{self.endpoint}/{repo}", "name": repo, "id": repo}
 
     def validate(self, body: bytes) -> dict[str, Any]:
-        assert json.loads(body)["content"].startswith("---\n"), "a model card starts with its metadata"
-        return {"errors": [], "warnings": []}
+        """Reject, as the Hub does, metadata that names local paths where it wants ids of its own."""
+        metadata = ModelCard(json.loads(body)["content"]).data.to_dict()
+        assert metadata, "a model card starts with its metadata"
+        named = [metadata.get("base_model", []), metadata.get("datasets", [])]
+        ids = [each for value in named for each in (value if isinstance(value, list) else [value])]
+        wrong = [each for each in ids if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", each)]
+        return {"errors": [{"message": f"{each!r} is not a valid id"} for each in wrong], "warnings": []}
 
     def preupload(self, body: bytes, repo: str) -> dict[str, Any]:
         paths = [file["path"] for file in json.loads(body)["files"]]
@@ -136,7 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
                 repo = match.groupdict().get("repo")
                 if repo is not None and repo not in self.hub.files:
                     return self._send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
-                return self._send(200, json.dumps(answer(self.hub, body, **match.groupdict())).encode())
+                answered = answer(self.hub, body, **match.groupdict())
+                rejected = isinstance(answered, dict) and answered.get("errors")
+                return self._send(400 if rejected else 200, json.dumps(answered).encode())
         if path != "/api/agent-harnesses":  # which huggingface_hub asks for now and then, by itself
             self.hub.unknown.append(f"{self.command} {path}")
         return self._send(404, b'{"error": "not here"}')

@@ -1,11 +1,13 @@
 """One of COUNT processes, or one that leads XLA's devices, that trains, saves and writes what it logged to its folder.
 
 saved_ranks.py MODEL SETTINGS [COUNT RANK], where SETTINGS are those of RewardConfig as JSON, and of this program
-"resume", "adapters" and "told": the step at which process 1 gets a SIGTERM.
+"resume", "adapters", "told": the step at which process 1 gets a SIGTERM, and "small": a rank, and how many bytes its
+files can have while step 2 is saved.
 """
 
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "bf16": False,
     "report_to": "none",
     "disable_tqdm": True,
-    "use_cpu": choice().name == "native",
+    "use_cpu": choice().name == "native" and torch.accelerator.is_available(),  # else the config decides
 }
 
 
@@ -44,8 +46,22 @@ class Told(TrainerCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
+class SmallFiles(TrainerCallback):
+    """Has a full disk on one rank while step 2 is saved. Having `on_save`, it lets training wait for the save."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._limits = rank, size, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and args.process_index == self._rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, self._limits[1]))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+
 def main(model: str, settings: dict[str, Any]) -> None:
-    own = {name: settings.pop(name, None) for name in ("resume", "adapters", "told")}
+    own = {name: settings.pop(name, None) for name in ("resume", "adapters", "told", "small")}
     args = trl_tpu.RewardConfig(**SETTINGS | settings)
     pairs = tiny.made_up_pairs(39)
     trainer = trl_tpu.RewardTrainer(
@@ -54,14 +70,15 @@ def main(model: str, settings: dict[str, Any]) -> None:
         train_dataset=pairs,
         eval_dataset=pairs.select(range(8)),
         peft_config=LoraConfig(task_type="SEQ_CLS", r=4) if own["adapters"] else None,
-        callbacks=[Told(own["told"])] if own["told"] else [],
+        callbacks=[Told(own["told"])] if own["told"] else [SmallFiles(*own["small"])] if own["small"] else [],
     )
     try:
         trainer.train(own["resume"])
         trainer.save_model()
     finally:
         logged = {log["step"]: (log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log}
-        found = {"logged": logged, "stopped by": trainer.stopped_by}
+        failed = [Path(place).name for place in trainer.checkpointer.failed]
+        found = {"logged": logged, "stopped by": trainer.stopped_by, "failed": failed}
         Path(str(args.output_dir), f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
     trainer.end()  # as a script should: threads of a group that is left have aborted a process at its exit
 

@@ -7,6 +7,7 @@ Train without a stop; then with one, in the middle between two logs, after which
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.manifest import find_faults
+from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.errors import UserError
 from trl_tpu.training import agreement
 from trl_tpu.training.preemption import Unfinished
 
@@ -96,13 +99,41 @@ def check_a_disk_that_is_full_for_one(model: str, folder: Path, fails: bool) -> 
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
-def check_a_run_at_a_url(model: str, url: str) -> None:
-    """Each process goes on with random numbers of its own, so that all of them are there."""
-    trainer = make_trainer(model, url, max_steps=2, eval_strategy="no")
+def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
+    """Each process goes on with random numbers of its own, so that all of them are there.
+
+    One process that cannot write its own fails the save of both. When the run is resumed, one downloads for both.
+    """
+    settings: dict[str, Any] = {"save_steps": 1, "eval_strategy": "no"}
+    trainer = make_trainer(model, url, max_steps=2, **settings)
+    save_rng_state: Any = trainer._save_rng_state
+
+    def full(folder: str) -> None:
+        if not first and trainer.state.global_step == 1:
+            raise OSError("no space left on device")
+        save_rng_state(folder)
+
+    trainer._save_rng_state = full  # type: ignore[method-assign]
     trainer.train()
+    assert trainer.checkpointer.failed == [f"{url}/checkpoint-1"], trainer.checkpointer.failed
     there = Path(url.removeprefix("file://"), "checkpoint-2")
     assert {path.name for path in there.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     assert find_faults(there) == []
+    if first:
+        damaged = Path(shutil.copytree(there, there.with_name("checkpoint-9")))
+        (damaged / "config.json").write_text("{}")
+    trainer.accelerator.wait_for_everyone()
+    downloads, get = [], RemoteRun.get
+    RemoteRun.get = lambda self, folder: downloads.append(self.url) or get(self, folder)  # type: ignore[func-returns-value, method-assign]
+    resumed = make_trainer(model, url, max_steps=3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 3
+    assert [Path(each).name for each in downloads] == (["checkpoint-9", "checkpoint-2"] if first else []), downloads
+    try:
+        make_trainer(model, url, **settings).train(resume_from_checkpoint=f"{url}/checkpoint-7")
+        raise AssertionError("there is no checkpoint-7")
+    except (UserError, OSError) as error:
+        assert "checkpoint-7" in str(error), error
 
 
 def main(model: str, folder: Path) -> None:
@@ -122,7 +153,7 @@ def main(model: str, folder: Path) -> None:
     resumed.train(resume_from_checkpoint=True)
     check_a_stop_where_nothing_is_due(model, folder / "quiet", told=not first)
     check_a_disk_that_is_full_for_one(model, folder / "full", fails=first)
-    check_a_run_at_a_url(model, f"file://{folder}/url")
+    check_a_run_at_a_url(model, f"file://{folder}/url", first)
     equal = all(map(torch.equal, weights(whole.model), weights(resumed.model)))
     after = [log for log in logged(whole) if log["step"] > 3]
     found = {"equal": equal, "whole": after, "resumed": logged(resumed), "evaluated": of_13_pairs}

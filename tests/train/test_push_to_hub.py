@@ -111,6 +111,15 @@ def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
     assert "End of training" in [summary for _, summary in hub.commits]
 
 
+def test_adapters_are_pushed_with_a_card_that_the_hub_takes(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
+    process = train_and_push(run, tmp_path, use_peft="true", save_steps="1", lora_task_type="SEQ_CLS")
+    assert process.returncode == 0 and "FAILED" not in process.stderr, process.stderr[-4000:]
+    pushed = hub.files["user/tiny-rm"]
+    assert "adapter_model.safetensors" in pushed
+    card = ModelCard(pushed["README.md"].decode())
+    assert "reward-trainer" in card.data.tags and str(tmp_path) not in card.content
+
+
 def test_a_checkpoint_without_a_models_files_is_not_pushed_and_that_is_told(
     hub: hub_server.Hub, run: Run, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from trl_tpu.checkpoint.manifest import find_faults
 from trl_tpu.scripts import export
 
 XLA = 0  # in the place of a number of processes: one, that leads eight devices
@@ -101,6 +102,19 @@ def test_adapters_resume_to_the_bit(model: str, tmp_path: Path) -> None:
     resumed = tmp_path / "resumed"
     assert train(model, resumed, 2, resume=str(tmp_path / "whole" / "checkpoint-4"), **settings) == logged
     assert tensors(resumed).keys() == tensors(tmp_path / "whole").keys() != set()
+
+
+@pytest.mark.parametrize("size", [10_000, 20_000], ids=["random states", "shards"])
+@pytest.mark.parametrize("mesh", ["fsdp=2", None])
+def test_a_full_disk_of_one_process_fails_the_save_of_both(
+    mesh: str | None, size: int, model: str, whole: Any, tmp_path: Path
+) -> None:
+    """While training stops for the save, or alongside it. Later saves are complete."""
+    rank = 0 if mesh is None and size == 20_000 else 1  # one process writes the tensors of a model that all have
+    found = train(model, tmp_path, 2, mesh=mesh, small=[rank, size])
+    assert found["failed"] == ["checkpoint-2"] and found["logged"].keys() == whole[1]["logged"].keys()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
+    assert find_faults(tmp_path / "checkpoint-4") == [] and not (tmp_path / "_unfinished").exists()
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -1,10 +1,12 @@
 """Saves that fail, saves that someone watches, and checkpoints that must be refused: each for real, in plain torch."""
 
+import copy
 import json
 import os
 import pickle
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 import saving
 import tiny
 import torch
+from accelerate.state import GradientState
+from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
@@ -415,11 +419,11 @@ def small_files() -> Iterator[SmallFiles]:
     callback.lift()
 
 
-@pytest.mark.parametrize("limit", [2_000, 20_000], ids=["before", "beside training"])
+@pytest.mark.parametrize("limit", [2_000, 20_000, 200_000], ids=["before", "beside training", "optimizer"])
 def test_full_disk_is_loud_and_training_goes_on(
     limit: int, model_folder: str, tmp_path: Path, small_files: SmallFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Room for none of the files, or for those alone that are written before training goes on."""
+    """Room for none of the files, for those that are written before training goes on, or for the weights as well."""
     small_files.bytes = limit
     trainer = make_trainer(model_folder, tmp_path, callbacks=[small_files, _Slow()])
     trainer.train()
@@ -459,7 +463,7 @@ def test_a_model_that_there_is_no_room_for_leaves_what_was_there(
             other.save_model(str(tmp_path))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (tmp_path / "other").rmdir()
+    shutil.rmtree(tmp_path / "other")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -473,6 +477,55 @@ def test_the_users_own_readme_stays(model_folder: str, tmp_path: Path) -> None:
         trainer.create_model_card("first")
         trainer.create_model_card("second")
     assert "# second" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("own", ["", "# Mine"])
+def test_saved_adapters_have_the_users_card_or_ours(own: str, model_folder: str, tmp_path: Path) -> None:
+    """peft's stub names a local base model, which the Hub rejects, and replaced what the user had written."""
+    out, other = tmp_path / "out", tmp_path / "other"
+    for folder in (out, other):
+        folder.mkdir()
+        (folder / "README.md").write_text(own)
+    if not own:
+        (out / "README.md").unlink()
+        model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+        get_peft_model(model, LoraConfig(task_type="SEQ_CLS")).save_pretrained(other)  # with its stub
+    trainer = make_trainer(model_folder, out, max_steps=2, peft=LoraConfig(task_type="SEQ_CLS", r=2))
+    trainer.train()
+    for place in (None, str(other), str(tmp_path / "new")):
+        trainer.save_model(place)
+    for folder in (out, other, tmp_path / "new", out / "checkpoint-2"):
+        card = (folder / "README.md").read_text()
+        assert card == own if own else "reward-trainer" in ModelCard(card).data.tags, folder
+        assert ModelCard(card).data.base_model is None and "More Information Needed" not in card
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
+def test_a_copy_of_a_trainer_trains_by_itself(
+    copied: Callable[[RewardTrainer], RewardTrainer], model_folder: str, tmp_path: Path
+) -> None:
+    """As with TRL's. After any training accelerate holds what cannot be pickled, but still be copied."""
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    GradientState._reset_state()
+    trainer = make_trainer(model, tmp_path)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    other = copied(trainer)
+    other.train()
+    assert other.state.global_step == 6 and find_faults(tmp_path / "checkpoint-6") == []
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
+    assert not torch.equal(other.model.score.weight, before["score.weight"])
+    assert copy.deepcopy(other).evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
+
+
+def test_adapters_on_a_checkpoint_train_in_another_folder(run: RewardTrainer, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(str(run.args.output_dir), tmp_path / "out"))
+    base = str(out / "checkpoint-6")
+    with pytest.raises(UserError, match="output_dir"):
+        make_trainer(base, out, peft=LoraConfig(task_type="SEQ_CLS", r=2)).train()
+    assert Path(base, "config.json").is_file()
+    make_trainer(base, out, max_steps=2).train()  # all of the model, which names no base
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2"}
 
 
 # ---- checkpoints that are refused

@@ -25,6 +25,7 @@ from trl_tpu.checkpoint.saver import Checkpointer, Contents
 from trl_tpu.checkpoint.state_dict import optimizer_numbers, write_progress
 from trl_tpu.checkpoint.storage import older_weights
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.engines import RewardScale, set_scale
 from trl_tpu.runtime import Topology
 from trl_tpu.runtime.native import Runtime
 
@@ -244,6 +245,15 @@ def test_weights_of_an_older_model_that_would_be_read_instead_are_found() -> Non
     others = ["adapter_model.safetensors", "model_of_mine.safetensors", "config.json", "notes.txt"]
     newer = ["model-00001-of-00003.safetensors", "model.safetensors.index.json", "config.json"]
     assert set(older_weights(older + others, newer)) == {"model.safetensors", "model-00001-of-00002.safetensors"}
+
+
+def test_a_config_may_be_measured_while_a_thread_saves_it(model: Any) -> None:
+    saving = iter(vars(model.config).items())
+    next(saving)
+    set_scale(model.config, RewardScale(1.0, 2.0))
+    assert "mean" not in dict(saving) and (model.config.mean, model.config.std) == (1.0, 2.0)
+    set_scale(model.config, None)
+    assert not hasattr(model.config, "mean")
 
 
 # ---- at a URL

@@ -15,14 +15,14 @@ import pytest
 from trl_tpu.checkpoint.aside import STAGING_FOLDER
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish
 from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, LOCK_FILE, RUN_FILE, RunFolder
+from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, RunFolder
 from trl_tpu.config.urls import private_folder
 from trl_tpu.errors import UserError
 
 HOLDS = """
 import fcntl, os, sys
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.lockf(file, fcntl.LOCK_EX)
+fcntl.flock(file, fcntl.LOCK_EX)
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -56,7 +56,7 @@ def training(folder: Path, resumed: Path | None = None, step: int = 0) -> Iterat
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).write_text('{"host": "there", "process": 7, "since": "noon"}')
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / LOCK_FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDS, str(tmp_path / RUN_FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(UserError, match=f"Process 7 on there trains in {tmp_path} since noon"):

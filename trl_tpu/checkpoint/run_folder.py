@@ -1,8 +1,9 @@
 """A run's folder, here or at a URL: its checkpoints, and which process trains there.
 
-A folder is one run's, and one trainer trains there at a time: meanwhile `_run.lock` is locked, and a second trainer is
-rejected. `_run.json` names the process. The system releases the lock when the process ends, however it does. At a URL,
-and on network file systems that cannot lock, the user must not start a second one.
+A folder is one run's, and one trainer trains there at a time: meanwhile `_run.json`, which names its
+process, is locked, and a second trainer is rejected. The system releases the lock when the process and the workers it
+forked have ended, however they do. At a URL, and on network file systems that cannot lock, the user must not
+start a second one.
 
 When training begins, checkpoints that it does not go on from are moved to `_earlier/`: so the newest in a folder is
 always of its run.
@@ -25,12 +26,7 @@ from .manifest import flush, newest_first
 from .remote import RemoteRun, refusing
 
 RUN_FILE = "_run.json"
-LOCK_FILE = "_run.lock"
-"""A file of its own: a POSIX lock is lost when its process closes any handle of the file, as reading it does."""
 EARLIER_FOLDER = "_earlier"
-
-_locked_here: set[str] = set()
-"""The folders that this process has locked. A POSIX lock does not exclude the process that holds it."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +44,6 @@ class RunFolder:
         self.path, self.remote, self._writes = path, remote, writes
         self._run: dict[str, Any] = {}  # what `_run.json` says
         self._file: int | None = None
-        self._place = os.path.realpath(path)
 
     # ---- its checkpoints
 
@@ -90,10 +85,7 @@ class RunFolder:
         with self._or_refused():
             if self._writes and self.remote is None:
                 self.path.mkdir(parents=True, exist_ok=True)
-                if self._place in _locked_here:
-                    raise self._taken()
-                self._file = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-                _locked_here.add(self._place)
+                self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
                 self._lock(self._file)
                 for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # by a process that was killed
                     discard(left)
@@ -101,26 +93,25 @@ class RunFolder:
 
     def _lock(self, file: int) -> None:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # a lock by lockf would not exclude this process, and reading the file would drop it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
+            other = self._read()
             self.release()
-            raise self._taken() from None
+            raise UserError(
+                f"Process {other.get('process')} on {other.get('host')} trains in {self.path} since "
+                f"{other.get('since')}. Wait until it has ended, or give another output_dir."
+            ) from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): let no second process train there.", self.path, error)
-
-    def _taken(self) -> UserError:
-        other = self._read()
-        return UserError(
-            f"Process {other.get('process')} on {other.get('host')} trains in {self.path} since {other.get('since')}. "
-            "Wait until it has ended, or give another output_dir."
-        )
 
     def release(self) -> None:
         """Let other trainers train in the folder."""
         if self._file is not None:
+            with contextlib.suppress(OSError):  # where it could not be locked
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # for forked workers, too
             os.close(self._file)
             self._file = None
-            _locked_here.discard(self._place)
 
     @property
     def began_without_a_checkpoint(self) -> bool:
@@ -143,11 +134,11 @@ class RunFolder:
         is_here = resumed is not None and self._has(resumed)
         with self._or_refused():
             left = [name for name in self.checkpoints() if not is_here or _step_of(name) > step]
-            for base in (Path(each).resolve() for each in bases):
-                if any(base.is_relative_to((self.path / name).resolve()) for name in left):
+            for base in bases:
+                if any(Path(base).resolve().is_relative_to((self.path / name).resolve()) for name in left):
                     raise UserError(
-                        f"The base model of the adapters, {base}, is in output_dir={str(self.path)!r}, where a new run "
-                        "saves its own checkpoints under the same names. Give another output_dir."
+                        f"The adapters' base model, {base}, is a checkpoint in output_dir={str(self.path)!r}, where a "
+                        "new run saves its own checkpoints under the same names. Give another output_dir."
                     )
             self._move_aside(left)
             earlier = self._run.get("resumed_at", []) if is_here else []

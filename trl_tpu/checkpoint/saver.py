@@ -103,9 +103,6 @@ class Checkpointer:
         """Where checkpoints should be that could not be saved."""
         self._pending: Future[None] | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_pending": None}  # a copy of a trainer has no save in progress
-
     @property
     def _takes_part(self) -> bool:
         """Whether this process has tensors to write."""

@@ -146,8 +146,6 @@ def _checkpointing() -> Iterator[None]:
             yield
         except CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
-            if not isinstance(failure, Exception):  # KeyboardInterrupt
-                raise failure from error
             raise OSError(f"process {rank}: {type(failure).__name__}: {failure}") from error
 
 

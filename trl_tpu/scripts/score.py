@@ -74,8 +74,8 @@ def main(args: ScoreArguments) -> int:
         The exit status: 1 where no row could be scored.
 
     Raises:
-        UserError: Several processes are started, not exactly one of `text` and `dataset_name`, several splits and none chosen, columns that cannot be
-            scored, or an `output` that is the dataset itself or cannot be written.
+        UserError: Several processes are started; not exactly one of `text` and `dataset_name`, several splits and none
+            chosen, columns that cannot be scored, or an `output` that is the dataset itself or cannot be written.
     """
     if (processes := os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UserError(f"`trl-tpu score` runs in one process (WORLD_SIZE={processes}). Start it without torchrun.")

@@ -157,14 +157,9 @@ class RewardTrainer(DeviceTrainer):
             logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
         self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
-        self.__build = partial(
-            build_reward_model,
-            args=args,
-            processing_class=upgrade_processing_class(processing_class, tokenizer),
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
-        self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
+        parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}
+        parts["processing_class"] = upgrade_processing_class(processing_class, tokenizer)
+        self.__build, self.model_init = partial(build_reward_model, args=args, **parts), model_init  # type: ignore[assignment]
         built, own_tokenizer = self.__build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
         # what planning and preparing data read

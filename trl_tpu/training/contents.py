@@ -52,7 +52,7 @@ def contents_of(trainer: Any, run: RunFolder) -> Contents:
 def _describe(trainer: Any, folder: Path) -> None:
     """Write a checkpoint's small files. All ranks take part.
 
-    A rank that raises before a collective leaves the others waiting in it, so errors are exchanged before the next one.
+    A rank that raises before a collective leaves the others waiting in it, so errors are exchanged before each.
     """
     args, model, runtime, path = trainer.args, trainer.model, trainer.trl_tpu.runtime, str(folder)
     ours, writes, has_state = keeps_state(trainer.accelerator), args.should_save, not args.save_only_model

@@ -117,10 +117,8 @@ class DeviceTrainer(Trainer):
         progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
         announce = logger.info if progress is None else progress.say
         made = Components(self.args, self.model, self.accelerator, *self._trl_tpu_parts(), announce)
-        for callback in (
-            progress,
-            StepCallback(self._trl_tpu_begin, made.agreement, made.preemption, made.recompiles),
-        ):
+        begin = self._trl_tpu_begin  # pickle finds no method that is private to a class
+        for callback in (progress, StepCallback(begin, made.agreement, made.preemption, made.recompiles)):
             if callback is not None:
                 self.add_callback(callback)
         return made
