@@ -483,11 +483,10 @@ def test_the_users_own_readme_stays(model_folder: str, tmp_path: Path) -> None:
 def test_saved_adapters_have_the_users_card_or_ours(own: str, model_folder: str, tmp_path: Path) -> None:
     """peft's stub names a local base model, which the Hub rejects, and replaced what the user had written."""
     out, other = tmp_path / "out", tmp_path / "other"
-    for folder in (out, other):
+    for folder in (out, other) if own else ():
         folder.mkdir()
         (folder / "README.md").write_text(own)
     if not own:
-        (out / "README.md").unlink()
         model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
         get_peft_model(model, LoraConfig(task_type="SEQ_CLS")).save_pretrained(other)  # with its stub
     trainer = make_trainer(model_folder, out, max_steps=2, peft=LoraConfig(task_type="SEQ_CLS", r=2))
