@@ -218,6 +218,16 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_several_processes_are_rejected_before_anything_is_written(
+    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would delete the partial output of the others."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    assert "WORLD_SIZE=2" in refusal(words(good_model, rows, tmp_path / "out.jsonl"), capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def test_an_interrupted_output_is_kept_in_chunks_and_leaves_the_earlier_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

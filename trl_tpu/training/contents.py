@@ -1,6 +1,6 @@
 """What a checkpoint of a run contains: transformers' own small files, and what its training goes on from."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ def _describe(trainer: Any, folder: Path) -> None:
     all_gather_object, random_states = trainer.trl_tpu.agreement.all_gather_object, []
     if has_state:
         sums = trainer.trl_tpu.log_interval.state(trainer._tr_loss) if ours else []
-        own_states = together(lambda: _write_random_states(trainer, folder), all_gather_object)
+        save = trainer._save_rng_state if writes or not runtime.shares_mesh else None  # a mesh has the writer's
+        own_states = together(partial(_write_random_states, save, folder), all_gather_object)
         if trainer.trl_tpu.remote is not None and not runtime.shares_mesh:
             random_states = all_gather_object(own_states)  # the writer uploads them
     if not ours or is_users(trainer.save_model) or is_users(trainer._save):
@@ -98,10 +99,10 @@ def _describe(trainer: Any, folder: Path) -> None:
         trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
 
-def _write_random_states(trainer: Any, folder: Path) -> dict[str, bytes]:
-    """Write this rank's random states; on a mesh only the writer's. Return the files in the folder, by name."""
-    if trainer.args.should_save or not trainer.trl_tpu.runtime.shares_mesh:
-        trainer._save_rng_state(str(folder))
+def _write_random_states(save: Callable[[str], None] | None, folder: Path) -> dict[str, bytes]:
+    """Write this rank's random states, and return the contents of such files in the folder, by name."""
+    if save is not None:
+        save(str(folder))
     return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
 
 

@@ -117,10 +117,9 @@ class DeviceTrainer(Trainer):
         progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
         announce = logger.info if progress is None else progress.say
         made = Components(self.args, self.model, self.accelerator, *self._trl_tpu_parts(), announce)
-        begin = self._trl_tpu_begin  # pickle finds no method that is private to a class
-        for callback in (progress, StepCallback(begin, made.agreement, made.preemption, made.recompiles)):
-            if callback is not None:
-                self.add_callback(callback)
+        for each in (progress, StepCallback(self._trl_tpu_begin, made.agreement, made.preemption, made.recompiles)):
+            if each is not None:
+                self.add_callback(each)
         return made
 
     def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
@@ -201,7 +200,10 @@ class DeviceTrainer(Trainer):
         return checkpoint
 
     def _trl_tpu_begin(self) -> None:
-        """Begin to count, or go on counting: the model and all state are ready for the first step."""
+        """Begin to count, or go on counting: the model and all state are ready for the first step.
+
+        Its name is not private to the class, since pickle would not find the method.
+        """
         ours = self.trl_tpu
         ours.runtime.step_boundary()  # what placed and loaded them is no part of it
         progress, ours.checkpoints.progress = ours.checkpoints.progress, None
