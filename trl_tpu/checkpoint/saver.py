@@ -117,8 +117,7 @@ class Checkpointer:
     def settle(self) -> None:
         """Wait for the save in progress, and tell every rank which saves failed. All ranks take part."""
         self.wait()
-        gathered = self._processes.all_gather_object(self.failed)
-        self.failed = list(dict.fromkeys(place for failed in gathered for place in failed))
+        self.failed = list(dict.fromkeys(sum(self._processes.all_gather_object(self.failed), [])))
 
     def save(self, contents: Contents) -> None:
         """Copy the state, and write it as a checkpoint beside training. All processes take part."""

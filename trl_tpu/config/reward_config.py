@@ -339,9 +339,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         if self.bf16 is None:
             can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
             self.bf16 = can_compute_bf16 and not self.fp16
-        started = int(os.environ.get("WORLD_SIZE") or 1)
-        if started > 1 and not (chosen.shares_mesh or chosen.plans_shapes or torch.accelerator.is_available()):
-            self.use_cpu = True  # otherwise accelerate forms no group, and each process trains alone
+        if not (chosen.shares_mesh or chosen.plans_shapes or torch.accelerator.is_available()):
+            # otherwise accelerate forms no group of the processes that torchrun starts, and each trains alone
+            self.use_cpu |= int(os.environ.get("WORLD_SIZE") or 1) > 1
 
     @property
     def remat_policy(self) -> Remat:
