@@ -235,6 +235,17 @@ def test_todays_spelling_does_not_warn(old: Old, tmp_path: Path) -> None:
     RewardTrainer(old.model, config(tmp_path), train_dataset=old.raw, processing_class=old.tokenizer)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_loss_that_names_old_columns_does_not_make_the_data_old(old: Old, tmp_path: Path) -> None:
+    class Either(RewardTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            assert "input_ids_chosen" not in inputs
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = Either(old.model, config(tmp_path), train_dataset=old.raw, processing_class=old.tokenizer)
+    assert trainer.train_dataset.column_names[-2:] == ["chosen_ids", "rejected_ids"]
+
+
 @pytest.mark.parametrize(
     ("old_name", "value", "today", "becomes"),
     [

@@ -117,20 +117,23 @@ def test_a_short_batch_is_shared_by_its_real_pairs(total: int, shares: list[int]
     batches = [OwnPairs(lambda rows: {"rows": rows}, 4, index, 2)([PAIR] * total) for index in range(2)]
     for share, batch in zip(shares, batches, strict=True):
         assert len(batch["rows"]) == 4
-        assert total == 8 or (batch["pair_mask"].sum().item(), batch["batch_pairs"].item()) == (share, total / 2)
+        assert total == 8 or (batch["trl_tpu.pair_mask"].sum().item(), batch["trl_tpu.batch_pairs"].item()) == (
+            share,
+            total / 2,
+        )
 
 
 def test_a_batch_of_solutions_is_shared_by_its_labeled_steps() -> None:
     solutions = [{"input_ids": [5] * steps, "labels": [1] * steps} for steps in (3, 1, 0, 2)]
     batches = [OwnPairs(lambda rows: {"rows": rows}, 2, index, 2)(solutions) for index in range(2)]
-    assert [batch["batch_pairs"].item() for batch in batches] == [3, 3]
+    assert [batch["trl_tpu.batch_pairs"].item() for batch in batches] == [3, 3]
     unlabeled = [{"input_ids": [5], "labels": [-100]}, *solutions[1:2] * 3]
-    assert OwnPairs(lambda rows: {}, 2, 0, 2)(unlabeled)["batch_pairs"].item() == 1.5
+    assert OwnPairs(lambda rows: {}, 2, 0, 2)(unlabeled)["trl_tpu.batch_pairs"].item() == 1.5
     labels_PL = torch.tensor([[1, 1, 1], [1, -100, -100], [-100, -100, -100], [1, 1, -100]])
     collate = StepEnds(lambda _: {key: labels_PL for key in ("input_ids", "attention_mask", "labels")}, 3)
     parts = [PairRows(collate, 4, 0, part=(index, 2))(solutions) for index in range(2)]
-    assert [part["batch_pairs"].item() for part in parts] == [3, 3]
-    assert torch.cat([part["end"] for part in parts]).tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
+    assert [part["trl_tpu.batch_pairs"].item() for part in parts] == [3, 3]
+    assert torch.cat([part["trl_tpu.end"] for part in parts]).tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
 
 
 def test_ranks_of_a_tensor_group_have_the_same_pairs_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

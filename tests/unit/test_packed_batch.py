@@ -8,9 +8,9 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from trl_tpu.data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
+from trl_tpu.data.collators import DataCollatorForPreference, PadToLengths, PlannedRows, UnpaddedRow
 from trl_tpu.data.packed_batch import PackedBatch, micro_batches_of
-from trl_tpu.modeling.rewards import OWN_KEYS, PackedPairs, PairBatch, read_batch
+from trl_tpu.modeling.rewards import PackedPairs, PairBatch, other_inputs, read_batch
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -91,10 +91,29 @@ def test_a_batch_is_split_into_what_is_computed_at_a_time() -> None:
 def test_both_layouts_are_read_alike() -> None:
     packed, padded = COLLATORS["unpadded"](PAIRS), DataCollatorForPreference(0)(PAIRS)
     (rows,) = micro_batches_of(packed)
-    assert packed.keys() | rows.keys() | padded.keys() <= OWN_KEYS
     ours, theirs = read_batch(rows, 0, "right"), read_batch(padded, 0, "right")
     assert isinstance(ours, PackedPairs) and isinstance(theirs, PairBatch)
     losses_P = torch.tensor([1.0, 2.0, 6.0])
     assert ours.mean(losses_P) == theirs.mean(losses_P) == 3.0
     assert ours.tokens == theirs.tokens == 4 + 3 + 9 + 1 + 4 + 1
     assert ours.labels["margin"].tolist() == theirs.labels["margin"].tolist() == [0.5, 1.5, 2.5]
+
+
+# what our collators and packed batches call things, and what a user's collator may call its own
+KEYS = "weight chosen_probability pair_mask batch_pairs rows packed grade step is_there end labels input_ids_chosen"
+
+
+@pytest.mark.parametrize("key", KEYS.split())
+def test_keys_of_a_users_batch_go_to_the_model(key: str) -> None:
+    batch = DataCollatorForPreference(0)(PAIRS)
+    added = {**batch, key: torch.zeros(len(PAIRS))}
+    assert micro_batches_of(added) == [added]
+    assert other_inputs(batch) == {} and other_inputs(added) == {key: added[key]}
+    ours, theirs = read_batch(batch, 0, "right"), read_batch(added, 0, "right")
+    assert ours.labels.keys() == theirs.labels.keys() == {"margin"}
+    losses_P = torch.tensor([1.0, 2.0, 6.0])
+    assert ours.mean(losses_P) == theirs.mean(losses_P) == 3.0
+    planned = PadToLengths(lambda _: added, (64,), 0)(
+        PAIRS
+    )  # whatever goes with these lengths would not fit longer ones
+    assert planned == added

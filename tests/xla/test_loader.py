@@ -37,7 +37,7 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
         rows = [
             tuple(row.flatten().tolist())
             for batch in loader
-            for row, is_real in zip(batch["input_ids"].cpu(), batch["pair_mask"].cpu(), strict=True)
+            for row, is_real in zip(batch["input_ids"].cpu(), batch["trl_tpu.pair_mask"].cpu(), strict=True)
             if is_real
         ]
         epochs.append(rows)

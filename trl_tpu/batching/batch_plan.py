@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 # below this, a mask for each query and key costs less than moving every layer's queries, keys and values
 LONG_ROW = 2048
+_COLLATORS = DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification
 
 
 class BatchPlan:
@@ -253,7 +255,7 @@ class BatchPlan:
         elif self._plans_lengths:
             if (lengths := self._lengths_of(dataset)) is not None:
                 collate = PadToLengths(collate, lengths, pad, self.padding_side)
-            if self._reads_padded_rows() is None:
+            if type(self._collator) in _COLLATORS and self._reads_padded_rows() is None:  # which adds no keys
                 return PairRows(collate, pairs, pad, self.padding_side, part)
         return collate if part[1] == 1 else OwnPairs(collate, batch_size, *part)
 
@@ -296,8 +298,7 @@ class BatchPlan:
     @property
     def _plans_lengths(self) -> bool:
         """Whether padded batches are collated as TRL's, for a device that compiles each length."""
-        known = DataCollatorForPreference | RewardDataCollatorWithPadding | DataCollatorForTokenClassification | None
-        return self._runtime.plans_shapes and isinstance(self._collator, known)
+        return self._runtime.plans_shapes and isinstance(self._collator, (*_COLLATORS, NoneType))
 
     @property
     def shapes(self) -> int | None:

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..packing.pack import pack, pack_unpadded
 from ..packing.schedule import RowPlan
 from ..packing.shapes import round_up
-from .judgements import LABELS, answers_in, labels_of, weights_of
+from .judgements import OURS, add_labels, answers_in, is_ours, labels_in, labels_of, weights_of
 from .measure import NO_LABEL, dialogues_in
 from .packed_batch import PackedBatch, PackedInputs
 
@@ -51,7 +51,7 @@ class DataCollatorForPreference(DataCollatorMixin):
             "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in rows]),
         }
         labels = labels_of(examples, answers)
-        return batch | {name: torch.from_numpy(values_P) for name, values_P in labels.items()}
+        return add_labels(batch, {name: torch.from_numpy(values_P) for name, values_P in labels.items()})
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepEnds:
         labels = {name: torch.from_numpy(values_PK) for name, values_PK in labels_of(examples, self.steps).items()}
         end_PK = torch.zeros(labels["step"].shape, dtype=torch.long)
         end_PK[labels["is_there"]] = (batch["labels"] != NO_LABEL).nonzero()[:, 1]
-        return {**batch, **labels, "end": end_PK}
+        return add_labels(batch, labels | {"end": end_PK})
 
 
 @dataclass
@@ -120,7 +120,8 @@ class RewardDataCollatorWithPadding:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
             batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
         if "chosen_probability" in features[0]:
-            batch["chosen_probability"] = torch.tensor([feature["chosen_probability"] for feature in features])
+            probability_P = torch.tensor([feature["chosen_probability"] for feature in features], dtype=torch.float)
+            batch = add_labels(batch, {"chosen_probability": probability_P})
         return batch
 
 
@@ -136,7 +137,7 @@ def join_halves(batch: Mapping[str, Any], pad_token_id: int, padding_side: str) 
         return torch.cat([lengthen(rows, length, fill, padding_side) for rows in halves])
 
     joined = {"input_ids": join("input_ids", pad_token_id), "attention_mask": join("attention_mask", 0)}
-    return joined | {name: batch[name] for name in batch if name in LABELS}
+    return joined | {key: batch[key] for key in batch if is_ours(key)}
 
 
 def lengthen(rows_RL: torch.Tensor, length: int, fill: int, padding_side: str) -> torch.Tensor:
@@ -161,7 +162,8 @@ def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tu
 class PadToLengths:
     """Lengthens a collated batch, in either of TRL's layouts, to the shortest of a few planned lengths that fits.
 
-    Both halves of a batch with separate halves get the same length. A batch longer than all keeps its own length.
+    Both halves of a batch with separate halves get the same length. A batch longer than all keeps its own length, and
+    so does one with keys of a user's, which may go with it.
 
     Args:
         collate: Examples -> TRL's batch.
@@ -177,8 +179,12 @@ class PadToLengths:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = self.collate(examples)
-        fill_of = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": NO_LABEL}
-        fills = {key: fill for key in batch for start, fill in fill_of.items() if key.startswith(start)}
+        names = LEGACY_KEYS if "input_ids" not in batch else ("input_ids", "attention_mask")
+        fills = {key: self.pad_token_id if key.startswith("input_ids") else 0 for key in names}
+        if f"{OURS}end" in batch:
+            fills["labels"] = NO_LABEL
+        if any(key not in fills and key != "return_loss" and not is_ours(key) for key in batch):
+            return batch
         longest = max(batch[key].shape[1] for key in fills)
         length = next((length for length in self.lengths if length >= longest), longest)
         return batch | {key: lengthen(batch[key], length, fill, self.padding_side) for key, fill in fills.items()}
@@ -209,20 +215,21 @@ class PairRows:
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         batch = self.collate(examples)
-        if "input_ids_chosen" in batch:
+        if "input_ids" not in batch:
             batch = join_halves(batch, self.pad_token_id, self.padding_side)
-        answers, (rows_of_all, length) = answers_in(batch), batch["input_ids"].shape
+        labels = labels_in(batch)
+        answers, (rows_of_all, length) = answers_in(labels), batch["input_ids"].shape
         rows = {
             key: self._fill(batch[key].view(answers, -1, length).transpose(0, 1))
             for key in ("input_ids", "attention_mask")
         }
-        rows["pair_mask"] = torch.arange(self.pairs) < rows_of_all // answers
-        rows |= {name: self._fill(batch[name]) for name in batch if name in LABELS}
+        filled = {name: self._fill(values) for name, values in labels.items()}
+        rows = add_labels(rows, filled | {"pair_mask": torch.arange(self.pairs) < rows_of_all // answers})
         index, count = self.part
         if count == 1:
             return rows
         own = {key: values_P.chunk(count)[index] for key, values_P in rows.items()}
-        return own | {"batch_pairs": torch.tensor([max(1, sum(weights_of(examples))) / count])}
+        return add_labels(own, {"batch_pairs": torch.tensor([max(1, sum(weights_of(examples))) / count])})
 
     def _fill(self, values_P: torch.Tensor) -> torch.Tensor:
         missing = self.pairs - values_P.shape[0]

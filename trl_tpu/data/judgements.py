@@ -26,8 +26,8 @@ COUNTED = "comparisons_counted"
 LABELS_OF_MANY = dict.fromkeys(("grade", "step", "weight", "chosen_probability"), torch.float32)
 LABELS_OF_MANY |= {"is_there": torch.bool}
 """Labels that metrics read, and their types."""
-LABELS = frozenset({"margin", "end", *LABELS_OF_MANY})
-"""The names of all labels."""
+OURS = "trl_tpu."
+"""Prefix of the keys that our collators add to a padded batch: every other key is the user's or the model's."""
 
 Row = Mapping[str, Any]
 Array = TypeVar("Array", np.ndarray, torch.Tensor)
@@ -211,9 +211,25 @@ def _is_pair(row: Row) -> bool:
     return len(id_columns(row) or ()) == 2
 
 
-def answers_in(batch: Mapping[str, Any]) -> int:
-    """Return how many rows of a padded batch belong together: K, or 1 of a solution."""
-    return 1 if "end" in batch else batch["is_there"].shape[-1] if "is_there" in batch else 2
+def is_ours(key: str) -> bool:
+    """Tell whether the loss reads this key of a padded batch: one of our collators', or TRL's `margin`."""
+    return key == "margin" or key.startswith(OURS)
+
+
+def add_labels(batch: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a padded batch with labels by keys that no user's key can equal; `margin` keeps TRL's name."""
+    named = {name if name == "margin" else f"{OURS}{name}": values for name, values in labels.items()}
+    return {**batch, **named}
+
+
+def labels_in(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels that `add_labels` has added, by their names."""
+    return {key.removeprefix(OURS): values for key, values in batch.items() if is_ours(key)}
+
+
+def answers_in(labels: Mapping[str, Any]) -> int:
+    """Return how many rows of a padded batch with these labels belong together: K, or 1 of a solution."""
+    return 1 if "end" in labels else labels["is_there"].shape[-1] if "is_there" in labels else 2
 
 
 def grades_of(row: Row) -> list[float]:

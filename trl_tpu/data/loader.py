@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from .judgements import weights_of
-from .packed_batch import PackedBatch
+from .judgements import OURS, add_labels, weights_of
+from .packed_batch import PackedBatch, is_packed
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
 _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
@@ -105,10 +105,10 @@ class WholeStream(IterableDataset[Any]):
 
 
 def collate_marked(collate: Callable[[list[Any]], Any], examples: Sequence[tuple[Any, bool]]) -> Any:
-    """Collate examples of a `WholeStream` that fills up; `pair_mask` [P] of the batch is true for real pairs."""
+    """Collate examples of a `WholeStream` that fills up; its `pair_mask` [P] is true for real pairs."""
     rows, is_real = zip(*examples, strict=True)
     batch = collate(list(rows))
-    batch["pair_mask"] = torch.tensor(is_real)
+    batch[f"{OURS}pair_mask"] = torch.tensor(is_real)
     return batch
 
 
@@ -138,8 +138,8 @@ class OwnPairs:
             return batch
         pair_mask_P = torch.arange(self.pairs) < len(own)
         batch_pairs_1 = torch.tensor([max(1, sum(weights)) / self.count])
-        if "packed" not in batch:
-            return batch | {"pair_mask": pair_mask_P, "batch_pairs": batch_pairs_1}
+        if not is_packed(batch):
+            return add_labels(batch, {"pair_mask": pair_mask_P, "batch_pairs": batch_pairs_1})
         (rows,) = batch["packed"].micro_batches
         tokens_P = torch.where(pair_mask_P, rows.tokens_P, 0)
         rows = replace(rows, pair_mask_P=pair_mask_P, tokens_P=tokens_P, batch_pairs_1=batch_pairs_1)

@@ -1,6 +1,6 @@
 """A batch of pairs as a collator hands it on in packed rows: the micro-batches that it is computed in."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,22 @@ class PackedInputs(dict[str, Any]):
         raise KeyError(f"{key!r} is not in a batch of packed rows. Set packing=False in RewardConfig for padded rows.")
 
 
+def is_packed(inputs: Any) -> bool:
+    """Tell whether a collator of ours made these packed rows; a user's batch may have any keys."""
+    return isinstance(inputs, Mapping) and isinstance(inputs.get("packed"), PackedBatch)
+
+
+def is_micro_batch(inputs: Mapping[str, Any]) -> bool:
+    """Tell whether these are packed rows of one micro-batch."""
+    return isinstance(inputs.get("rows"), PackedRows)
+
+
 def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Split what a collator gave into what is computed at a time, in order; a padded batch is one micro-batch.
 
     Those of a `PackedBatch`, under the key "packed", are `PackedRows` under the key "rows".
     """
-    if "packed" not in inputs:
+    if not is_packed(inputs):
         return [inputs]
     others = {key: value for key, value in inputs.items() if key != "packed"}
     return [PackedInputs(others, rows=rows) for rows in inputs["packed"].micro_batches]
@@ -50,4 +60,4 @@ def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
 
 def tensors_of(micro_batch: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors of a micro-batch by name."""
-    return micro_batch["rows"].named_tensors() if "rows" in micro_batch else micro_batch
+    return micro_batch["rows"].named_tensors() if is_micro_batch(micro_batch) else micro_batch

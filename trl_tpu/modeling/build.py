@@ -42,7 +42,7 @@ from .load import OF_FILES, check_num_labels, forget_files, get_config_model_id,
 from .losses import TIES
 from .outputs import Outputs, write_outputs
 from .positions import learned_positions
-from .score_head import keep_score_head_in_float32
+from .score_head import keep_heads_in_float32
 from .special_tokens import set_eos_token, set_pad_token
 
 logger = logging.getLogger(__name__)
@@ -165,8 +165,7 @@ def fit_to_device(model: nn.Module, args: RewardConfig) -> None:
     Raises:
         UserError: Its layers are to be a loop and cannot.
     """
-    if args.bf16:
-        keep_score_head_in_float32(model)
+    keep_heads_in_float32(model)
     base = without_adapters(model)
     if runtime.current().plans_shapes:
         use_static_attention(base)

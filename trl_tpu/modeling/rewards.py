@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.collators import LEGACY_KEYS, join_halves
-from ..data.judgements import LABELS, answers_in, answers_there
+from ..data.collators import join_halves
+from ..data.judgements import answers_in, answers_there, is_ours, labels_in
+from ..data.packed_batch import is_micro_batch
 from ..packing.rows import PackedRows
 from .attention.masked import packed_rewards
 
@@ -32,16 +33,16 @@ class PairBatch:
     @classmethod
     def read(cls, inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) -> "PairBatch":
         """Read any of the three layouts: pair rows, `DataCollatorForPreference`, `RewardDataCollatorWithPadding`."""
-        if "input_ids_chosen" in inputs:
+        if "input_ids" not in inputs:
             inputs = join_halves(inputs, pad_token_id, padding_side)
         input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"]
         interleaved = input_ids.dim() == 3
         if interleaved:
             input_ids, attention_mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
-        answers = answers_in(inputs)
+        labels = labels_in(inputs)
+        answers = answers_in(labels)
         all_P = torch.ones(len(input_ids) // answers, dtype=torch.bool, device=input_ids.device)
-        mask_P, pairs_1 = inputs.get("pair_mask", all_P), inputs.get("batch_pairs")
-        labels = {name: inputs[name] for name in inputs if name in LABELS}
+        mask_P, pairs_1 = labels.pop("pair_mask", all_P), labels.pop("batch_pairs", None)
         return cls(input_ids, attention_mask, labels, mask_P, answers, interleaved, pairs_1)
 
     def rewards(self, model: nn.Module, **extras: Any) -> tuple[torch.Tensor, Any]:
@@ -111,14 +112,14 @@ def rewards_from(outputs: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> t
     return rewards.transpose(1, 2) if rewards.dim() == 3 else rewards
 
 
-OWN_KEYS = frozenset(
-    {
-        *("packed", "rows", "input_ids", "attention_mask", "pair_mask", "batch_pairs", "return_loss"),
-        *LABELS,
-        *LEGACY_KEYS,
-    }
-)
-"""The keys of a batch that `read_batch` reads; any other is the model's."""
+def other_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a micro-batch that `read_batch` does not read: they go to the model, as in TRL.
+
+    Of TRL's old layout, with separate halves, nothing else went there.
+    """
+    read = {"rows"} if is_micro_batch(inputs) else {"input_ids", "attention_mask"}
+    is_old = not read & set(inputs)
+    return {key: value for key, value in inputs.items() if not (is_old or key in read or is_ours(key))}
 
 
 def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) -> PairBatch | PackedPairs:
@@ -129,7 +130,7 @@ def read_batch(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str) 
         pad_token_id: What padded rows are padded with.
         padding_side: On which side they are.
     """
-    if "rows" in inputs:
+    if is_micro_batch(inputs):
         rows: PackedRows[torch.Tensor] = inputs["rows"]
         return PackedPairs(rows, rows.labels, rows.pair_mask_P)
     return PairBatch.read(inputs, pad_token_id, padding_side)

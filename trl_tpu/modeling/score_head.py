@@ -1,6 +1,7 @@
 """The score head: the linear layer that turns a hidden state into a reward, `score` in every transformers decoder."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,31 +30,48 @@ def score_head_of(model: nn.Module) -> nn.Module:
 
 
 class _InFloat32:
-    """A module's forward outside autocast. A copy of the module has one of its own, with the copy's weights."""
+    """A module's forward in float32, outside autocast. A copy of the module has one of its own, with the copy's weights."""
 
-    def __init__(self, forward: Callable[..., torch.Tensor]) -> None:
-        self.__wrapped__ = forward  # bound to the module, and so copied with it
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.__wrapped__ = module, module.forward  # bound to the module, and so copied with it
 
     def __call__(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        hidden, wide = _widen(self._module, hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.__wrapped__(hidden.float(), *args, **kwargs)
+            if wide:  # calls this once more, with wide weights
+                return functional_call(self._module, wide, (hidden, *args), kwargs)
+            return self.__wrapped__(hidden, *args, **kwargs)
 
 
-def keep_score_head_in_float32(model: nn.Module) -> None:
-    """Run the score head outside autocast: bfloat16 would round every reward to 8 bits before the loss sees it."""
-    head = find_score_head(model)
-    if head is None or any(parameter.dtype != torch.float32 for parameter in head.parameters()):
-        return
-    if not isinstance(head.forward, _InFloat32):
-        head.forward = _InFloat32(head.forward)  # type: ignore[method-assign]
+def keep_heads_in_float32(model: nn.Module) -> None:
+    """Compute rewards in float32, whatever type weights and autocast have: bfloat16 would round them to 8 bits."""
+    for head in _heads_of(model):
+        if not isinstance(head.forward, _InFloat32):
+            head.forward = _InFloat32(head)  # type: ignore[method-assign]
+
+
+def _heads_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the score head or, of encoders, which name it otherwise, the modules with weights next to the backbone."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if (head := find_score_head(base)) is not None:
+        yield head
+    elif hasattr(base, getattr(base, "base_model_prefix", None) or " "):
+        for name, module in base.named_children():
+            if name != base.base_model_prefix and any(True for _ in module.parameters()):
+                yield module
+
+
+def _widen(module: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return hidden states in float32 or, where either has it, in float64, and the weights that are narrower so."""
+    parameters = {name: each for name, each in module.named_parameters() if each.is_floating_point()}
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    for parameter in parameters.values():
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return hidden.to(dtype), {name: each.to(dtype) for name, each in parameters.items() if each.dtype != dtype}
 
 
 def score_wide(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Compute the rewards [...] of hidden states [..., H] in float32 or, where either has it, in float64."""
-    parameters = dict(head.named_parameters())
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    for parameter in parameters.values():
-        dtype = torch.promote_types(dtype, parameter.dtype)
-    wide = {name: parameter.to(dtype) for name, parameter in parameters.items()}
+    hidden, wide = _widen(head, hidden)
     with torch.autocast(hidden.device.type, enabled=False):
-        return functional_call(head, wide, (hidden.to(dtype),)).squeeze(-1)
+        return functional_call(head, wide, (hidden,)).squeeze(-1)

@@ -25,7 +25,7 @@ from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.outputs import Outputs
 from ..modeling.positions import learned_positions, position_groups
 from ..modeling.rewards import read_batch
-from ..modeling.score_head import keep_score_head_in_float32
+from ..modeling.score_head import keep_heads_in_float32
 from ..packing.shapes import attention_crossover_length
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
@@ -85,8 +85,7 @@ class Scorer:
         self.positions: float = learned_positions(self.model) or math.inf
         self._group_of = position_groups(self.model)
         self.fingerprint = _fingerprint(self.model, self.tokenizer, self.outputs)
-        if bf16:
-            keep_score_head_in_float32(self.model)
+        keep_heads_in_float32(self.model)
         if self.runtime.plans_shapes:
             use_static_attention(without_adapters(self.model))
             use_static_experts(without_adapters(self.model))

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from ..config.reward_config import RewardConfig
-from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, RewardDataCollatorWithPadding
 from ..errors import UserError
 
@@ -70,25 +69,16 @@ def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any) -> bool
     return takes_nothing or callable(callbacks) or is_old
 
 
-def uses_old_columns(train_dataset: Any, data_collator: Any, compute_loss: Any) -> bool:
-    """Tell whether columns, collator or loss are made for TRL up to 0.23; warn with today's spelling.
+def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
+    """Tell whether columns or collator are those of TRL up to 0.23; warn with today's spelling.
 
     Args:
         train_dataset: Has the columns of then, or not.
-        data_collator: Is the collator of then, or not.
-        compute_loss: A trainer's; where it names a column of then, raw rows become such.
+        data_collator: Is the collator of then, which makes raw rows such columns, or not.
     """
     columns = getattr(train_dataset, "column_names", None) or []
     is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(LEGACY_KEYS) & set(columns))
-    if data_collator is None and not set(TOKEN_COLUMNS) <= set(columns):
-        is_old = is_old or bool({"input_ids_chosen", "input_ids_rejected"} & _texts_in(compute_loss))
     if is_old:
         new = "`DataCollatorForPreference` and the columns chosen_ids, rejected_ids (or raw chosen, rejected)"
         _warn(f"`RewardDataCollatorWithPadding` and the columns {', '.join(LEGACY_KEYS)}", new)
     return is_old
-
-
-def _texts_in(function: Any) -> set[str]:
-    """Return the text constants of a function's own code."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return {value for value in getattr(code, "co_consts", ()) if isinstance(value, str)}

@@ -33,10 +33,10 @@ from ..config.reward_config import RewardConfig
 from ..data.chat import date_written
 from ..data.checks import TOKEN_COLUMNS
 from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
-from ..data.judgements import COUNTED, LABELS_OF_MANY, RANKED_COLUMNS, Pairs
+from ..data.judgements import COUNTED, LABELS_OF_MANY, OURS, RANKED_COLUMNS, Pairs, labels_in
 from ..data.measure import NO_LABEL, SOLUTION
 from ..data.old_columns import _tokenize
-from ..data.packed_batch import micro_batches_of, tensors_of
+from ..data.packed_batch import is_packed, micro_batches_of, tensors_of
 from ..data.prompts import prompts_in_training
 from ..errors import UserTypeError
 from ..evaluation.judge import check_best_metric, check_eval_by, judge
@@ -155,7 +155,7 @@ class RewardTrainer(DeviceTrainer):
         check_eval_by(args, eval_dataset)
         if args.label_smoothing_factor and self.__is_own("compute_loss"):
             logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
-        self.__old_columns = uses_old_columns(train_dataset, data_collator, self.compute_loss)
+        self.__old_columns = uses_old_columns(train_dataset, data_collator)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}
         parts["processing_class"] = upgrade_processing_class(processing_class, tokenizer)
@@ -323,7 +323,7 @@ class RewardTrainer(DeviceTrainer):
             return loss, None, None
         labels_P = torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
         if self.__computed is None:  # a loss of the user's did it, which counts no tokens
-            given = {name: inputs[name] for name in LABELS_OF_MANY if name in inputs}
+            given = {name: label for name, label in labels_in(inputs).items() if name in LABELS_OF_MANY}
             losses_P = loss.mean().expand_as(labels_P) * given.get("weight", 1)
             self.__computed = StepResult(loss, losses_P, rewards_P2, labels_P == 0, labels_P.sum(), given)
         if prediction_loss_only:
@@ -369,7 +369,7 @@ class RewardTrainer(DeviceTrainer):
             for inputs in dataloader:
                 if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
                     of_last_batch(is_last=False)
-                pairs.add(*self.__evaluated_batch(model, inputs, ignore_keys), is_packed="packed" in inputs)
+                pairs.add(*self.__evaluated_batch(model, inputs, ignore_keys), is_packed=is_packed(inputs))
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
                 if may_stop and ours.agreement.any_in_evaluation(len(pairs), told):
@@ -429,7 +429,7 @@ class RewardTrainer(DeviceTrainer):
                 whole = loss * computed.labels.get("weight", 1)
                 found["losses"] = torch.where(loss == computed.loss, computed.losses_P, whole)
         mask_P = computed.mask_P if computed else torch.ones(rows, dtype=torch.bool, device=self.args.device)
-        is_real_P = inputs.get("pair_mask", mask_P)  # of a stream, whose last batch processes fill up
+        is_real_P = inputs.get(f"{OURS}pair_mask", mask_P)  # of a stream, whose last batch processes fill up
         return found, mask_P & is_real_P if len(is_real_P) == len(mask_P) else mask_P
 
     def __measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ from ..data.loader import (
     skip_batches,
     training_order,
 )
-from ..data.packed_batch import micro_batches_of, tensors_of
+from ..data.packed_batch import is_packed, micro_batches_of, tensors_of
 from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..modeling.adapters import complete_config
@@ -396,7 +396,7 @@ class DeviceTrainer(Trainer):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        if "packed" not in inputs:
+        if not is_packed(inputs):
             return super().floating_point_ops(inputs)
         ids = [rows.input_ids_RL for rows in inputs["packed"].micro_batches]
         return sum(super(DeviceTrainer, self).floating_point_ops({"input_ids": ids_RL}) for ids_RL in ids)

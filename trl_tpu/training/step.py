@@ -12,7 +12,7 @@ from torch import nn
 
 from ..data.packed_batch import micro_batches_of
 from ..modeling.losses import Loss
-from ..modeling.rewards import OWN_KEYS, read_batch
+from ..modeling.rewards import other_inputs, read_batch
 from ..runtime import current
 
 
@@ -78,8 +78,7 @@ evaluation_step = torch.no_grad()(training_step)
 
 def _compute(model: nn.Module, rows: dict[str, Any], settings: LossSettings, extras: dict[str, Any]) -> StepResult:
     pairs = read_batch(rows, settings.pad_token_id, settings.padding_side)
-    others = {key: value for key, value in rows.items() if key not in OWN_KEYS}
-    rewards_PK, outputs = pairs.rewards(model, **others | extras)
+    rewards_PK, outputs = pairs.rewards(model, **other_inputs(rows) | extras)
     losses_P = settings.losses_of(rewards_PK, pairs.labels)
     return StepResult(pairs.mean(losses_P), losses_P, rewards_PK, pairs.mask_P, pairs.tokens, pairs.labels, outputs)
 

@@ -1,10 +1,18 @@
-"""As for TRL 0.12 to 0.23: raw messages, and a loss of the script's own that reads the columns of then."""
+"""As for TRL 0.12 to 0.23: raw messages, the collator of then, and a loss that reads its columns."""
 
 from datasets import load_dataset
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
-from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, setup_chat_format
+from trl_tpu import (
+    ModelConfig,
+    RewardConfig,
+    RewardDataCollatorWithPadding,
+    RewardTrainer,
+    ScriptArguments,
+    get_peft_config,
+    setup_chat_format,
+)
 
 
 class OwnTrainer(RewardTrainer):
@@ -33,6 +41,7 @@ if __name__ == "__main__":
         model=model,
         processing_class=tokenizer,
         args=training_args,
+        data_collator=RewardDataCollatorWithPadding(tokenizer),
         train_dataset=pairs[script_args.dataset_train_split],
         eval_dataset=pairs[script_args.dataset_train_split] if training_args.eval_strategy != "no" else None,
         peft_config=get_peft_config(model_args),
