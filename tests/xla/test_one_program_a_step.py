@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from counters import CountAtSteps, Counts, count
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardTrainer
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
 
 
 @pytest.mark.parametrize(
@@ -64,3 +68,37 @@ def test_evaluation_compiles_once_for_all_batches(
     assert after.compiles == between.compiles
     assert after.device_to_host - between.device_to_host <= 13  # at the end: 3 batches of 4 tensors, the token count
     assert first["eval_loss"] == second["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing": False, "gradient_accumulation_steps": 2},
+        {"packing": True},  # in several micro-batches
+        {"packing": False, "scan_layers": True, "pad_to_multiple_of": 64},
+        {"packing": False, "scan_layers": True, "pad_to_multiple_of": 64, "gradient_accumulation_steps": 2},
+    ],
+)
+def test_what_no_forward_uses_does_not_decay(
+    config: Callable[..., Any], model_folder: str, settings: dict[str, Any]
+) -> None:
+    """As in torch, whose optimizers leave parameters alone that have no gradient."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
+    for module in (model, *model.model.layers):
+        module.register_parameter("spare", torch.nn.Parameter(torch.ones(8, 8)))
+    args = config(weight_decay=0.5, learning_rate=1e-2, max_steps=4, **settings)
+    shape = RowShape(1, 192)
+    fixed = RowPlan((shape,), (shape,)) if settings["packing"] else None
+    trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": fixed})
+    counter = CountAtSteps()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    data = tiny.uneven_pairs(64)
+    trainer = trainer_class(model, args, train_dataset=data, processing_class=tokenizer, callbacks=[counter])
+    assert trainer.batch_plan.accumulates == settings["packing"]
+    before = model.score.weight.detach().cpu().clone()
+    trainer.train()
+    weights = {name: weight.detach().cpu() for name, weight in trainer.model.named_parameters()}
+    assert not torch.equal(weights["score.weight"], before)
+    spare = [weight for name, weight in weights.items() if name.endswith("spare")]
+    assert len(spare) == 3 and all(weight.eq(1).all() for weight in spare)
+    assert counter.between(2, 3).compiles == 0 or settings["packing"]

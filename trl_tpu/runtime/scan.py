@@ -127,6 +127,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         trained, count = ctx.trained, len(ctx.trained)
+        used: list[bool] = []  # of the trained weights, those that a layer computes with
         fixed, slices = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
 
         def step(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
@@ -137,12 +138,15 @@ class _Scan(torch.autograd.Function):
             with torch.enable_grad(), ctx.autocast, Reusing(ctx.keep, kept):
                 output = ctx.run(hidden, fixed, weights)
             wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
-            found = zip(wanted, torch.autograd.grad(output, wanted, gradient, allow_unused=True), strict=True)
-            gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in found]
+            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
+            used[:] = [each is not None for each in found[1:]]
+            pairs = zip(wanted, found, strict=True)
+            gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in pairs]
             return [gradients[0], *fixed], ctx.laid_out(gradients[1:])
 
         carry, found = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
-        gradients = iter(ctx.laid_out(found, None))
+        found = ctx.laid_out(found, None)
+        gradients = iter([each if is_used else None for each, is_used in zip(found, used, strict=True)])
         weights = [next(gradients) if is_trained else None for is_trained in trained]
         return (None, None, None, None, carry[0], *(None for _ in fixed), *weights)
 

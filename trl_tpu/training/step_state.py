@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ class StepState:
         self._optimizer: Optimizer | None = None
         self._stack: LayerStack | None = None
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
+        self._reached: set[nn.Parameter] = set()  # by gradients of this step
 
     def prepare(
         self, model: nn.Module, placements: Mapping[str, Placement], optimizer: Optimizer, accumulates: bool
@@ -47,10 +49,13 @@ class StepState:
                 self._runtime.step_boundary()
             return False
         self._optimizer, self.gradient_buffers = optimizer, {}
+        optimizer.register_step_pre_hook(self._detach_unused)
         prepare_optimizer(optimizer, self._runtime, self.specs(model, placements))
         if accumulates:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
+            for parameter in filter(lambda each: each.requires_grad, parameters):
+                parameter.register_hook(partial(self._note_gradient, parameter))
             self._runtime.step_boundary()
             optimizer.register_step_post_hook(self._zero)
         return True
@@ -75,6 +80,16 @@ class StepState:
         """Give the layers back for as long as the context is open."""
         return nullcontext() if self._stack is None else self._stack.one_by_one()
 
+    def _note_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # as recomputed layers give to weights that they do not use
+            self._reached.add(parameter)
+
+    def _detach_unused(self, *_: object) -> None:
+        """Leave parameters to the optimizer without a gradient if no backward reached them: they must not decay."""
+        for parameter in self.gradient_buffers.keys() - self._reached:
+            parameter.grad = None
+
     def _zero(self, *_: object) -> None:
+        self._reached.clear()
         for buffer in self.gradient_buffers.values():
             buffer.zero_()
