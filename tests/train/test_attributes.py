@@ -8,12 +8,13 @@ import pytest
 import tiny
 import torch
 from judgements import NAMES, WEIGHTS, graded
-from peft import LoraConfig
+from peft import AutoPeftModelForSequenceClassification, LoraConfig
 from timings import untimed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.errors import UserError
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -94,3 +95,34 @@ def test_one_number_comes_out_of_what_is_saved(model: str, tmp_path: Path, peft:
     assert [list(each) for each in by_name] == [NAMES] * len(texts)
     assert [np.dot(WEIGHTS, list(each.values())) for each in by_name] == pytest.approx(found)
     assert np.std(found) > 0 and "0.65" in Path(run.args.output_dir, "README.md").read_text()
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])])
+def test_training_that_goes_on_matches_attributes_by_name(model: str, tmp_path: Path, lora: Any) -> None:
+    """Names in another order; saved adapters by their folder and as peft loads them."""
+    first = trained(model, tmp_path / "first", peft_config=lora, save_strategy="steps", save_steps=2)
+    first.save_model()
+    folder, before = str(tmp_path / "first"), first.evaluate()
+    tokenizer = first.processing_class
+    names = [NAMES[2], NAMES[0], NAMES[1]]
+    auto: Any = AutoModelForSequenceClassification if lora is None else AutoPeftModelForSequenceClassification
+    settings: dict[str, Any] = {"report_to": "none", "bf16": False, "ties": "skip", "disable_tqdm": True}
+    settings |= {"attributes": names, "attribute_loss_weights": [3.0, 1.0, 2.0]}
+    args = RewardConfig(str(tmp_path / "again"), **settings)
+    for given in (folder, auto.from_pretrained(folder, num_labels=3)):
+        data = {"train_dataset": graded(23), "eval_dataset": graded(7, seed=3)}
+        again = RewardTrainer(given, args, **data, processing_class=tokenizer)
+        config = again.model.config
+        assert (config.attribute_weights, [*config.id2label.values()]) == (WEIGHTS, NAMES)
+        assert again.args.attribute_loss_weights == [1.0, 2.0, 3.0] and args.attributes == names
+        metrics = again.evaluate()
+        for key in (key for key in before if "accuracy" in key):
+            assert metrics[key] == pytest.approx(before[key], abs=1e-6), key
+    args.attributes = [*NAMES[:2], "other"]
+    with pytest.raises(UserError, match="attributes"):
+        RewardTrainer(folder, args, **data, processing_class=tokenizer)
+    resumed = {"attributes": names, "attribute_weights": None, "max_steps": 6}
+    with pytest.raises(UserError, match="attributes"):
+        RewardTrainer(
+            model, RewardConfig(str(tmp_path / "new"), **settings | resumed), **data, peft_config=lora
+        ).train(f"{folder}/checkpoint-2")

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
 from trl_tpu.data.collators import PairRows, StepEnds
@@ -51,6 +52,22 @@ def together(folder: Path) -> Any:
         return found[count]
 
     return of
+
+
+def test_new_heads_and_adapters_are_those_of_one_process(tmp_path: Path) -> None:
+    """A model by name, of which each process reads its part: what is drawn is drawn whole, to the bit."""
+    pairs = tiny.made_up_pairs(16)
+    classifier = tiny.save_tiny(tmp_path / "model", [text for row in pairs for text in row.values()])
+    config = LlamaConfig.from_pretrained(classifier)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(classifier)
+    words = ("fresh_ranks.py", classifier, str(tmp_path))
+    for process in apart.at_once((*words, "1"), (*words, "2", "0"), (*words, "2", "1"), USE_TORCH_XLA="0"):
+        assert process.returncode == 0, process.stderr[-3000:]
+    one, *others = (json.loads((tmp_path / f"fresh {name}.json").read_text()) for name in ("alone", "0", "1"))
+    assert others == [one, one]
+    assert {len(set(map(str, weights["score.weight"]))) for weights in (one["plain"], one["steps"])} == {1, 2}
+    assert any("lora_A" in name for name in one["adapters"])
 
 
 def in_time(ways: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
-from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.checkpoint import saver
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.remote import RemoteRun
@@ -713,3 +713,29 @@ def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(
         reward.run(words)
     assert end.value.code == 74
     assert (tmp_path / "model.safetensors").is_file()  # trained to the end all the same
+
+
+def test_adapters_by_the_name_of_their_folder_are_trained_further(model_folder: str, tmp_path: Path) -> None:
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    before = make_trainer(model_folder, tmp_path / "before", peft=lora, bf16=False)
+    before.train()
+    before.save_model()
+    rows = tiny.made_up_pairs(8, seed=1)
+    trainer = make_trainer(str(tmp_path / "before"), tmp_path / "run", bf16=False, save_steps=3)
+    assert trainer.predict(rows).predictions == pytest.approx(before.predict(rows).predictions, abs=1e-6)
+    old = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if each.requires_grad}
+    assert any("lora_A" in name for name in old)
+    trainer.train()
+    trainer.save_model()
+    assert not any(torch.equal(trainer.model.get_parameter(name), each) for name, each in old.items())
+    rewards_P2 = trainer.predict(rows).predictions
+    for folder in ("run", "run/checkpoint-6"):
+        scored = [[row["reward_chosen"], row["reward_rejected"]] for row in score(str(tmp_path / folder), rows)]
+        assert scored == pytest.approx(rewards_P2, abs=1e-6)
+    resumed = make_trainer(str(tmp_path / "before"), tmp_path / "run", bf16=False, save_steps=3)
+    resumed.train(str(tmp_path / "run/checkpoint-3"))
+    assert resumed.predict(rows).predictions == pytest.approx(rewards_P2, abs=1e-6)
+    with pytest.raises(UserError, match="peft_config"):
+        make_trainer(str(tmp_path / "before"), tmp_path / "more", peft=lora)
+    with pytest.raises(UserError, match="peft_config"):  # their LoRA would be frozen, and their checkpoints fail
+        make_trainer(AutoModelForSequenceClassification.from_pretrained(tmp_path / "before"), tmp_path / "more")

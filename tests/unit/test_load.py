@@ -1,5 +1,6 @@
 """Models and tokenizers are loaded and made to agree as TRL 1.16's trainer does it, and the user's tokenizer stays."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import trl
 from datasets import Dataset
 from preference_forms import TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -28,6 +30,7 @@ from trl_tpu.errors import UserError
 from trl_tpu.modeling import chat_template, load, special_tokens
 from trl_tpu.modeling.build import build_reward_model
 from trl_tpu.modeling.model_shape import model_without_weights
+from trl_tpu.modeling.outputs import Outputs
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>")
 
@@ -124,6 +127,39 @@ def test_a_head_of_another_size_is_refused_and_may_be_made_anew(tmp_path: Path) 
         load.load_model(str(tmp_path))
     model = load.load_model(str(tmp_path), model_init_kwargs={"ignore_mismatched_sizes": True})
     assert model.score.weight.shape[0] == 1
+
+
+@pytest.mark.parametrize("separator", [None, "\n"])
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_head_by_another_name_is_read(separator: str | None, in_files: bool, tmp_path: Path) -> None:
+    outputs = Outputs(step_separator=separator)
+    labels = len(outputs.weights)
+    written = outputs.auto_class.from_config(tiny_config(num_labels=labels))
+    tensors = written.state_dict()
+    written.save_pretrained(tmp_path)
+
+    def loaded(**tensors: Any) -> Any:
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+        kwargs: Any = {"num_labels": labels, "trust_remote_code": False}
+        return load.load_classifier(str(tmp_path), outputs, in_files=in_files, **kwargs)
+
+    head = tensors.pop("score.weight")
+    model, info = loaded(**tensors, **{"value_head.weight": head, "lm_head.weight": torch.zeros(260, 2)})
+    assert not info["missing_keys"] and torch.equal(model.score.weight, head)
+    for more in (
+        {},
+        {"value_head.weight": head, "value_head.bias": torch.zeros(labels)},
+        {"value_head.weight": head, "other_head.weight": head},
+        {"score.0.weight": torch.eye(head.shape[1]), "score.2.weight": head},
+    ):
+        with pytest.raises(UserError, match=r"score\.weight"):
+            loaded(**tensors, **more)
+    config = tmp_path / "config.json"
+    config.write_text(re.sub("For(Sequence|Token)Classification", "ForCausalLM", config.read_text()))
+    _, info = loaded(**tensors, **{"extra.weight": torch.zeros(3, 3)})
+    assert info["missing_keys"] == {"score.weight"}  # of a language model, whose head is new
+    with pytest.raises(UserError, match=r"score\.weight"):
+        loaded(**tensors, **{"value_head.weight": head, "value_head.bias": torch.zeros(labels)})
 
 
 def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_way(tmp_path: Path) -> None:

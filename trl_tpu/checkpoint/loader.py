@@ -75,6 +75,11 @@ class CheckpointLoader:
                     "folder as the model."
                 )
             then, now = self.progress["order"], json.loads(json.dumps(order))
+            if now.get("attributes") != then.get("attributes", now.get("attributes")):
+                raise UserError(
+                    f"The checkpoint {folder} has outputs for attributes={then['attributes']}, and this run for "
+                    f"attributes={now['attributes']}. Resume with the attributes that it had, in that order."
+                )
             changed = [name for name in now if name in then and then[name] != now[name]]
             if told := ", ".join(f"{name} was {then[name]} and is {now[name]}" for name in changed):
                 logger.warning("Resuming from %s, but the run will not be the one that it is of: %s.", folder, told)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..trainer.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
+_ATTRIBUTES = "attribute_weights"
 
 
 def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
@@ -118,8 +119,8 @@ def add_adapters(
 
     if is_peft_model(model):
         raise UserError(
-            "You passed a `PeftModel` instance together with a `peft_config`. Either leave `peft_config` out to train "
-            "the adapters it has, or merge them first (`model.merge_and_unload()`) and pass the merged model."
+            "The model has adapters, and `peft_config` (`--use_peft`) asks for others. Either leave it out to train "
+            "those, or merge them first (`model.merge_and_unload()`) and pass the merged model."
         )
     peft_config = copy.deepcopy(peft_config)
     if added_tokens:
@@ -151,22 +152,20 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs: Any) -> "PeftModel":
-    """Load the classifier with the adapters saved in `folder`, which names its base model.
+def noted_attributes(model: Any) -> dict[str, float]:
+    """Return the weights of attributes by name that `note_attributes` has noted of a model's adapters, if any."""
+    configs = model.peft_config.values() if is_peft_model(model) else ()
+    noted = (config.auto_mapping[_ATTRIBUTES] for config in configs if _ATTRIBUTES in (config.auto_mapping or ()))
+    return dict(next(noted, ()))
 
-    Args:
-        folder: Folder or Hub id of saved adapters.
-        step_separator: What follows each step that it judges; None where it judges dialogues.
-        **kwargs: For the base model's ``from_pretrained``.
 
-    Raises:
-        UserError: A file is broken, or names what is not there.
+def note_attributes(model: Any, attributes: Mapping[str, float]) -> None:
+    """Note the weights of attributes in the config of a model's adapters, which peft saves and loads with them.
+
+    It knows no key of ours; of those that it knows, `auto_mapping` is a dict that adapters with a `task_type` leave.
     """
-    import peft
-
-    dialogues, steps = peft.AutoPeftModelForSequenceClassification, peft.AutoPeftModelForTokenClassification
-    with explaining(f"{folder} cannot be loaded as a reward model"):
-        return (dialogues if step_separator is None else steps).from_pretrained(folder, **kwargs)
+    for config in model.peft_config.values() if is_peft_model(model) and attributes else ():
+        config.auto_mapping = {_ATTRIBUTES: [*map(list, attributes.items())]}
 
 
 def _train_added_tokens(peft_config: Any, added_tokens: list[int], model: PreTrainedModel) -> None:

@@ -1,5 +1,6 @@
 """Finished objects for the trainer: a reward model with its tokenizer, and datasets of token pairs."""
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any, cast
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
@@ -26,6 +28,8 @@ from .adapters import (
     add_adapters,
     fits_shards,
     is_peft_model,
+    note_attributes,
+    noted_attributes,
     prepare_adapters,
     reads_base_weights,
     warn_if_head_is_frozen,
@@ -38,7 +42,16 @@ from .engines import tell_engines
 from .experts import use_static_experts
 from .frozen import freeze
 from .layers import find_layers
-from .load import OF_FILES, check_num_labels, forget_files, get_config_model_id, load_model, load_processing_class
+from .load import (
+    OF_FILES,
+    check_num_labels,
+    forget_files,
+    get_config_model_id,
+    hub_settings,
+    load_model,
+    load_processing_class,
+    load_tokenizer,
+)
 from .losses import TIES
 from .outputs import Outputs, write_outputs
 from .positions import learned_positions
@@ -104,6 +117,7 @@ def build_reward_model(
         UserError, ImportError: From the parts, which say what to do.
     """
     files, in_files = {"trust_remote_code": args.trust_remote_code}, False
+    known: Mapping[str, float] = noted_attributes(model)
     outputs = Outputs(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
     if isinstance(model, str):
         model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
@@ -112,21 +126,35 @@ def build_reward_model(
         in_files = runtime.current().shares_mesh and not (peft_config is not None and reads_base_weights(peft_config))
         if _loads_in_parts(args, peft_config):
             model_init_kwargs = {"distributed_config": distributed_config(args.mesh_shape)} | (model_init_kwargs or {})
+        name = model
         model = load_model(
-            model,
+            name,
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
             in_files=in_files,
             outputs=outputs,
         )
+        if is_peft_model(model):  # by the name of saved adapters, with which a tokenizer may be
+            in_files, known = False, noted_attributes(model) or Outputs.saved(name).attributes
+            where = {**hub_settings(files), "_raise_exceptions_for_missing_entries": False}
+            if processing_class is None and cached_file(name, "tokenizer_config.json", **where) is not None:
+                processing_class = load_tokenizer(name, **files)
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for name, value in ignored.items():
             if value is not None:
                 logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise UserError(
+                "The model's adapters are transformers' (`add_adapter`, or `from_pretrained` of their folder), which "
+                "checkpoints cannot hold. Pass `peft_config`, or load them by `AutoPeftModelForSequenceClassification."
+                "from_pretrained(..., is_trainable=True)`, or pass their folder's name as the model."
+            )
     base = without_adapters(model)
     check_num_labels(base, outputs)
+    if known:
+        write_outputs(base.config, [*known], [*known.values()], None)
     write_outputs(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer = set_eos_token(model, tokenizer, args.eos_token)
@@ -139,6 +167,7 @@ def build_reward_model(
         model = add_adapters(model, peft_config, added_tokens=added_tokens, gradient_checkpointing=checkpointing)
     elif is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=checkpointing)
+    note_attributes(model, Outputs.of(base.config).attributes)
     warn_if_head_is_frozen(model)
     freeze(model, args.frozen_parameters)
     if args.disable_dropout:
@@ -146,6 +175,17 @@ def build_reward_model(
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
     tell_engines(base.config)
     return model, tokenizer
+
+
+def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
+    """Return settings whose attributes are in the order of the model's outputs."""
+    order = [*Outputs.of(without_adapters(model).config).attributes]
+    if order != (args.attributes or []):
+        args, places = copy.copy(args), [(args.attributes or []).index(name) for name in order]
+        for name in ("attributes", "attribute_weights", "attribute_loss_weights"):
+            values = getattr(args, name)
+            setattr(args, name, values and [values[place] for place in places])
+    return args
 
 
 def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:

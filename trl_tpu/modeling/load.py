@@ -1,15 +1,19 @@
 """Load a model and its tokenizer: on the host, or with the weights left in their files until they are placed."""
 
+import copy
 import json
 import logging
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -18,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file
 
 from .. import runtime
 from ..errors import UserError, UserFileError
@@ -55,7 +60,7 @@ def load_model(
     in_files: bool = False,
     outputs: Outputs = ONE_REWARD,
 ) -> PreTrainedModel:
-    """Load a checkpoint as a reward model with these outputs.
+    """Load a checkpoint as a reward model with these outputs, or saved adapters, to be trained further, with theirs.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
     The model stays on the CPU for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
@@ -85,7 +90,33 @@ def load_model(
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     if runtime.current().shares_mesh:
         _fit_xla(kwargs)
+    if find_adapter_config_file(name, **hub_settings(kwargs)) is not None:
+        kwargs.pop("distributed_config", None)  # peft would read the head's whole weight into a part
+        return load_adapted_model(name, outputs.step_separator, is_trainable=True, **kwargs)
     return load_classifier(name, outputs, in_files=in_files, **kwargs)[0]
+
+
+def hub_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return those arguments of ``from_pretrained`` by which a file is found."""
+    return {name: kwargs[name] for name in OF_FILES & kwargs.keys() if name != "trust_remote_code"}
+
+
+def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs: Any) -> Any:
+    """Load the classifier with the adapters saved in `folder`, which names its base model.
+
+    Args:
+        folder: Folder or Hub id of saved adapters.
+        step_separator: What follows each step that it judges; None where it judges dialogues.
+        **kwargs: For ``from_pretrained`` of peft and of the base model.
+
+    Raises:
+        UserError: A file is broken, or names what is not there.
+    """
+    import peft
+
+    dialogues, steps = peft.AutoPeftModelForSequenceClassification, peft.AutoPeftModelForTokenClassification
+    with explaining(f"{folder} cannot be loaded as a reward model"):
+        return (dialogues if step_separator is None else steps).from_pretrained(folder, **kwargs)
 
 
 def load_classifier(
@@ -105,13 +136,70 @@ def load_classifier(
     """
     with explaining(f"{name} cannot be loaded as a reward model"):
         _check_shards(Path(name))
-        if in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}:
-            random_state = torch.get_rng_state()
-            if loaded := _load_in_files(name, outputs, kwargs):
-                return loaded
+        random_state, loaded = torch.get_rng_state(), None
+        in_files = in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}
+        if in_files and (loaded := _load_in_files(name, outputs, kwargs)) is None:
             torch.set_rng_state(random_state)  # the new head is the one that it would have been
             logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
-        return outputs.auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
+        model, info = loaded or outputs.auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
+        if renamed := _head_by_another_name(name, model, info, kwargs):
+            torch.set_rng_state(random_state)
+            return load_classifier(name, outputs, in_files=in_files, **kwargs, key_mapping=renamed)
+        if "distributed_config" in kwargs:
+            new = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+            _draw_whole(model, outputs, new, random_state, kwargs.get("trust_remote_code", False))
+        return model, info
+
+
+def _head_by_another_name(
+    name: str, model: PreTrainedModel, info: dict[str, Any], kwargs: dict[str, Any]
+) -> dict[str, str]:
+    """Return the key mapping that reads a reward model's head, if it has another name in the checkpoint; else none.
+
+    Raises:
+        UserError: There is a head, but it is not clear which tensors it is: a new one would be random.
+    """
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
+    if not missing or "key_mapping" in kwargs:
+        return {}
+    config = Path(str(cached_file(name, CONFIG_NAME, **hub_settings(kwargs))))
+    stored: Any = HuggingFaceStorageReader(str(config.parent)).read_metadata().state_dict_metadata
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "cls.")))
+    shapes = [each.shape for key, each in model.named_parameters() if key in missing and each.dim() == 2]
+    heads = [key for key in unexpected if key in stored and stored[key].size in shapes]
+    alongside = [key for key in unexpected if heads and key.partition(".")[0] == heads[0].partition(".")[0]]
+    if len(missing) == len(heads) == len(alongside) == 1:
+        logger.warning(f"{name}: the head {missing[0]} is read from {heads[0]}, the only tensor of its shape.")
+        return {f"^{re.escape(heads[0])}$": missing[0]}
+    kinds = str(json.loads(config.read_text(encoding="utf-8")).get("architectures"))
+    if heads or re.search("SequenceClassification|TokenClassification|Reward", kinds):
+        raise UserError(
+            f"{name} (architectures {kinds}) is a reward model or classifier without {', '.join(missing)}, and a new "
+            f"head would be random. Its other tensors: {unexpected}. Save it with its head by that name and without "
+            "a bias, or begin from the causal language model that it was made of."
+        )
+    return {}
+
+
+def _draw_whole(
+    model: Any, outputs: Outputs, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
+) -> None:
+    """Give a model in parts the new weights that one process would draw: whole, from the numbers before loading."""
+    with torch.device("meta"):
+        settings: dict[str, Any] = {"dtype": model.dtype, "trust_remote_code": trust_remote_code}
+        whole = outputs.auto_class.from_config(copy.deepcopy(model.config), **settings)
+    for path in {key.rpartition(".")[0] for key in new}:
+        whole.get_submodule(path).to_empty(device="cpu", recurse=False)
+    for name, parameter in whole.named_parameters():
+        parameter._is_hf_initialized = name not in new
+    torch.set_rng_state(random_state)
+    whole.initialize_weights()
+    for name, own in model.named_parameters():
+        if name in new:
+            drawn = whole.get_parameter(name).detach().to(own.device)
+            if isinstance(own, DTensor):
+                drawn = distribute_tensor(drawn, own.device_mesh, own.placements, src_data_rank=None)
+            own.data.copy_(drawn)
 
 
 def _load_in_files(

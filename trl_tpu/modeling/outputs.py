@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..errors import UserError
 from .engines import saved_config
 from .score_head import score_head_of
 
@@ -69,15 +70,27 @@ def write_outputs(
     """Write into a model's config what its outputs are, in place of what it says of the model it begins as.
 
     Args:
-        names: Of attributes, in the order of the outputs; none of other models.
+        names: Of attributes; none of other models. Outputs that have these names keep their order.
         weights: Of each; by default those that the config has, or else alike.
         step_separator: As in `Outputs`.
+
+    Raises:
+        UserError: The outputs have other names.
     """
     before = Outputs.of(config).attributes
+    if all(name.startswith("LABEL_") for name in before):  # transformers' names of what has none
+        before = dict(zip(names, before.values(), strict=True)) if len(before) == len(names) else {}
+    if before and names and set(before) != set(names):
+        raise UserError(
+            f"The model's outputs are the attributes {[*before]}, and attributes={[*names]} are others. Set "
+            f"attributes={[*before]} to train them further, or begin from a model without attributes."
+        )
     for name in ("attribute_weights", "step_separator"):
         vars(config).pop(name, None)
     if names:
-        config.attribute_weights = list(weights or before.values()) or [1 / len(names)] * len(names)
+        given = dict(zip(names, weights, strict=True)) if weights else before or dict.fromkeys(names, 1 / len(names))
+        names = [*before] or names
+        config.attribute_weights = [given[name] for name in names]
         config.id2label, config.label2id = dict(enumerate(names)), {name: place for place, name in enumerate(names)}
     if step_separator is not None:
         config.step_separator = step_separator

@@ -30,15 +30,16 @@ def score_head_of(model: nn.Module) -> nn.Module:
 
 
 class _InFloat32:
-    """A module's forward in float32, outside autocast. A copy of the module has one of its own, with the copy's weights."""
+    """A module's forward in float32, outside autocast; a copy of the module has one with the copy's weights."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self.__wrapped__ = module, module.forward  # bound to the module, and so copied with it
+        self._module = module
+        self.__wrapped__: Any = module.forward  # bound to the module, and so copied with it
 
-    def __call__(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         hidden, wide = _widen(self._module, hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            if wide:  # calls this once more, with wide weights
+            if wide:  # which calls this once more
                 return functional_call(self._module, wide, (hidden, *args), kwargs)
             return self.__wrapped__(hidden, *args, **kwargs)
 
@@ -50,9 +51,9 @@ def keep_heads_in_float32(model: nn.Module) -> None:
             head.forward = _InFloat32(head)  # type: ignore[method-assign]
 
 
-def _heads_of(model: nn.Module) -> Iterator[nn.Module]:
+def _heads_of(model: Any) -> Iterator[nn.Module]:
     """Yield the score head or, of encoders, which name it otherwise, the modules with weights next to the backbone."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if (head := find_score_head(base)) is not None:
         yield head
     elif hasattr(base, getattr(base, "base_model_prefix", None) or " "):

@@ -49,6 +49,7 @@ from ..modeling.build import (
     default_folder,
     first_chat,
     first_dialogues,
+    in_order_of,
 )
 from ..modeling.engines import BASE_CONFIG, set_scale
 from ..modeling.losses import Loss
@@ -163,7 +164,7 @@ class RewardTrainer(DeviceTrainer):
         built, own_tokenizer = self.__build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
         # what planning and preparing data read
-        self.args, self.model, self.processing_class = args, built, own_tokenizer
+        self.args, self.model, self.processing_class = in_order_of(built, args), built, own_tokenizer
         self.data_collator, self.train_dataset = data_collator, train_dataset  # type: ignore[assignment]
         plan = self.__plan
         train_pairs = self.__prepared(train_dataset, "train")
@@ -180,7 +181,7 @@ class RewardTrainer(DeviceTrainer):
         plan.prepare(train_pairs, eval_pairs)
         super().__init__(
             model=built,
-            args=args,
+            args=self.args,
             data_collator=data_collator or plan.default_collator(),
             train_dataset=train_pairs,
             eval_dataset=eval_pairs,
