@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from trl_tpu.data.collators import DataCollatorForPreference, PadToLengths, PlannedRows, UnpaddedRow
-from trl_tpu.data.packed_batch import PackedBatch, micro_batches_of
+from trl_tpu.data.packed_batch import PackedBatch, micro_batches_of, tensors_of
 from trl_tpu.modeling.rewards import PackedPairs, PairBatch, other_inputs, read_batch
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
@@ -85,7 +85,8 @@ def test_a_batch_is_split_into_what_is_computed_at_a_time() -> None:
     assert [each["rows"] for each in some] == list(packed["packed"].micro_batches)
     assert {each["more"] for each in some} == {1}
     padded = DataCollatorForPreference(0)(PAIRS)
-    assert micro_batches_of(padded) == [padded]
+    for batch in (padded, [torch.zeros(1)]):  # a user's need not be a dict
+        assert micro_batches_of(batch) == [batch] and tensors_of(batch) is batch  # type: ignore[arg-type]
 
 
 def test_both_layouts_are_read_alike() -> None:

@@ -42,9 +42,9 @@ def is_packed(inputs: Any) -> bool:
     return isinstance(inputs, Mapping) and isinstance(inputs.get("packed"), PackedBatch)
 
 
-def is_micro_batch(inputs: Mapping[str, Any]) -> bool:
+def is_micro_batch(inputs: Any) -> bool:
     """Tell whether these are packed rows of one micro-batch."""
-    return isinstance(inputs.get("rows"), PackedRows)
+    return isinstance(inputs, Mapping) and isinstance(inputs.get("rows"), PackedRows)
 
 
 def micro_batches_of(inputs: dict[str, Any]) -> list[dict[str, Any]]:
