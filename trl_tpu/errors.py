@@ -4,6 +4,10 @@ The command prints these in one line and ends with status 2; every other excepti
 of one message, so that they come back whole from worker processes.
 """
 
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 #: The exit status of a run that is to be started again to go on: EX_TEMPFAIL of sysexits.h.
 UNFINISHED = 75
 
@@ -30,3 +34,18 @@ class UserKeyError(UserError, KeyError):
     """As `UserError`, for a column or split that is not there, where TRL raises a KeyError."""
 
     __str__ = Exception.__str__  # a KeyError's text is a repr
+
+
+@contextmanager
+def explaining(
+    fault: str, fix: str = "Correct the name, its files or what `model_init_kwargs` says."
+) -> Iterator[None]:
+    """Raise the errors of libraries, or of a model's own code, as a UserError, of the same kind, after ``fault``."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = textwrap.shorten(str(error), 800).rstrip(".")  # some libraries list every model they know
+        kind = UserFileError if isinstance(error, OSError) else UserError
+        raise kind(f"{fault}: {type(error).__name__}: {reason}. {fix}") from error

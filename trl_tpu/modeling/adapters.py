@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
-from ..errors import UserError
+from ..errors import UserError, explaining
 from .engines import save_base_config, write_old_names
-from .load import explaining
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -150,6 +149,24 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs: Any) -> Any:
+    """Load the classifier with the adapters saved in `folder`, which names its base model.
+
+    Args:
+        folder: Folder or Hub id of saved adapters.
+        step_separator: What follows each step that it judges; None where it judges dialogues.
+        **kwargs: For ``from_pretrained`` of peft and of the base model.
+
+    Raises:
+        UserError: A file is broken, or names what is not there.
+    """
+    import peft
+
+    dialogues, steps = peft.AutoPeftModelForSequenceClassification, peft.AutoPeftModelForTokenClassification
+    with explaining(f"{folder} cannot be loaded as a reward model"):
+        return (dialogues if step_separator is None else steps).from_pretrained(folder, **kwargs)
 
 
 def noted_attributes(model: Any) -> dict[str, float]:

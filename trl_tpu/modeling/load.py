@@ -4,9 +4,7 @@ import copy
 import json
 import logging
 import re
-import textwrap
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file
 
 from .. import runtime
-from ..errors import UserError, UserFileError
+from ..errors import UserError, explaining
+from .adapters import load_adapted_model
 from .model_shape import model_without_weights
 from .outputs import ONE_REWARD, Outputs, write_outputs
 
@@ -34,21 +33,6 @@ logger = logging.getLogger(__name__)
 #: Keys of `model_init_kwargs` that say where files are, and hold for the tokenizer, too.
 OF_FILES = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"}
 OF_FILES |= {"trust_remote_code"}
-
-
-@contextmanager
-def explaining(
-    fault: str, fix: str = "Correct the name, its files or what `model_init_kwargs` says."
-) -> Iterator[None]:
-    """Raise the errors of libraries, or of a model's own code, as a UserError, of the same kind, after ``fault``."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = textwrap.shorten(str(error), 800).rstrip(".")  # some libraries list every model they know
-        kind = UserFileError if isinstance(error, OSError) else UserError
-        raise kind(f"{fault}: {type(error).__name__}: {reason}. {fix}") from error
 
 
 def load_model(
@@ -99,24 +83,6 @@ def load_model(
 def hub_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return those arguments of ``from_pretrained`` by which a file is found."""
     return {name: kwargs[name] for name in OF_FILES & kwargs.keys() if name != "trust_remote_code"}
-
-
-def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs: Any) -> Any:
-    """Load the classifier with the adapters saved in `folder`, which names its base model.
-
-    Args:
-        folder: Folder or Hub id of saved adapters.
-        step_separator: What follows each step that it judges; None where it judges dialogues.
-        **kwargs: For ``from_pretrained`` of peft and of the base model.
-
-    Raises:
-        UserError: A file is broken, or names what is not there.
-    """
-    import peft
-
-    dialogues, steps = peft.AutoPeftModelForSequenceClassification, peft.AutoPeftModelForTokenClassification
-    with explaining(f"{folder} cannot be loaded as a reward model"):
-        return (dialogues if step_separator is None else steps).from_pretrained(folder, **kwargs)
 
 
 def load_classifier(

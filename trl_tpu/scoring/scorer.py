@@ -15,13 +15,13 @@ from .. import runtime
 from ..data.judgements import weighted
 from ..data.packed_batch import micro_batches_of
 from ..errors import UserError
-from ..modeling.adapters import is_peft_model, without_adapters
+from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.static import use_static_attention
 from ..modeling.attention.unmodified import PackingImpossible
 from ..modeling.engines import RewardScale, saved_scale
 from ..modeling.experts import use_static_experts
-from ..modeling.load import load_adapted_model, load_classifier, load_tokenizer
+from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.outputs import Outputs
 from ..modeling.positions import learned_positions, position_groups
 from ..modeling.rewards import read_batch

@@ -18,13 +18,13 @@ from transformers import AutoConfig
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.data.measure import measure
-from trl_tpu.errors import UserError
+from trl_tpu.errors import UserError, explaining
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.frozen import freeze
-from trl_tpu.modeling.load import explaining, load_tokenizer
+from trl_tpu.modeling.load import load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import write_outputs
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
