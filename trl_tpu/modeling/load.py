@@ -74,7 +74,9 @@ def load_model(
     kwargs.setdefault("trust_remote_code", trust_remote_code)
     if runtime.current().shares_mesh:
         _fit_xla(kwargs)
-    if find_adapter_config_file(name, **hub_settings(kwargs)) is not None:
+    with explaining(f"{name} cannot be loaded as a reward model"):
+        adapters = find_adapter_config_file(name, **hub_settings(kwargs))
+    if adapters is not None:
         kwargs.pop("distributed_config", None)  # peft would read the head's whole weight into a part
         return load_adapted_model(name, outputs.step_separator, is_trainable=True, **kwargs)
     return load_classifier(name, outputs, in_files=in_files, **kwargs)[0]
