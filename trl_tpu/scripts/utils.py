@@ -162,7 +162,7 @@ def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> l
     for part, fraction in zip(mixture_config.datasets, fractions, strict=True):
         if not isinstance(fraction, int | float) or not 0 < fraction < math.inf:
             raise UserError(
-                "`fraction` must be a number above 0 for either all datasets in the mixture or none of them; for "
+                "`fraction` must be set for either all datasets in the mixture or none of them, each above 0; for "
                 f"{part.path} it is {fraction!r}. Correct it, or remove the dataset from the mixture."
             )
     shares = [fraction / sum(fractions) for fraction in fractions]
