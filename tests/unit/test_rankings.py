@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from trl_tpu.data.judgements import Rankings, labels_of, weights_of
-from trl_tpu.data.measure import id_columns, most_answers
+from trl_tpu.data.measure import id_columns, measure, most_answers
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.ranking import judge_rankings
@@ -313,6 +313,7 @@ def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
     answers = most_answers(plain)
     for prepared in (more, prepare(*more)):
         assert prepared.select_columns(columns)[:] == plain.select_columns(columns)[:]
+        assert measure(prepared).checksum == measure(plain).checksum
         assert repr(labels_of(list(prepared), answers)) == repr(labels_of(list(plain), answers))
         assert weights_of(list(prepared)) == [1] and most_answers(prepared) == answers
 

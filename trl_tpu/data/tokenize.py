@@ -103,6 +103,8 @@ def prepare_preference_dataset(
     if not is_tokenized:
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
+        written = {*judgement.id_columns, *(("grades",) if isinstance(judgement, Rankings) else ())}
+        dataset = dataset.remove_columns([column for column in columns if column in written])  # else it keeps its type
         settings = {"processing_class": processing_class, "name": name, "judgement": judgement}
         settings["warned"] = None if isinstance(dataset, Dataset) else set()
         dataset = map_rows(
