@@ -84,13 +84,15 @@ class RowsFile:
         self._folder.mkdir(exist_ok=True)
         chunk = self._file_of(given)
         unfinished = chunk.with_suffix(".unfinished")
-        changed = {name for row in rows for name, value in row.items() if _as_json(value) != value}
+        as_json = list(map(_as_json, rows))
+        both = zip(rows, as_json, strict=True)
+        changed = {name for row, spelled in both for name, value in row.items() if spelled[name] != value}
         if changed and self._path.suffix.lower() == _PARQUET:
             with suppress(pa.ArrowException, UnicodeEncodeError):  # of what Parquet cannot hold either
                 pq.write_table(pa.Table.from_struct_array(pa.array(rows)), unfinished)
                 chunk, changed = chunk.with_suffix(_PARQUET), set()
         if chunk.suffix != _PARQUET:
-            unfinished.write_bytes(b"".join(map(json_line, rows)))
+            unfinished.write_bytes(b"".join(map(json_line, as_json)))
         if new := changed - self._changed:
             self._changed |= new
             logger.warning(
@@ -144,13 +146,14 @@ class RowsFile:
 
 
 def json_line(row: dict[str, Any]) -> bytes:
-    """Spell a row as a line of JSON, with null for numbers that are not finite, and text for what JSON has not."""
+    """Return a row of what JSON can hold as a line of it."""
     # half of a pair of surrogates, which a row may have as \\ud800, is no text that a file holds
-    return json.dumps(_as_json(row), ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+    return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+def _as_json(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with null for numbers that are not finite, and text for what JSON does not have."""
+    return json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
 
 
 def _read(chunk: Path) -> list[dict[str, Any]]:
