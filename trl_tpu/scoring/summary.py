@@ -43,12 +43,16 @@ class Summary:
         parts = [part for row in rows for part in parts_of(row)]
         both = [(part.get("reward_chosen"), part.get("reward_rejected")) for part in parts]
         self.pairs += _sums_of([pair for pair in both if all(isinstance(reward, float) for reward in pair)])
-        for part in parts:
-            if part[REASON] is None and (grades := grades_beside_rewards(part)):
-                arrays = rankings_of([part["rewards"]], [grades])
-                rewards_1K, *labels = map(torch.from_numpy, arrays)
-                self.rankings += sums_on_host(rewards_1K, dict(zip(("grade", "is_there"), labels, strict=True)))
-                self.top1 += top1_of(*arrays).item() if len(set(grades)) > 1 else 0.0
+        ranked = [
+            (part["rewards"], grades)
+            for part in parts
+            if part[REASON] is None and (grades := grades_beside_rewards(part))
+        ]
+        if ranked:
+            arrays = rankings_of(*zip(*ranked, strict=True))
+            rewards_NK, *labels = map(torch.from_numpy, arrays)
+            self.rankings += sums_on_host(rewards_NK, dict(zip(("grade", "is_there"), labels, strict=True)))
+            self.top1 += top1_of(*arrays)[[len(set(grades)) > 1 for _, grades in ranked]].sum().item()
         reasons = [row[REASON] for row in rows if row[REASON] is not None]
         self.without += len(reasons)
         self.reason = self.reason or next(iter(reasons), None)
