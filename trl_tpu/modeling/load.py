@@ -131,8 +131,10 @@ def _head_by_another_name(
     if not missing or "key_mapping" in kwargs:
         return {}
     config = Path(str(cached_file(name, CONFIG_NAME, **hub_settings(kwargs))))
-    stored: Any = HuggingFaceStorageReader(str(config.parent)).read_metadata().state_dict_metadata
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "cls.")))
+    stored: Any = {}
+    if unexpected:  # else no head has another name, and the files of a large model are many
+        stored = HuggingFaceStorageReader(str(config.parent)).read_metadata().state_dict_metadata
     shapes = [each.shape for key, each in model.named_parameters() if key in missing and each.dim() == 2]
     heads = [key for key in unexpected if key in stored and stored[key].size in shapes]
     alongside = [key for key in unexpected if heads and key.partition(".")[0] == heads[0].partition(".")[0]]
