@@ -58,7 +58,7 @@ test-xla8: $(READY)
 
 # the newest torch and transformers that are allowed, in plain torch: what leans on them most
 NEWEST := $(VENV)-newest
-NEWEST_TESTS := $(addprefix tests/unit/test_,coupling.py packable.py device_choice.py adapters.py losses.py) \
+NEWEST_TESTS := $(addprefix tests/unit/test_,coupling.py packable.py device_choice.py adapters.py comparisons.py) \
 	$(addprefix tests/train/test_,saves_and_resumes.py ranks.py ranks_checkpoints.py settings.py other_models.py)
 test-newest: $(NEWEST)/.ready
 	$(NEWEST)/bin/trl-tpu env

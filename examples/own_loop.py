@@ -24,14 +24,14 @@ from trl_tpu import ModelConfig, RewardConfig, ScriptArguments, TrlParser
 from trl_tpu.batching.batch_plan import BatchPlan
 from trl_tpu.checkpoint.state_dict import whole_weights
 from trl_tpu.data.loader import host_batches
-from trl_tpu.data.packed_batch import micro_batches_of
 from trl_tpu.modeling.build import build_dataset, build_reward_model
+from trl_tpu.modeling.losses import Loss
 from trl_tpu.parallel.mesh import BATCH_AXES
 from trl_tpu.parallel.shard import keep_activations_split, place_model, plan_model
 from trl_tpu.runtime import current
 from trl_tpu.scripts import synthetic, utils
 from trl_tpu.training.metrics import RewardMetrics, on_host
-from trl_tpu.training.step import LossSettings, evaluation_step, training_step
+from trl_tpu.training.step import evaluation_step, training_step
 from trl_tpu.training.step_state import StepState
 
 
@@ -44,7 +44,7 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
     model, tokenizer = build_reward_model(model_name, args)
     pairs, held_out = (build_dataset(data[split], model, tokenizer, args, split) for split in ("train", "test"))
 
-    # how batches look: one row without padding in plain torch, rows of a few shapes chosen from the data on XLA
+    # batches are one row without padding in plain torch, and rows of a few shapes, chosen from the data, on XLA
     batch_plan = BatchPlan(args, model, tokenizer, pairs, runtime)
     batch_plan.prepare(pairs, held_out)
 
@@ -73,7 +73,7 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
         step_state.prepare(model, shards.placements, optimizer, batch_plan.accumulates)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
 
-    settings = LossSettings(tokenizer.pad_token_id, center_rewards_coefficient=args.center_rewards_coefficient)
+    loss_of = Loss(center_rewards_coefficient=args.center_rewards_coefficient)
     precision = torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16)
 
     def evaluate() -> dict[str, float]:
@@ -81,19 +81,19 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
         sums = RewardMetrics(runtime, args.device)  # on the device
         for batch in test_batches:
             with precision:
-                found = evaluation_step(model, batch, settings, use_cache=False)
-            sums.update(found.rewards_PK, found.mask_P, found.tokens)
+                result = evaluation_step(model, batch.parts, loss_of, use_cache=False)
+            sums.update(result.rewards_SA, result.tokens_S, result.table)
         runtime.step_boundary()
         return {f"eval_{name}": value for name, value in on_host(runtime.fetch(sums.device_sums)).metrics().items()}
 
     losses: list[torch.Tensor] = []
     for step, batch in enumerate(islice(chain.from_iterable(repeat(train_batches)), steps), start=1):
         model.train()
-        for rows in micro_batches_of(batch):  # one, or several where a batch is too long for one; their losses add up
+        for part in batch.parts:  # one, or several where a batch is too long for one; their losses add up
             runtime.step_boundary()
             step_state.attach_gradients()
             with precision:
-                loss = training_step(model, rows, settings, use_cache=False).loss
+                loss = training_step(model, [part], loss_of, use_cache=False).loss
             loss.backward()
             losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)

@@ -6,6 +6,7 @@ token sees which.
 
 import numpy as np
 
+from trl_tpu.data.collators import scored
 from trl_tpu.packing.pack import pack_unpadded
 
 PROMPT, CHOSEN, REJECTED = ["Is", "7", "prime", "?"], ["Yes", ",", "it", "is"], ["No"]
@@ -67,7 +68,9 @@ def picture() -> str:
     words = [*PROMPT, *CHOSEN, *REJECTED]
     ids = list(range(1, 1 + len(words)))
     prompt, chosen, rejected = ids[: len(PROMPT)], ids[len(PROMPT) : -len(REJECTED)], ids[-len(REJECTED) :]
-    packed = pack_unpadded([[prompt + chosen, prompt + rejected]], pad_token_id=0)
+    pair = {"answers": [prompt + chosen, prompt + rejected]}
+    packed = pack_unpadded([scored(pair, pad_token_id=0)], pad_token_id=0)
+    assert packed.position_ids_RL is not None and packed.subtree_end_RL is not None  # as in every packed row
     (row_L,), (position_L,), (end_L,) = packed.input_ids_RL, packed.position_ids_RL, packed.subtree_end_RL
     parts = ["prompt"] * len(PROMPT) + ["chosen"] * len(CHOSEN) + ["rejected"] * len(REJECTED)
     tokens = [(words[token - 1], parts[token - 1]) for token in row_L]
@@ -77,7 +80,7 @@ def picture() -> str:
         [*((word, "prompt") for word in PROMPT), *((word, "rejected") for word in REJECTED)]
         + [("pad", "padding")] * missing,
     ]
-    scored = ["reward" if column in packed.last_column_PK else "" for column in range(len(tokens))]
+    read_there = ["reward" if column in packed.score_column_S else "" for column in range(len(tokens))]
     below = 332
     side = LEFT + 9 * SQUARE + 40
     shapes = [
@@ -91,7 +94,7 @@ def picture() -> str:
         *token_row(174, tokens),
         *word_row(224, "position_ids", list(map(str, position_L))),
         *word_row(246, "subtree_end", list(map(str, end_L))),
-        *word_row(268, "read there", scored),
+        *word_row(268, "read there", read_there),
         text(20, below - 16, "Who sees whom", size=15),
         *grid(LEFT, below, tokens, end_L),
         text(side, below + 34, "Token q sees token k exactly when", size=14),

@@ -44,10 +44,10 @@ def package_of(system: str) -> tuple[Any, dict[str, Any]]:
 
 def tokens_in(batches: Any) -> int:
     """The tokens that batches of any layout compute, padding among them."""
-    from trl_tpu.data.packed_batch import micro_batches_of
+    from trl_tpu.data.batch import apart, tensors_in
 
-    parts = [part for batch in batches for part in micro_batches_of(batch)]
-    return sum((part["rows"].input_ids_RL if "rows" in part else part["input_ids"]).numel() for part in parts)
+    parts = [tensors_in(part) for batch in batches for part in apart(batch)]
+    return sum(part["input_ids_RL" if "input_ids_RL" in part else "input_ids"].numel() for part in parts)
 
 
 def run(system: str, trained: str, folder: str, steps: int) -> dict[str, Any]:
@@ -57,6 +57,7 @@ def run(system: str, trained: str, folder: str, steps: int) -> dict[str, Any]:
     from datasets import disable_progress_bars
     from peft import LoraConfig
 
+    from trl_tpu.data.measure import read_row
     from trl_tpu.runtime.native import peak_resident_bytes
 
     torch.set_num_threads(2)
@@ -76,7 +77,7 @@ def run(system: str, trained: str, folder: str, steps: int) -> dict[str, Any]:
         began = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - began
-        real = sum(len(ids) for half in ("chosen_ids", "rejected_ids") for ids in trainer.train_dataset[half])
+        real = sum(len(ids) for row in trainer.train_dataset for ids in read_row(row)["answers"])
         batches = list(islice(trainer.get_train_dataloader(), steps))  # all pairs once: in which order is the same
     return {
         "pair": seconds / (steps * PAIRS_A_BATCH),

@@ -78,8 +78,8 @@ def tokens_ratio(scorer: Scorer, rows: list[dict[str, Any]]) -> float:
         plain += batch["input_ids"].numel()
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
             dialogues.append(ids[mask.bool()].numpy())
-    packed = (batch["packed"] for _, batch in scorer.batches(dialogues))
-    return sum(rows.input_ids_RL.numel() for batch in packed for rows in batch.micro_batches) / plain
+    parts = (part for _, batch in scorer.batches(dialogues) for part in batch)
+    return sum(part.rows.input_ids_RL.numel() for part in parts) / plain
 
 
 def plain_loop(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> list[float]:

@@ -32,6 +32,7 @@ import torch
 from datasets import Dataset, disable_progress_bars
 
 import trl_tpu
+from trl_tpu.data.measure import read_row
 from trl_tpu.evaluation.verdict import Verdict, judge_pairs
 from trl_tpu.report.pictures import pictures_of
 from trl_tpu.report.run_history import RunHistory, read_run
@@ -74,7 +75,7 @@ def train(system: str, model: str, options: argparse.Namespace) -> None:
     trainer.train()
     seconds = time.process_time() - began
     trained = trainer.train_dataset
-    real = sum(len(ids) for half in ("chosen_ids", "rejected_ids") for ids in trained[half])
+    real = sum(len(ids) for row in trained for ids in read_row(row)["answers"])
     tokens = tokens_in(trainer.get_train_dataloader()) / real
     measured = {"pair": seconds / len(trained), "tokens": tokens, "settings": settings_of(options)}
     trainer.save_model()

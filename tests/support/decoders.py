@@ -11,10 +11,10 @@ from torch.nn.functional import logsigmoid
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import DataCollatorForPreference
-from trl_tpu.modeling.attention.masked import packed_rewards
-from trl_tpu.packing.pack import pack
-from trl_tpu.packing.rows import PackedRows
+from trl_tpu.data.collators import DataCollatorForPreference, scored
+from trl_tpu.modeling.attention.masked import packed_scores
+from trl_tpu.packing.pack import Scored, pack
+from trl_tpu.packing.rows import TokenRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
@@ -112,21 +112,31 @@ def random_decoder(family: str, dtype: torch.dtype = torch.float64, **changes: A
 
 
 def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
-    """The rewards [P, 2] as TRL computes them."""
-    batch = DataCollatorForPreference(PAD)([{"chosen_ids": one, "rejected_ids": other} for one, other in pairs])
+    """Compute the rewards [P, 2] as TRL does."""
+    batch = DataCollatorForPreference(PAD)([{"answers": pair} for pair in pairs])
     return model(**batch).logits.view(2, len(pairs)).T
 
 
-def in_rows(pairs: Pairs, *shapes: RowShape) -> PackedRows[torch.Tensor]:
-    """The pairs in one micro-batch of the first shape that holds them, with their expansion."""
-    (rows,) = pack(pairs, RowPlan(shapes), len(pairs), PAD, expands=True)
+def rows_of(pairs: Pairs) -> list[Scored]:
+    return [scored({"answers": pair}, PAD) for pair in pairs]
+
+
+def in_rows(pairs: Pairs, *shapes: RowShape) -> TokenRows[torch.Tensor]:
+    """Pack pairs into one micro-batch of the first shape that holds them, with their expansion."""
+    (rows,) = pack(rows_of(pairs), RowPlan(shapes), len(pairs), PAD, expands=True)
     return rows.map_tensors(torch.from_numpy)
 
 
-def packed(model: nn.Module, rows: PackedRows[torch.Tensor], expand: bool, device: str = "cpu") -> torch.Tensor:
-    """The rewards [P, 2] from packed rows, with their expansion or without."""
-    moved = (rows if expand else replace(rows, expansion=None)).map_tensors(lambda tensor: tensor.to(device))
-    return packed_rewards(model, moved)
+def packed(
+    model: nn.Module, *micro_batches: TokenRows[torch.Tensor], expand: bool = False, device: str = "cpu"
+) -> torch.Tensor:
+    """Compute the rewards [P, 2] of packed rows, with their expansion or without."""
+    parts = []
+    for rows in micro_batches:
+        moved = (rows if expand else replace(rows, expansion=None)).map_tensors(lambda tensor: tensor.to(device))
+        scores_S = packed_scores(model, moved)[moved.score_row_S, moved.score_column_S].squeeze(-1)
+        parts.append(torch.where(moved.tokens_S > 0, scores_S, 0.0))
+    return torch.stack(parts).sum(0).view(-1, 2)
 
 
 def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:

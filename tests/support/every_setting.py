@@ -69,11 +69,9 @@ ELSEWHERE = {
     "transformers/trainer_optimizer.py": "optim_target_modules",
     "trl_tpu/scripts/reward.py": "do_eval",
     "trl_tpu/trainer/reward_trainer.py": "eval_accumulation_steps",
-    "trl_tpu/batching/batch_plan.py": "packed_attention",
-    "trl_tpu/modeling/build.py": "attributes attribute_weights average_over ties",
-    "trl_tpu/modeling/losses.py": (
-        "attribute_loss_weights label_smoothing loss_type margin_scale ranking_top_k tie_threshold"
-    ),
+    "trl_tpu/batching/batch_plan.py": "attribute_loss_weights average_over margin_scale packed_attention",
+    "trl_tpu/modeling/build.py": "attributes attribute_weights ties",
+    "trl_tpu/modeling/losses.py": "label_smoothing loss_type ranking_top_k tie_threshold",
     "trl_tpu/batching/planned_shapes.py": "max_shapes pad_to_multiple_of row_length",
 }
 LISTED = _names("""

@@ -29,7 +29,7 @@ from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import RewardTrainer, runtime  # noqa: E402
-from trl_tpu.data.packed_batch import micro_batches_of  # noqa: E402
+from trl_tpu.data.batch import apart, tensors_in  # noqa: E402
 
 STEPS = 12
 PAIRS = 16  # in a step
@@ -87,11 +87,10 @@ class Watched(RewardTrainer):
         """What is overridden only looks on."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        *before, last = micro_batches_of(inputs)
-        for is_last, rows in [*((False, rows) for rows in before), (True, last)]:
-            tensors = rows["rows"].named_tensors() if "rows" in rows else rows
-            sizes = ((name, tuple(value.shape)) for name, value in tensors.items() if hasattr(value, "shape"))
-            self.shapes.add((is_last, tuple(sizes)))
+        parts = list(apart(inputs))
+        for part in parts:
+            sizes = ((name, tuple(tensor.shape)) for name, tensor in tensors_in(part).items())
+            self.shapes.add((part is parts[-1], tuple(sizes)))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.losses.append(loss.detach())
         return loss

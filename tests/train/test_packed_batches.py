@@ -12,9 +12,12 @@ from timings import untimed
 from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.data.batch import DictReader, batches_in
+from trl_tpu.data.measure import read_row
+from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
-from trl_tpu.training.step import LossSettings, evaluation_step
+from trl_tpu.training.step import evaluation_step
 
 LAYOUTS = ("tight", "micro-batches")
 
@@ -32,12 +35,7 @@ class Recorder(RewardTrainer):
         """What is overridden only looks on."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        ids = (
-            [rows.input_ids_RL for rows in inputs["packed"].micro_batches]
-            if "packed" in inputs
-            else [inputs["input_ids"]]
-        )
-        self.__dict__.setdefault("seen", []).append([each.tolist() for each in ids])
+        self.__dict__.setdefault("seen", []).append([part.rows.input_ids_RL.tolist() for part in inputs.parts])
         return super().training_step(model, inputs, num_items_in_batch)
 
 
@@ -148,7 +146,7 @@ def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTo
         )
         trainer.train()
         counts.append(trainer.state.log_history[-2]["num_tokens"])
-    tokens = sum(len(row[half]) for row in trainer.train_dataset for half in ("chosen_ids", "rejected_ids"))
+    tokens = sum(len(ids) for row in trainer.train_dataset for ids in read_row(row)["answers"])
     assert counts == [2 * tokens] * 2
 
 
@@ -164,13 +162,13 @@ def test_turned_off_it_trains_on_padded_rows_without_a_word(
         trainer.train()
     assert told(caplog) == []
     assert "packing is turned off" in trainer.describe()
-    assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask"}
+    assert not next(iter(trainer.get_train_dataloader())).parts[0].rows.is_packed
 
 
 def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     assert "one row without padding" in make_trainer(tokenizer, tmp_path, "tight").describe()
     fixed = make_trainer(tokenizer, tmp_path, "micro-batches")
-    rows, length = next(iter(fixed.get_train_dataloader()))["packed"].micro_batches[-1].input_ids_RL.shape
+    rows, length = next(iter(fixed.get_train_dataloader())).parts[-1].rows.input_ids_RL.shape
     assert f"{rows} x {length}" in fixed.describe()
 
 
@@ -183,13 +181,13 @@ def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
         settings = {"packing": packing, "center_rewards_coefficient": 0.1, "per_device_train_batch_size": 5}
         trainer = make_trainer(tokenizer, tmp_path, layout, margin=True, **settings)
         batch = next(iter(trainer.get_train_dataloader()))
-        assert ("packed" in batch) is packing and "input_ids" not in batch or not packing
+        assert batch.parts[0].rows.is_packed is packing
         loss, predicted_P2, _ = trainer.prediction_step(trainer.model, batch, False)
         with_grad = trainer.compute_loss(trainer.model, batch)
         with_grad.backward()
         assert with_grad.item() == pytest.approx(loss.item(), abs=1e-6)
-        settings_of_loss = LossSettings(trainer.processing_class.pad_token_id, center_rewards_coefficient=0.1)
-        without_trainer = evaluation_step(trainer.model, batch, settings_of_loss)
+        batches = batches_in(batch, DictReader(trainer.processing_class.pad_token_id))
+        without_trainer = evaluation_step(trainer.model, batches, Loss(center_rewards_coefficient=0.1))
         assert without_trainer.loss.item() == loss.item() and not without_trainer.loss.requires_grad
         assert predicted_P2 is not None
         found.append((loss.item(), predicted_P2.tolist()))
@@ -200,13 +198,15 @@ def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
         torch.testing.assert_close(packed, padded, atol=1e-6, rtol=1e-4)
 
 
-def test_a_packed_batch_says_how_to_get_padded_rows(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_packed_batch_gives_padded_rows_on_request(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     trainer = make_trainer(tokenizer, tmp_path, dataloader_num_workers=1)
-    for loader in (trainer.get_train_dataloader(), trainer.get_eval_dataloader(trainer.train_dataset)):
-        batch = trainer._prepare_inputs(next(iter(loader)))
-        assert batch.get("input_ids") is None and "input_ids" not in batch
-        with pytest.raises(KeyError, match="packing=False"):
-            batch["input_ids"]
+    rows = trainer.train_dataset.select(range(4))
+    expected = trainer.batch_plan.default_collator()(rows.to_list())
+    trainer.args.per_device_eval_batch_size = 4
+    batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
+    assert batch.parts[0].rows.is_packed and "input_ids" not in batch
+    for key in ("input_ids", "attention_mask"):
+        assert torch.equal(batch[key], expected[key])
 
 
 @pytest.mark.parametrize("name", ["get_batch_samples", "evaluation_loop", "floating_point_ops", "_prepare_input"])

@@ -28,7 +28,7 @@ def make_trainer(model: PreTrainedModel, tokenizer: Any, out: Path, **arguments:
 
 
 def is_packed(trainer: RewardTrainer) -> bool:
-    return "packed" in next(iter(trainer.get_train_dataloader()))
+    return next(iter(trainer.get_train_dataloader())).parts[0].rows.is_packed
 
 
 def test_evaluation_and_predictions_equal_those_of_padded_rows(

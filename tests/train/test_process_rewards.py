@@ -17,6 +17,7 @@ from timings import untimed
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
 
 from trl_tpu import RewardConfig
+from trl_tpu.data.measure import read_row
 from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.engines import BASE_CONFIG
@@ -82,14 +83,15 @@ def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: 
 def test_a_problem_is_computed_once(model: str, tmp_path: Path) -> None:
     trainer = PRMTrainer(load(model), settings(tmp_path), train_dataset=solutions(2))
     (batch,) = trainer.get_train_dataloader()
-    (rows,) = batch["packed"].micro_batches
+    (part,) = batch.parts
     one, other = trainer.train_dataset["input_ids"]
     shared = next(place for place, ids in enumerate(zip(one, other, strict=False)) if ids[0] != ids[1])
-    assert rows.input_ids_RL.shape == (1, len(one) + len(other) - shared)
-    assert rows.labels["is_there"].sum() == sum(
+    assert part.rows.input_ids_RL.shape == (1, len(one) + len(other) - shared)
+    assert (part.rows.tokens_S > 0).sum() == sum(
         label != -100 for row in trainer.train_dataset for label in row["labels"]
     )
-    assert rows.tokens_P.tolist() == [len(one), len(other)]
+    ends = [read_row(row)["step_ends"][-1] + 1 for row in trainer.train_dataset]
+    assert part.rows.tokens_S.unflatten(0, (2, -1)).sum(-1).tolist() == ends
 
 
 def test_gradients_are_those_of_the_models_own_loss_in_float64(model: str, tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_gradients_are_those_of_the_models_own_loss_in_float64(model: str, tmp_p
     packed, own = trainer.model, load(model, dtype=torch.float64)
     padded = DataCollatorForTokenClassification(trainer.processing_class)(rows[:BATCH])
     with StayInFloat64():
-        loss = trainer.compute_loss(packed, {"rows": batch["packed"].micro_batches[0]})
+        loss = trainer.compute_loss(packed, batch)
         expected = own(**padded).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     loss.backward()
@@ -174,7 +176,9 @@ def test_the_command_trains_what_is_scored_and_reported(
         "--max_steps", "2", "--do_eval", "true", "--report_to", "none", "--disable_tqdm", "true", *adapters,
     ]  # fmt: skip
     assert prm.run([*words, "--dry_run", "true"]) == 0
-    assert r"slowly:After it comes 0.\n'" in (shown := capsys.readouterr().out) and "step of the first row: [" in shown
+    assert (
+        r"slowly:After it comes 0.\n" in (shown := capsys.readouterr().out) and "grades of the first row: [" in shown
+    )
     assert prm.run(words) == 0
     accuracy = re.search(r"Held-out data\n  accuracy +(\S+)", capsys.readouterr().out)
     for folder, export in (("run", []), ("exported", ["--merge"] if adapters else [])):

@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
-from trl_tpu.data.collators import PairRows, StepEnds
-from trl_tpu.data.loader import OwnPairs
+from trl_tpu.data.batch import Batch
+from trl_tpu.data.collators import OwnRows, Padded, Part, Table
 from trl_tpu.errors import UserError
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh
 from trl_tpu.runtime import Topology, current
@@ -126,31 +126,30 @@ def test_processes_give_what_the_mesh_of_xla_gives(folder: Path, together: Any, 
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-PAIR = {"chosen_ids": [5], "rejected_ids": [6]}
+def parts_of(rows: list[Any], pairs: int, answers: int, per_row: int) -> list[Batch]:
+    """The batches of two processes that share rows of the data."""
+    table, lay_out = Table(answers=answers), Padded(0, answers, per_row)
+    return [OwnRows(lay_out, 0, table, Part(pairs, index, 2))(rows).parts[0] for index in range(2)]
 
 
 @pytest.mark.parametrize(("total", "shares"), [(8, [4, 4]), (5, [4, 1]), (3, [3, 0])])
 def test_a_short_batch_is_shared_by_its_real_pairs(total: int, shares: list[int]) -> None:
-    batches = [OwnPairs(lambda rows: {"rows": rows}, 4, index, 2)([PAIR] * total) for index in range(2)]
-    for share, batch in zip(shares, batches, strict=True):
-        assert len(batch["rows"]) == 4
-        assert total == 8 or (batch["trl_tpu.pair_mask"].sum().item(), batch["trl_tpu.batch_pairs"].item()) == (
-            share,
-            total / 2,
-        )
+    for share, batch in zip(shares, parts_of([{"answers": [[5], [6]]}] * total, 4, 2, 2), strict=True):
+        assert batch.is_there_P().tolist() == [True] * share + [False] * (4 - share)
+        assert (batch.table.weight_C.sum().item(), batch.table.weight_sum_1.item()) == (share, total / 2)
+
+
+def solution(steps: int) -> dict[str, Any]:
+    return {"answers": [[5] * max(steps, 1)], "step_ends": list(range(steps)), "grades": [1.0] * steps}
 
 
 def test_a_batch_of_solutions_is_shared_by_its_labeled_steps() -> None:
-    solutions = [{"input_ids": [5] * steps, "labels": [1] * steps} for steps in (3, 1, 0, 2)]
-    batches = [OwnPairs(lambda rows: {"rows": rows}, 2, index, 2)(solutions) for index in range(2)]
-    assert [batch["trl_tpu.batch_pairs"].item() for batch in batches] == [3, 3]
-    unlabeled = [{"input_ids": [5], "labels": [-100]}, *solutions[1:2] * 3]
-    assert OwnPairs(lambda rows: {}, 2, 0, 2)(unlabeled)["trl_tpu.batch_pairs"].item() == 1.5
-    labels_PL = torch.tensor([[1, 1, 1], [1, -100, -100], [-100, -100, -100], [1, 1, -100]])
-    collate = StepEnds(lambda _: {key: labels_PL for key in ("input_ids", "attention_mask", "labels")}, 3)
-    parts = [PairRows(collate, 4, 0, part=(index, 2))(solutions) for index in range(2)]
-    assert [part["trl_tpu.batch_pairs"].item() for part in parts] == [3, 3]
-    assert torch.cat([part["trl_tpu.end"] for part in parts]).tolist() == [[0, 1, 2], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
+    batches = parts_of([solution(steps) for steps in (3, 1, 0, 2)], 2, 3, 1)
+    assert [batch.table.weight_sum_1.item() for batch in batches] == [3, 3]
+    ends = [[0, 1, 2], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
+    assert torch.cat([batch.rows.score_column_S.view(2, 3) for batch in batches]).tolist() == ends
+    unlabeled, _ = parts_of([solution(steps) for steps in (0, 1, 1, 1)], 2, 3, 1)
+    assert unlabeled.table.weight_sum_1.item() == 1.5
 
 
 def test_ranks_of_a_tensor_group_have_the_same_pairs_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,12 +89,9 @@ INTENDED: dict[str, dict[str, str]] = {
         "parameters of training_step: args, kwargs; ours model, inputs, num_items_in_batch": (
             "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
         ),
-        "ours alone: verdicts": "what the last evaluation says of the model, by the prefix of its metrics",
         "ours alone: describe": "the log's first lines: devices, precision, sharding",
-        "ours alone: trl_tpu": "what this package adds, in one place",
+        "ours alone: use_reward_data_collator": "TRL's name up to 0.23, for data in its columns of then",
         **{f"ours alone: {name}": _INTERNAL for name in ("fixed_rows", "shard_report")},
-        **{f"ours alone: {name}": "to read; a subclass may have its own" for name in ("batch_plan", "checkpointer")},
-        "ours alone: maybe_activation_offload_context": "TRL sets it on the instance",
         "ours alone: is_distributed_loading_by_transformers": "transformers sets it on the instance",
         "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",
         "ours alone: stopped_by": "what ended training before its end",

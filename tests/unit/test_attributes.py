@@ -1,7 +1,6 @@
-"""Answers that several attributes grade: the loss is its formula in float64, rows say what is wrong with them."""
+"""Answers that several attributes grade: their sums, and errors that name bad rows and settings."""
 
 import math
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from tiny import tiny_tokenizer
 from transformers import LlamaConfig
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.judgements import Rankings, labels_of
+from trl_tpu.data.comparisons import Labels
+from trl_tpu.data.row_formats import Rankings
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.evaluation.reward_sums import sums_on_host
-from trl_tpu.modeling.losses import Loss
 from trl_tpu.modeling.outputs import Outputs, write_outputs
 from trl_tpu.scoring.summary import Summary
 
@@ -28,41 +27,14 @@ prompts = st.lists(st.lists(grades, min_size=A, max_size=A).filter(any), min_siz
 NAMES = ("helpful", "brief")
 
 
-def tensors_of(some: list[list[Any]], seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    rewards_PAK = torch.randn(len(some), A, K, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    labels = labels_of([{"grades": each} for each in some], K)
-    return rewards_PAK.requires_grad_(), {name: torch.from_numpy(values) for name, values in labels.items()}
-
-
-@given(prompts, st.sampled_from([None, [2.0, 0.5, 1.0]]), st.integers(0, 9))
-def test_the_loss_is_a_mean_over_the_attributes_that_are_there(some: Any, weights: Any, seed: int) -> None:
-    rewards_PAK, labels = tensors_of(some, seed)
-    losses_P = Loss(attribute_loss_weights=weights).losses_of(rewards_PAK, labels)
-    (gradient_PAK,) = torch.autograd.grad(losses_P.sum(), rewards_PAK)
-    expected_PAK = torch.zeros_like(rewards_PAK)
-    for loss, rewards_AK, expected_AK, each in zip(losses_P, rewards_PAK, expected_PAK, some, strict=True):
-        there = [a for a in range(A) if each[a] is not None]
-        total, expected = sum((weights or [1.0] * A)[a] for a in there), 0.0
-        for a in there:
-            compared = [(i, j) for i, j in permutations(range(K), 2) if each[a][i] > each[a][j]]
-            for i, j in compared:
-                share = (weights or [1.0] * A)[a] / total / len(compared)
-                difference = float(rewards_AK[a, i] - rewards_AK[a, j])
-                expected += share * math.log1p(math.exp(-difference))
-                expected_AK[a, i] -= share / (1 + math.exp(difference))
-                expected_AK[a, j] += share / (1 + math.exp(difference))
-        assert float(loss) == pytest.approx(expected)
-    torch.testing.assert_close(gradient_PAK, expected_PAK)
-
-
 @given(prompts, st.integers(0, 9))
 def test_each_attribute_is_a_ranking_and_the_reward_is_the_weighted_sum(some: Any, seed: int) -> None:
-    rewards_PAK, labels = tensors_of(some, seed)
+    rewards_PAK = torch.randn(len(some), A, K, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     weights = [0.65, -0.4, 0.5]
-    sums = sums_on_host(rewards_PAK.detach(), labels, weights)
+    sums = sums_on_host(rewards_PAK, Labels.of([{"grades": each} for each in some], K, A), weights)
     compared = [len(set(values)) > 1 for each in some for values in each if values]
     assert sums.comparisons == sum(compared)
-    rewards_PK = np.einsum("a,pak->pk", weights, rewards_PAK.detach().numpy())
+    rewards_PK = np.einsum("a,pak->pk", weights, rewards_PAK.numpy())
     assert (sums.answers, sums.pairs) == (rewards_PK.size, len(some))
     assert (sums.reward, sums.deviations) == pytest.approx((rewards_PK.sum(), rewards_PK.size * rewards_PK.var()))
 

@@ -11,8 +11,7 @@ import pytest
 from datasets import Dataset, Features, IterableDataset, Value
 from preference_forms import assistant, stream, tiny_tokenizer, user
 
-from trl_tpu.data.checks import check_labels, check_raw_row
-from trl_tpu.data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
+from trl_tpu.data.checks import check_raw_row
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 
@@ -139,9 +138,7 @@ def test_conversations_need_a_chat_template() -> None:
 def test_the_old_api_names_the_row_that_cannot_be_rendered() -> None:
     rows = Dataset.from_list([CHAT | {"chat_template_kwargs": words} for words in (None, "no mapping")])
     with pytest.raises(UserError, match="Row 1 .*cannot be rendered as a chat.*Correct the row, its `tools`"):
-        prepare_legacy_dataset(
-            rows, tiny_tokenizer(), num_embeddings=300, max_length=None, num_proc=None, name="train"
-        )
+        prepare(rows, are_old=True)
 
 
 def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +217,16 @@ def test_margins_may_be_numbers_of_any_kind(kind: str) -> None:
     prepare(margins.add_column("chosen_ids", [[1], [2]]).add_column("rejected_ids", [[3], [4]]))
 
 
-def test_old_margins_may_be_lists_of_one() -> None:
-    def check(*margins: list[float]) -> None:
-        for index, margin in enumerate(margins):
-            check_labels({"margin": margin}, OLD_TOKEN_COLUMNS, index, "train")
+@pytest.mark.parametrize("is_tokenized", [True, False])
+def test_old_margins_may_be_lists_of_one(is_tokenized: bool) -> None:
+    halves = {"input_ids_chosen": [2], "attention_mask_chosen": [1]}
+    halves |= {"input_ids_rejected": [3], "attention_mask_rejected": [1]}
 
-    check([1.0], [2.0])
-    with pytest.raises(ValueError, match=r"Row 1 .*`margin` is \[nan\]"):
-        check([1.0], [math.nan])
-    with pytest.raises(ValueError, match="Row 0 .*`margin`"):
-        check([1.0, 2.0])
+    def margins(*given: Any) -> list[float]:
+        rows = [(halves if is_tokenized else GOOD) | {"margin": margin} for margin in given]
+        return [row["margin"] for row in prepare(Dataset.from_list(rows), are_old=True)]
+
+    assert margins([1.0], [2.0]) == margins(1.0, 2.0) == [1.0, 2.0]
+    for bad, row in (([[1.0], [math.nan]], 1), ([[1.0, 2.0]], 0), ([[1.0], None], 1)):
+        with pytest.raises(ValueError, match=f"Row {row} .*`margin`"):
+            margins(*bad)

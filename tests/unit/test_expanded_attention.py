@@ -56,7 +56,7 @@ def assert_three_ways_agree(dense: nn.Module, expanded: nn.Module, pairs: Pairs,
     rows = in_rows(pairs, *(shapes or ROOMY))
     with StayInFloat64():
         expected = padded(dense, pairs)
-        results = [expected, packed(dense, rows, expand=False), packed(expanded, rows, expand=True)]
+        results = [expected, packed(dense, rows), packed(expanded, rows, expand=True)]
         found = [gradients(model, rewards) for model, rewards in zip((dense, dense, expanded), results, strict=True)]
     for rewards, grads in zip(results[:2], found[:2], strict=True):
         assert_equal(results[2], rewards)
@@ -109,7 +109,7 @@ def test_other_batches_are_attended_to_as_before(family: str) -> None:
     with StayInFloat64():
         assert_equal(padded(expanded, KNOWN_PAIRS), padded(dense, KNOWN_PAIRS))
         rows = in_rows(KNOWN_PAIRS, *ROOMY)
-        assert_equal(packed(expanded, rows, expand=False), padded(dense, KNOWN_PAIRS))
+        assert_equal(packed(expanded, rows), padded(dense, KNOWN_PAIRS))
 
 
 def test_no_tensor_has_the_row_length_squared_but_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,21 +166,21 @@ REFUSED = {
 
 @pytest.mark.parametrize("rule", REFUSED.values(), ids=REFUSED)
 def test_any_other_rule_is_refused(rule: Any) -> None:
-    with pytest.raises(ExpansionImpossible, match="A layer's mask is neither causal"):
+    with pytest.raises(ExpansionImpossible):
         window_of(rule, 12)
 
 
 def test_models_that_attend_otherwise_are_refused_with_the_reason() -> None:
-    def refused(reason: str, family: str = "Llama", **changes: Any) -> None:
+    for changes, reason in (
+        ({"family": "Llama", "attention_dropout": 0.1}, "dropout"),
+        ({"family": "Qwen2", "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+    ):
         with pytest.raises(ExpansionImpossible, match=reason):
-            use_expanded_attention(random_decoder(family, **changes))
-
-    refused("its attention dropout is not 0", attention_dropout=0.1)
-    refused("layers of linear_attention", "Qwen2", layer_types=["linear_attention", "full_attention"])
+            use_expanded_attention(random_decoder(**changes))  # type: ignore[arg-type]
     sinks = GptOssConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_local_experts=2)
-    with pytest.raises(ExpansionImpossible, match="it has attention sinks"):
+    with pytest.raises(ExpansionImpossible, match="sinks"):
         use_expanded_attention(AutoModelForSequenceClassification.from_config(sinks))
     model = random_decoder("GPT-2, learned positions", attn_pdrop=0.5).train()
     use_expanded_attention(model)
-    with pytest.raises(ExpansionImpossible, match="attention dropout is not 0"):
+    with pytest.raises(ExpansionImpossible, match="dropout"):
         packed(model, in_rows(KNOWN_PAIRS, *ROOMY), expand=True)

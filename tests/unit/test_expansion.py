@@ -1,38 +1,30 @@
 """Expanded rows hold each dialogue whole, in order and by itself, and every token finds its way back."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from decoders import PAD, Pairs, rows_of
+from drawn_pairs import pair
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.packing.expand import expand_rows
 from trl_tpu.packing.pack import pack
-from trl_tpu.packing.rows import PackedRows
+from trl_tpu.packing.rows import TokenRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape
 
-PAD = 0
-# few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
-dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
-tail = st.lists(st.integers(1, 9), max_size=6)
-pair = st.one_of(
-    st.tuples(dialogue, dialogue),
-    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), dialogue, tail, tail),
-    dialogue.map(lambda ids: (ids, ids)),
-)
+Rows = TokenRows[np.ndarray]
 batches = st.lists(pair, min_size=1, max_size=7)
-Pair = tuple[Sequence[int], Sequence[int]]
 
 
-def packed(pairs: Sequence[Pair], *shapes: RowShape, size: int | None = None) -> PackedRows[np.ndarray]:
-    (rows,) = pack(pairs, RowPlan(shapes), size or len(pairs), PAD)
+def packed(pairs: Pairs, *shapes: RowShape, size: int | None = None) -> Rows:
+    (rows,) = pack(rows_of(pairs), RowPlan(shapes), size or len(pairs), PAD)
     return rows
 
 
-def roomy(pairs: Sequence[Pair]) -> tuple[RowShape, ...]:
+def roomy(pairs: Pairs) -> tuple[RowShape, ...]:
     """Two rows, or one, into which everything fits whatever is shared."""
     return RowShape(2, max(1, sum(len(ids) for pair in pairs for ids in pair))), RowShape(1, 400)
 
@@ -54,7 +46,7 @@ def test_each_dialogue_lies_whole_in_the_row_of_its_half(pairs: list[Any], missi
     expected: dict[tuple[int, int], list[list[int]]] = {}
     for index, dialogues in enumerate(pairs):
         for half, ids in enumerate(dialogues):
-            expected.setdefault((int(rows.last_row_PK[index, half]), half), []).append(list(ids))
+            expected.setdefault((int(rows.score_row_S[2 * index + half]), half), []).append(list(ids))
     assert found == expected
 
 
@@ -74,7 +66,7 @@ def test_every_token_comes_back_from_a_place_it_was_copied_to(pairs: list[Any]) 
 def test_rows_too_short_for_their_dialogues_are_an_error() -> None:
     prompt = list(range(10, 20))
     pairs = [([*prompt, 1], [*prompt, 2, 3]), ([*prompt, 4], [*prompt, 5])]
-    with pytest.raises(ValueError, match="dialogues of a row have 23 tokens, but it has 22"):
+    with pytest.raises(ValueError, match="23 tokens.* 22"):
         expand_rows(packed(pairs, RowShape(1, 22)))
     fits = expand_rows(packed(pairs, RowShape(1, 23)))
     assert (fits.segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]

@@ -67,7 +67,7 @@ def test_the_source_tree_is_the_one_that_is_read() -> None:
     assert {"trl_tpu", "trl_tpu.runtime.xla", "trl_tpu.data.collators", "trl_tpu.trainer.reward_trainer"} <= set(
         MODULES
     )
-    assert "trl_tpu.data.old_columns" in imports_of("trl_tpu.modeling.build")  # a relative import
+    assert "trl_tpu.data.tokenize" in imports_of("trl_tpu.modeling.build")  # a relative import
     assert "trl_tpu.runtime" in imports_of("trl_tpu.modeling.load")  # ``from .. import runtime``
 
 

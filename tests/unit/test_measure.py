@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from datasets import Dataset, concatenate_datasets
+from datasets import concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.batching.planned_shapes import plan_rows_of
-from trl_tpu.data.measure import Measured, measure, measure_tables
+from trl_tpu.data.measure import NO_LABEL, Measured, measure, measure_tables, read_row, read_table
 from trl_tpu.packing.schedule import plan_rows
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
@@ -31,27 +32,66 @@ def size(one: list[int], other: list[int]) -> int:
     return len(one) + len(other) - shared(one, other)
 
 
-def chunked(parts: list[list[list[int]]], kind: pa.DataType, before: int, after: int) -> pa.ChunkedArray:
+def chunked(
+    parts: list[list[Any]], kind: pa.DataType, before: int, after: int, other: list[Any] | None = None
+) -> pa.ChunkedArray:
     """One chunk for each part, each a slice of a longer array, as a dataset's shards and selections are."""
-    arrays = [pa.array([[7] * 3] * before + part + [[8]] * after, kind).slice(before, len(part)) for part in parts]
+    first, last = other or [[7] * 3], other or [[8]]
+    arrays = [pa.array(first * before + part + last * after, kind).slice(before, len(part)) for part in parts]
     return pa.chunked_array(arrays, kind)
+
+
+def table_of(parts: list[list[Any]], kind: pa.DataType, *around: int) -> pa.Table:
+    """Pairs in two columns, each with its own numbers of other values before and after it."""
+    halves = [[[pair[half] for pair in part] for part in parts] for half in (0, 1)]
+    chosen, rejected = chunked(halves[0], kind, *around[:2]), chunked(halves[1], kind, *around[2:])
+    return pa.table({"chosen_ids": chosen, "rejected_ids": rejected})
 
 
 @given(st.lists(st.lists(pairs, max_size=4), min_size=1, max_size=4), st.sampled_from(TYPES), *[st.integers(0, 2)] * 4)
 def test_pair_sizes_equal_a_loop_over_sliced_chunks(
     parts: list[list[Any]], kind: pa.DataType, before: int, after: int, before_too: int, after_too: int
 ) -> None:
-    chosen = chunked([[one for one, _ in part] for part in parts], kind, before, after)
-    rejected = chunked([[other for _, other in part] for part in parts], kind, before_too, after_too)
-    assert measure_tables([pa.table({"a": chosen, "b": rejected})], ("a", "b")).sizes_N.tolist() == [
-        size(*pair) for part in parts for pair in part
+    table = read_table(table_of(parts, kind, before, after, before_too, after_too))
+    assert measure_tables([table]).sizes_N.tolist() == [size(*pair) for part in parts for pair in part]
+
+
+FORMS: dict[str, Any] = {
+    "pairs": st.fixed_dictionaries({"chosen_ids": ids, "rejected_ids": ids, "margin": st.floats(-9, 9)}),
+    "rankings": st.fixed_dictionaries(
+        {"answer_ids": st.lists(ids, max_size=3), "grades": st.lists(st.floats(-9, 9), max_size=3)}
+    ),
+    "solutions": st.lists(st.tuples(st.integers(1, 9), st.sampled_from([NO_LABEL, 0, 1])), max_size=9).map(
+        lambda tokens: {"input_ids": [each for each, _ in tokens], "labels": [label for _, label in tokens]}
+    ),
+}
+
+
+@given(st.sampled_from([*FORMS]), st.sampled_from(TYPES), *[st.integers(0, 2)] * 2, st.data())
+def test_a_table_of_any_form_is_read_as_its_rows_are(
+    form: str, kind: pa.DataType, before: int, after: int, data: st.DataObject
+) -> None:
+    rows = FORMS[form]
+    other, parts = data.draw(rows), data.draw(st.lists(st.lists(rows, max_size=4), min_size=1, max_size=4))
+    floats = pa.list_(pa.float64())
+    kinds = {"margin": pa.float64(), "grades": floats, "answer_ids": pa.list_(kind), "labels": pa.list_(pa.int64())}
+    columns = {
+        name: chunked(
+            [[row[name] for row in part] for part in parts], kinds.get(name, kind), before, after, [other[name]]
+        )
+        for name in other
+    }
+    expected = [
+        {name: np.asarray(value).tolist() if name == "step_ends" else value for name, value in read_row(row).items()}
+        for part in parts
+        for row in part
     ]
+    assert read_table(pa.table(columns)).to_pylist() == expected
 
 
-@pytest.mark.parametrize("columns", [("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected")])
-def test_pairs_are_measured_once_in_the_columns_of_either_api(columns: tuple[str, str]) -> None:
+def test_pairs_are_measured_once() -> None:
     pairs = [([1, 2, 3], [1, 2, 4, 5]), ([1], [1]), ([6, 1], [7])]
-    dataset = Dataset.from_list([dict(zip(columns, pair, strict=True)) for pair in pairs] * 500)  # read in two parts
+    dataset = dataset_of(pairs * 500)  # read in two parts
     measured = measure(dataset)
     lengths = measured.lengths
     found = np.column_stack([lengths.prefix_P, lengths.tails_PK])
@@ -61,8 +101,8 @@ def test_pairs_are_measured_once_in_the_columns_of_either_api(columns: tuple[str
     assert measured.longest_N.tolist() == [4, 1, 2] * 500
     assert measure(dataset) is measured
     assert len(measure(dataset.select([])).lengths) == 0
-    with pytest.raises(ValueError, match="no pairs of token ids in the columns"):
-        measure(dataset.rename_column(columns[0], "other"))
+    with pytest.raises(ValueError, match="not tokenized; its columns are .*other"):
+        measure(dataset.rename_column("chosen_ids", "other"))
 
 
 @given(
@@ -77,12 +117,7 @@ def test_what_all_dialogues_share_and_the_checksum_do_not_depend_on_how_arrow_st
     parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
 
     def measured(parts: list[Any], kind: pa.DataType) -> Measured:
-        halves = [[[pair[half] for pair in part] for part in parts] for half in (0, 1)]
-        tables = [
-            pa.table({"a": chunked([a], kind, before, 1), "b": chunked([b], kind, 0, 1)})
-            for a, b in zip(*halves, strict=True)
-        ]
-        return measure_tables(tables, ("a", "b"))
+        return measure_tables(read_table(table_of([part], kind, before, 1, 0, before)) for part in parts)
 
     every = [one for part in parts for pair in part for one in pair]
     in_parts, at_once = measured(parts, kind), measured([[pair for part in parts for pair in part]], TYPES[0])
@@ -93,10 +128,10 @@ def test_what_all_dialogues_share_and_the_checksum_do_not_depend_on_how_arrow_st
 
 
 def test_the_checksum_knows_margins_and_their_order() -> None:
-    rows = {"chosen_ids": [[1]] * 1500, "rejected_ids": [[2]] * 1500}
+    rows = [([1], [2])] * 1500
     margins = [float(index) for index in range(1500)]
-    datasets = [Dataset.from_dict(rows | {"margin": order}) for order in (margins, margins[::-1], margins)]
-    sums = [measure(each).checksum for each in (*datasets, Dataset.from_dict(rows))]
+    datasets = [dataset_of(rows, margin=order) for order in (margins, margins[::-1], margins)]
+    sums = [measure(each).checksum for each in (*datasets, dataset_of(rows))]
     assert sums[0] == sums[2] and len(set(sums)) == 3
 
 
@@ -105,14 +140,8 @@ def test_rows_are_planned_for_the_pairs_of_the_dataset_and_no_others(change: str
     """A selection keeps the arrow table and adds indices; joined shards are many chunks."""
     generator = np.random.default_rng(0)
     lengths = [(20 + index, 20 + index % 7) for index in range(60)]
-    rows = [
-        {
-            f"{half}_ids": [1] * 4 + generator.integers(1, 4, length).tolist()
-            for half, length in zip(("chosen", "rejected"), both, strict=True)
-        }
-        for both in lengths
-    ]
-    dataset: Any = Dataset.from_list(rows)
+    rows = [[[1] * 4 + generator.integers(1, 4, length).tolist() for length in both] for both in lengths]
+    dataset: Any = dataset_of(rows)
     dataset = {
         "whole": lambda: dataset,
         "shuffled": lambda: dataset.shuffle(seed=0),

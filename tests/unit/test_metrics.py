@@ -10,7 +10,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from trl_tpu.evaluation.reward_sums import RewardSums, sums_on_host
+from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
+from trl_tpu.evaluation.reward_sums import RewardSums, pairs_of, sums_on_host
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.metrics import RewardMetrics, on_host, scale_of
 
@@ -19,13 +20,14 @@ Row = tuple[float, float, bool]  # chosen, rejected, is real
 CPU = torch.device("cpu")
 # quarters: sums are exact in float32, so any difference is a fault
 reward = st.integers(-40, 40).map(lambda number: number / 4)
+ONE_PAIR = compare(pairs_of(1), ComparisonRule()).map_tensors(torch.from_numpy)
 batches = st.lists(
     st.lists(st.tuples(reward, reward, st.booleans()), min_size=1, max_size=6), min_size=1, max_size=4
 )  # of pairs of batches
 
 
-def new_metrics() -> RewardMetrics:
-    metrics = RewardMetrics(Runtime(), CPU)
+def new_metrics(**settings: Any) -> RewardMetrics:
+    metrics = RewardMetrics(Runtime(), CPU, **settings)
     metrics.start(0, [], 0, 1)
     return metrics
 
@@ -37,10 +39,18 @@ def close(*processes: RewardMetrics) -> dict[str, float]:
     return {name: value for name, value in logs.items() if "_per_" not in name}
 
 
-def update(metrics: RewardMetrics, rows: list[Row], tokens: int = 10) -> None:
-    mask_P = torch.tensor([row[2] for row in rows])
-    rewards_P2 = torch.tensor([row[:2] for row in rows])
-    metrics.update(rewards_P2, mask_P, torch.tensor(tokens, dtype=torch.int32))
+def update(metrics: RewardMetrics, rows: list[Row], tokens: int = 5, labels: Any = None) -> None:
+    """Add pairs whose answers have so many tokens each; pairs that are not real are in another micro-batch."""
+    here_P = np.array([row[2] for row in rows])
+    table = compare(Labels.of(labels or [{}] * len(rows), 2), ComparisonRule()).among(here_P)
+    tokens_S = torch.tensor(here_P.repeat(2) * tokens, dtype=torch.int32)
+    rewards_SA = torch.tensor([row[:2] for row in rows]).reshape(-1, 1)
+    metrics.update(rewards_SA, tokens_S, table.map_tensors(torch.from_numpy))
+
+
+def host_sums(rewards_P2: Any) -> RewardSums:
+    rewards_PAK = torch.as_tensor(rewards_P2).reshape(-1, 1, 2)
+    return sums_on_host(rewards_PAK, pairs_of(len(rewards_PAK)))
 
 
 def resumed(*parts: RewardMetrics, index: int = 0, count: int = 1) -> RewardMetrics:
@@ -72,11 +82,10 @@ def test_metrics_are_over_all_real_pairs_of_all_batches_of_all_processes(
     for metrics, own in ((first, given), (second, others)):
         for rows in own:
             update(metrics, rows)
-    tokens = 10 * (len(given) + len(others))
-    expected = by_numpy([row for rows in given + others for row in rows])
-    logs = close(first, second)
-    assert logs == pytest.approx({"num_tokens": tokens} | expected)
-    assert close(first, second) == {"num_tokens": tokens}  # closed: nothing is counted twice
+    every = [row for rows in given + others for row in rows]
+    tokens = {"num_tokens": 10 * sum(row[2] for row in every)} if any(row[2] for row in every) else {}
+    assert close(first, second) == pytest.approx(tokens | by_numpy(every))
+    assert close(first, second) == tokens  # closed: nothing is counted twice
 
 
 @given(batches, batches)
@@ -129,7 +138,7 @@ def test_the_scale_is_of_the_last_pairs_and_of_an_evaluation_where_there_was_one
         RewardSums(answers=2, reward=2.0, deviations=2.0, lowest=0.0, highest=2.0), "the evaluation set"
     )
     assert (metrics.scale.mean, metrics.scale.std) == (1.0, 1.0)
-    for sums in (RewardSums(), sums_on_host(torch.ones(3, 2)), sums_on_host(torch.tensor([[1.0, np.inf]]))):
+    for sums in (RewardSums(), host_sums(torch.ones(3, 2)), host_sums([[1.0, np.inf]])):
         assert scale_of(sums, "what cannot be divided by") is None
 
 
@@ -140,7 +149,7 @@ def test_tokens_between_two_logs_are_exact_beyond_int32_and_over_a_resume(counts
     for index, tokens in enumerate(counts):
         if index == saved_at:
             metrics = resumed(metrics)
-        update(metrics, [(1.0, 0.0, True)], tokens)
+        metrics.update(torch.zeros(2, 1), torch.tensor([tokens, 0], dtype=torch.int32), ONE_PAIR)
     assert close(metrics).get("num_tokens", 0) == sum(counts)
 
 
@@ -149,19 +158,19 @@ def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(given: li
     metrics, added = new_metrics(), RewardSums()
     for rows in given:
         update(metrics, rows)
-        added = added + sums_on_host(torch.tensor([row[:2] for row in rows if row[2]]).reshape(-1, 2))
+        added = added + host_sums([row[:2] for row in rows if row[2]])
     on_device = on_host(metrics.device_sums)
     added.tokens = on_device.tokens
-    assert vars(added) == pytest.approx(vars(on_device), abs=1e-4)
+    assert vars(added) == pytest.approx(vars(on_device), rel=1e-6, abs=1e-4)
 
 
 def test_the_deviation_of_rewards_far_from_zero_does_not_cancel() -> None:
     metrics, chooser = new_metrics(), np.random.default_rng(0)
     rewards_BP2 = (100 + 0.01 * chooser.standard_normal((20, 8, 2))).astype(np.float32)
-    for rewards_P2 in torch.from_numpy(rewards_BP2):
-        metrics.update(rewards_P2, torch.ones(8, dtype=torch.bool), torch.tensor(1, dtype=torch.int32))
+    for rewards_P2 in rewards_BP2.tolist():
+        update(metrics, [(*pair, True) for pair in rewards_P2])
     close(metrics)
-    on_host_too = scale_of(sums_on_host(torch.from_numpy(rewards_BP2.reshape(-1, 2))), "rewards")
+    on_host_too = scale_of(host_sums(rewards_BP2), "rewards")
     assert metrics.scale is not None and on_host_too is not None
     assert metrics.scale.std == pytest.approx(rewards_BP2.std(dtype=np.float64), rel=0.01)
     assert on_host_too.std == pytest.approx(rewards_BP2.std(dtype=np.float64), rel=1e-9)
@@ -173,9 +182,9 @@ def test_open_sums_of_older_checkpoints_are_read() -> None:
     older |= {"lowest": 0.0, "highest": 3.0}
     metrics = RewardMetrics(Runtime(), CPU)
     metrics.start(1, [{"num_tokens": 10, "open": older}], 0, 1)
-    update(metrics, [(3.0, 0.0, True), (0.0, 3.0, True)], tokens=3)
+    update(metrics, [(3.0, 0.0, True), (0.0, 3.0, True)])
     logs = close(metrics)
-    assert (logs["accuracy"], logs["tie_rate"], logs["margin"], logs["num_tokens"]) == (0.5, 0.25, 0.5, 20)
+    assert (logs["accuracy"], logs["tie_rate"], logs["margin"], logs["num_tokens"]) == (0.5, 0.25, 0.5, 37)
     assert metrics.scale is not None
     assert metrics.scale.std == pytest.approx(((14 + 18) / 8 - (12 / 8) ** 2) ** 0.5)
 
@@ -183,26 +192,27 @@ def test_open_sums_of_older_checkpoints_are_read() -> None:
 @pytest.mark.parametrize(("probability", "accuracy"), [(0.9, 0.0), (0.1, 1.0)])
 def test_the_better_answer_of_a_pair_is_the_more_probable_one(probability: float, accuracy: float) -> None:
     metrics = new_metrics()
-    labels = {"chosen_probability": torch.tensor([probability, 0.5])}
-    mask_P = torch.ones(2, dtype=torch.bool)
-    metrics.update(torch.tensor([[0.0, 1.0], [5.0, 0.0]]), mask_P, torch.tensor(1, dtype=torch.int32), labels)
+    labels = [{"chosen_probability": each} for each in (probability, 0.5)]
+    update(metrics, [(0.0, 1.0, True), (5.0, 0.0, True)], labels=labels)
     logs = close(metrics)
     assert (logs["accuracy"], logs["margin"], logs["mean_reward"]) == (accuracy, 2 * accuracy - 1, 1.5)
 
 
 def test_rewards_are_reported_where_nothing_is_compared() -> None:
     metrics = new_metrics()
-    labels = {"grade": torch.ones(1, 2), "is_there": torch.ones(1, 2, dtype=torch.bool)}
-    one_P = torch.ones(1, dtype=torch.bool)
-    metrics.update(torch.tensor([[1.0, 2.0]]), one_P, torch.tensor(1, dtype=torch.int32), labels)
-    assert close(metrics) == {"num_tokens": 1, "min_reward": 1.0, "mean_reward": 1.5, "max_reward": 2.0}
+    update(metrics, [(1.0, 2.0, True)], labels=[{"grades": [1.0, 1.0]}])
+    assert close(metrics) == {"num_tokens": 10, "min_reward": 1.0, "mean_reward": 1.5, "max_reward": 2.0}
 
 
-def test_numbers_that_are_not_finite_are_logged_and_not_hidden() -> None:
-    metrics = new_metrics()
+def test_numbers_that_are_not_finite_are_logged_unless_their_steps_are_skipped() -> None:
+    rows = [(float("nan"), 1.0, True), (2.0, 1.0, True)]
+    logs = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        update(metrics, [(float("nan"), 1.0, True), (2.0, 1.0, True)])
-        logged: dict[str, Any] = close(metrics)
-    assert all(np.isnan(logged[name]) for name in ("mean_reward", "margin", "min_reward", "max_reward"))
-    assert logged["accuracy"] == 0.5
+        for skips in (False, True):
+            metrics = new_metrics(skips_nonfinite=skips)
+            update(metrics, rows)
+            logs.append(close(metrics))
+    assert all(np.isnan(logs[0][name]) for name in ("mean_reward", "margin", "min_reward", "max_reward"))
+    assert logs[0]["accuracy"] == 0.5
+    assert logs[1] == {"num_tokens": 20} | by_numpy(rows[1:])

@@ -1,4 +1,4 @@
-"""A packed row says what its dialogues say: who sees whom, at which position, scored where, in planned shapes."""
+"""A packed row says what its sequences say: who sees whom, at which position, scored where, in planned shapes."""
 
 from typing import Any
 
@@ -7,21 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.packing.pack import pack, pack_unpadded
-from trl_tpu.packing.rows import PackedRows
+from trl_tpu.data.collators import scored
+from trl_tpu.packing.pack import Scored, pack, pack_unpadded, pad
+from trl_tpu.packing.rows import TokenRows
 from trl_tpu.packing.schedule import RowPlan
 from trl_tpu.packing.shapes import RowShape, plan_shapes, zigzag
 
 PAD = 0
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
-dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+sequence = st.lists(st.integers(1, 3), min_size=1, max_size=12)
 tail = st.lists(st.integers(1, 9), max_size=6)
-free_pair = st.tuples(dialogue, dialogue)
-prompted_pair = st.builds(lambda prompt, one, other: (prompt + one, prompt + other), dialogue, tail, tail)
-identical_pair = dialogue.map(lambda ids: (ids, ids))
+free_pair = st.tuples(sequence, sequence)
+prompted_pair = st.builds(lambda prompt, one, other: (prompt + one, prompt + other), sequence, tail, tail)
+identical_pair = sequence.map(lambda ids: (ids, ids))
 pair = st.one_of(free_pair, prompted_pair, identical_pair)
 batches = st.lists(pair, min_size=1, max_size=7)
-Rows = PackedRows[np.ndarray]
+Rows = TokenRows[np.ndarray]
 
 
 def pair_size(one: list[int], other: list[int]) -> int:
@@ -29,8 +30,17 @@ def pair_size(one: list[int], other: list[int]) -> int:
     return len(one) + len(other) - (min(len(one), len(other)) if common is None else common)
 
 
+def rows_of(pairs: list[Any]) -> list[Scored]:
+    return [scored({"answers": pair}, PAD) for pair in pairs]
+
+
+def here(rows: Rows) -> np.ndarray:
+    """Which pairs are in these rows."""
+    return rows.tokens_S.reshape(-1, 2)[:, 0] > 0
+
+
 def micro_batches(pairs: list[Any], plan: RowPlan, size: int | None = None, **kwargs: Any) -> list[Rows]:
-    return pack(pairs, plan, size or len(pairs), PAD, **kwargs)
+    return pack(rows_of(pairs), plan, size or len(pairs), PAD, **kwargs)
 
 
 def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> Rows:
@@ -42,7 +52,7 @@ def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwar
 
 
 def unpadded(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
-    return pack_unpadded(pairs, PAD, attention_crossover_length=attention_crossover_length)
+    return pack_unpadded(rows_of(pairs), PAD, attention_crossover_length=attention_crossover_length)
 
 
 def tree_count(pairs: list[Any], attention_crossover_length: float) -> int:
@@ -55,17 +65,17 @@ def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
 
 
 def read_back(batch: Rows, pair: int, half: int) -> list[int]:
-    row, column = batch.last_row_PK[pair, half], batch.last_column_PK[pair, half]
+    row, column = batch.score_row_S[2 * pair + half], batch.score_column_S[2 * pair + half]
     return batch.input_ids_RL[row, seen_by(batch, row, column)].tolist()
 
 
 @pytest.mark.parametrize("layout", [packed, unpadded])
 @given(pairs=batches)
-def test_the_last_token_of_a_dialogue_sees_that_dialogue_and_nothing_else(layout: Any, pairs: list[Any]) -> None:
+def test_the_last_token_of_a_sequence_sees_that_sequence_and_nothing_else(layout: Any, pairs: list[Any]) -> None:
     batch = layout(pairs)
-    for index, dialogues in enumerate(pairs):
-        assert [read_back(batch, index, half) for half in (0, 1)] == list(map(list, dialogues))
-        assert batch.last_row_PK[index, 0] == batch.last_row_PK[index, 1]
+    for index, sequences in enumerate(pairs):
+        assert [read_back(batch, index, half) for half in (0, 1)] == list(map(list, sequences))
+        assert batch.score_row_S[2 * index] == batch.score_row_S[2 * index + 1]
 
 
 @pytest.mark.parametrize("layout", [packed, unpadded])
@@ -86,8 +96,8 @@ def test_every_token_sees_the_path_to_it_at_positions_from_zero(layout: Any, pai
 def test_a_row_holds_each_beginning_once_and_then_padding_that_sees_itself(pairs: list[Any]) -> None:
     batch = packed(pairs)
     for row, ids in enumerate(batch.input_ids_RL):
-        here = [pair for index, pair in enumerate(pairs) if batch.last_row_PK[index, 0] == row]
-        beginnings = {tuple(ids[: end + 1]) for pair in here for ids in pair for end in range(len(ids))}
+        held = [pair for index, pair in enumerate(pairs) if batch.score_row_S[2 * index] == row]
+        beginnings = {tuple(ids[: end + 1]) for pair in held for ids in pair for end in range(len(ids))}
         used = len(beginnings)
         assert (ids[:used] != PAD).all() and (ids[used:] == PAD).all()
         assert (batch.subtree_end_RL[row, :used] <= used).all()
@@ -99,25 +109,34 @@ def test_a_row_holds_each_beginning_once_and_then_padding_that_sees_itself(pairs
 @pytest.mark.parametrize(
     ("ids", "scored"), [([5, 6, PAD], 2), ([5, PAD, 6, PAD, PAD], 3), ([PAD, PAD], 1), ([PAD], 1), ([5, 6], 2)]
 )
-def test_a_dialogue_is_scored_at_its_last_token_that_is_not_the_pad_token(ids: list[int], scored: int) -> None:
+def test_a_sequence_is_scored_at_its_last_token_that_is_not_the_pad_token(ids: list[int], scored: int) -> None:
     batch = packed([(ids, [7, 8, 9])], [RowShape(2, 16)])
     assert read_back(batch, 0, 0) == ids[:scored]
-    assert batch.tokens_P.tolist() == [len(ids) + 3]
+    assert batch.tokens_S.tolist() == [len(ids), 3]
 
 
 @given(batches, st.integers(0, 3))
 def test_a_short_batch_has_the_shapes_of_a_full_one(pairs: list[Any], missing: int) -> None:
     count, size = len(pairs), len(pairs) + missing
-    margins = [index - 1.5 for index in range(count)]
-    batch = packed(pairs, size=size, labels={"margin": np.array(margins)})
-    assert batch.last_row_PK.shape == batch.last_column_PK.shape == (size, 2)
-    assert batch.pair_mask_P.tolist() == [True] * count + [False] * missing
-    assert batch.labels["margin"].tolist() == margins + [0.0] * missing
-    assert batch.tokens_P.tolist() == [len(one) + len(other) for one, other in pairs] + [0] * missing
-    assert not batch.last_row_PK[count:].any() and not batch.last_column_PK[count:].any()
-    integers = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "last_row_PK", "last_column_PK", "tokens_P")
+    batch = packed(pairs, size=size)
+    assert {getattr(batch, name).shape for name in ("score_row_S", "score_column_S", "tokens_S")} == {(2 * size,)}
+    assert here(batch).tolist() == [True] * count + [False] * missing
+    assert batch.tokens_S.tolist() == [len(ids) for pair in pairs for ids in pair] + [0, 0] * missing
+    assert not batch.score_row_S[2 * count :].any() and not batch.score_column_S[2 * count :].any()
+    integers = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "score_row_S", "score_column_S", "tokens_S")
     assert {getattr(batch, name).dtype for name in integers} == {np.dtype(np.int32)}
-    assert packed(pairs).labels == {}
+
+
+def test_steps_are_read_along_one_sequence() -> None:
+    solution, unlabeled = [5, 6, 7, 8, 9, 4], [5, 6, 3]
+    rows = [
+        scored({"answers": [solution], "step_ends": [1, 3, 4]}, PAD),
+        scored({"answers": [unlabeled], "step_ends": []}, PAD),
+    ]
+    for batch in (pack_unpadded(rows, PAD, answers=3), pad(rows, RowShape(2, 6), 2, PAD, 3)):
+        ids = batch.input_ids_RL[batch.score_row_S, batch.score_column_S]
+        assert ids[:3].tolist() == [6, 8, 9]  # what follows the last labeled step is not computed
+        assert batch.tokens_S.tolist() == [2, 2, 2, 0, 0, 0]
 
 
 def test_a_batch_gets_the_first_shape_that_holds_it() -> None:
@@ -199,22 +218,18 @@ def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
 def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -> None:
     longest = max(pair_size(*pair) for pair in pairs)
     plan = RowPlan((RowShape(rows, longest), RowShape(rows + 1, 8)), (RowShape(rows, longest), RowShape(1, 6)))
-    margins = [float(index) for index in range(len(pairs))]
-    some = micro_batches(pairs, plan, len(pairs) + missing, labels={"margin": np.array(margins)})
+    some = micro_batches(pairs, plan, len(pairs) + missing)
     assert [RowShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
     assert RowShape(*some[-1].input_ids_RL.shape) in plan.update
-    assert sum(rows.pair_mask_P.astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
+    assert sum(here(rows).astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
     for rows_ in some:
-        assert rows_.batch_pairs_1.tolist() == [len(pairs)]
-        assert (rows_.tokens_P > 0).tolist() == rows_.pair_mask_P.tolist()
-        for index in np.flatnonzero(rows_.pair_mask_P):
+        for index in np.flatnonzero(here(rows_)):
             assert [read_back(rows_, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
-            assert rows_.labels["margin"][index] == margins[index]
 
 
 @given(batches, st.integers(2, 3), st.booleans())
 def test_parts_are_the_rows_of_the_whole(pairs: list[Any], parts: int, expands: bool) -> None:
-    """All have the same shapes, in which each pair is in one part, and a loss whose mean is that of the whole."""
+    """All have the same shapes, in which each pair is in one part."""
     longest = max(pair_size(*pair) for pair in pairs)
     plan = RowPlan((RowShape(parts, longest), RowShape(2 * parts, 8)), (RowShape(parts, longest),))
     whole = micro_batches(pairs, plan, expands=expands)
@@ -222,22 +237,20 @@ def test_parts_are_the_rows_of_the_whole(pairs: list[Any], parts: int, expands: 
     for rows, *own in zip(whole, *of_parts, strict=True):
         for name in ("input_ids_RL", "position_ids_RL", "subtree_end_RL"):
             assert (np.concatenate([getattr(each, name) for each in own]) == getattr(rows, name)).all()
-        assert sum(each.pair_mask_P.astype(int) for each in own).tolist() == rows.pair_mask_P.tolist()
-        assert sum(each.tokens_P for each in own).tolist() == rows.tokens_P.tolist()
+        assert sum(each.tokens_S for each in own).tolist() == rows.tokens_S.tolist()
         for each in own:
             assert each.input_ids_RL.shape[0] * parts == rows.input_ids_RL.shape[0]
-            assert each.batch_pairs_1 * parts == pytest.approx(rows.batch_pairs_1)
-            for index in np.flatnonzero(each.pair_mask_P):
+            for index in np.flatnonzero(here(each)):
                 assert [read_back(each, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
 
 
 @given(batches, st.integers(1, 3))
-def test_rows_that_are_to_be_expanded_have_room_for_either_dialogue_of_every_pair(pairs: list[Any], rows: int) -> None:
+def test_rows_that_are_to_be_expanded_have_room_for_either_sequence_of_every_pair(pairs: list[Any], rows: int) -> None:
     longest = max(pair_size(*pair) for pair in pairs)
     plan = RowPlan((RowShape(rows, longest),), (RowShape(rows, longest),))
     for some in micro_batches(pairs, plan, expands=True):
         lengths_P2 = np.array([[len(ids) for ids in pair] for pair in pairs])
         for row in range(rows):
-            here = some.pair_mask_P & (some.last_row_PK[:, 0] == row)
-            assert (lengths_P2[here].sum(axis=0) <= longest).all()
+            there = here(some) & (some.score_row_S[::2] == row)
+            assert (lengths_P2[there].sum(axis=0) <= longest).all()
         assert some.expansion is not None

@@ -1,4 +1,4 @@
-"""Ranked answers: losses and gradients are their papers' formulas in float64, and rows say what is wrong with them."""
+"""Ranked answers: their metrics, their prepared rows, and errors that name bad rows."""
 
 import math
 import tracemalloc
@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
-from trl_tpu.data.judgements import Rankings, labels_of, weights_of
-from trl_tpu.data.measure import id_columns, measure, most_answers
+from trl_tpu.data.collators import scored
+from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
+from trl_tpu.data.measure import PAIR, form_of, measure, read_row
+from trl_tpu.data.row_formats import Rankings
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.ranking import judge_rankings
+from trl_tpu.evaluation.ranking import judge_rankings, rankings_of
 from trl_tpu.evaluation.reward_sums import sums_on_host
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.pack import pack_unpadded
@@ -28,144 +30,29 @@ answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # reward, 
 prompts = st.lists(st.lists(answers, min_size=2, max_size=K), min_size=1, max_size=4)
 
 
-def tensors_of(some: list[list[tuple[float, int]]]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    labels = labels_of([{"grades": [grade for _, grade in each]} for each in some], K)
-    rewards_PK = torch.full((len(some), K), 7.5)  # of answers that are not there
-    for rewards_K, each in zip(rewards_PK, some, strict=True):
-        rewards_K[: len(each)] = torch.tensor([reward for reward, _ in each])
-    return rewards_PK.requires_grad_(), {name: torch.from_numpy(values) for name, values in labels.items()}
-
-
-def instruct_gpt(each: list[tuple[float, int]], scale: float, smoothing: float, center: float) -> float:
-    """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over a prompt's comparisons."""
-    losses = [
-        (1 - smoothing) * np.logaddexp(0, -d) + smoothing * np.logaddexp(0, d) + center * (r + s) ** 2
-        for (r, a), (s, b) in permutations(each, 2)
-        if a > b
-        for d in [r - s - scale * (a - b)]
-    ]
-    return float(np.mean(losses)) if losses else 0.0
-
-
-def plackett_luce(each: list[tuple[float, int]], top_k: int) -> float:
-    """Draw the best of those that are left, by the softmax of their rewards."""
-    left, total = sorted(each, key=lambda one: -one[1]), 0.0
-    for _ in range(min(top_k, len(left))):
-        total += float(np.logaddexp.reduce([reward for reward, _ in left]) - left[0][0])
-        left = left[1:]
-    return total
-
-
-@pytest.mark.parametrize("loss_type", ["sigmoid", "plackett_luce"])
-def test_answers_of_one_grade_are_not_compared(loss_type: str) -> None:
-    labels = {name: torch.from_numpy(each) for name, each in labels_of([{"grades": [1, 0, 0]}], 3).items()}
-    rewards_PK = torch.tensor([[0.3, 2.0, -1.0]], requires_grad=True)
-    Loss(loss_type=loss_type).losses_of(rewards_PK, labels).sum().backward()
-    wrong = np.exp(rewards_PK[0].detach().double() - 0.3)
-    by_pairs = wrong[1:] / (1 + wrong[1:]) / 2
-    expected = by_pairs if loss_type == "sigmoid" else wrong[1:] / wrong.sum()
-    assert rewards_PK.grad is not None
-    assert rewards_PK.grad[0].tolist() == pytest.approx([-float(expected.sum()), *expected.tolist()], abs=1e-6)
-
-
-def slopes(formula: Any, each: list[tuple[float, int]]) -> list[float]:
-    """Differentiate a formula by each reward, in float64."""
-    step = 1e-6
-    moved = lambda n, by: [(r + by * (n == i), g) for i, (r, g) in enumerate(each)]  # noqa: E731
-    return [(formula(moved(n, step)) - formula(moved(n, -step))) / (2 * step) for n in range(len(each))]
-
-
-@given(prompts, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.01]))
-def test_all_comparisons_of_a_prompt_are_its_one_loss(
-    some: Any, scale: float, smoothing: float, center: float
-) -> None:
-    rewards_PK, labels = tensors_of(some)
-    loss = Loss(margin_scale=scale or None, label_smoothing=smoothing, center_rewards_coefficient=center or None)
-    losses_P = loss.losses_of(rewards_PK, labels)
-    losses_P.sum().backward()
-    for loss_of_one, gradient_K, each in zip(losses_P.tolist(), rewards_PK.grad.tolist(), some, strict=True):  # type: ignore[union-attr]
-        assert loss_of_one == pytest.approx(instruct_gpt(each, scale, smoothing, center), rel=1e-5, abs=1e-5)
-        expected = slopes(lambda moved: instruct_gpt(moved, scale, smoothing, center), each)
-        assert gradient_K == pytest.approx(expected + [0.0] * (K - len(each)), rel=1e-4, abs=1e-4)
-
-
-@given(prompts, st.sampled_from([None, 1, 2]))
-def test_an_order_is_drawn_answer_by_answer(some: Any, top_k: int | None) -> None:
-    ordered = [[(reward, -place) for place, (reward, _) in enumerate(each)] for each in some]
-    rewards_PK, labels = tensors_of(ordered)
-    losses_P = Loss(loss_type="plackett_luce", ranking_top_k=top_k).losses_of(rewards_PK, labels)
-    losses_P.sum().backward()
-    for loss_of_one, gradient_K, each in zip(losses_P.tolist(), rewards_PK.grad.tolist(), ordered, strict=True):  # type: ignore[union-attr]
-        assert loss_of_one == pytest.approx(plackett_luce(each, top_k or K), rel=1e-5, abs=1e-5)
-        expected = slopes(lambda moved: plackett_luce(moved, top_k or K), each)
-        assert gradient_K == pytest.approx(expected + [0.0] * (K - len(each)), rel=1e-4, abs=1e-4)
-
-
-def with_ties(each: list[tuple[float, int]], model: str, threshold: float) -> float:
-    """Rao and Kupper 1967, theta = exp(threshold); Davidson 1970, nu = threshold; both of strengths exp(reward)."""
-    likely = []
-    for (r, a), (s, b) in combinations(each, 2):
-        one, other = (np.exp(x, dtype=np.float64) for x in ((r, s) if a >= b else (s, r)))
-        if model == "davidson":
-            tied = threshold * np.sqrt(one * other)
-            likely.append((tied if a == b else one) / (one + other + tied))
-        else:
-            theta = np.exp(threshold)
-            won, lost = one / (one + theta * other), other / (theta * one + other)
-            product = (theta**2 - 1) * one * other / ((one + theta * other) * (theta * one + other))
-            assert won + lost + product == pytest.approx(1)
-            likely.append(product if a == b else won)
-    return float(np.mean([-np.log(each) for each in likely]))
-
-
-@given(prompts, st.sampled_from(["davidson", "rao_kupper"]), st.sampled_from([0.3, 1.0]))
-def test_ties_are_learned_from(some: Any, model: str, threshold: float) -> None:
-    rewards_PK, labels = tensors_of(some)
-    losses_P = Loss(ties=model, tie_threshold=threshold).losses_of(rewards_PK, labels)
-    losses_P.sum().backward()
-    for loss_of_one, gradient_K, each in zip(losses_P.tolist(), rewards_PK.grad.tolist(), some, strict=True):  # type: ignore[union-attr]
-        assert loss_of_one == pytest.approx(with_ties(each, model, threshold), rel=1e-5, abs=1e-5)
-        expected = slopes(lambda moved: with_ties(moved, model, threshold), each)
-        assert gradient_K == pytest.approx(expected + [0.0] * (K - len(each)), rel=1e-4, abs=1e-4)
-
-
-def test_rewards_may_be_fitted_to_scores() -> None:
-    rewards_PK, labels = tensors_of([[(0.5, 3), (-1.0, 0), (2.0, 2)], [(1.0, 1), (4.0, 1)]])
-    losses_P = Loss(loss_type="regression").losses_of(rewards_PK, labels)
-    assert losses_P.tolist() == pytest.approx([(2.5**2 + 1 + 0) / 3, 4.5])
-    losses_P.sum().backward()
-    expected = [[-5 / 3, -2 / 3, 0, 0, 0], [0, 3, 0, 0, 0]]
-    torch.testing.assert_close(rewards_PK.grad, torch.tensor(expected))
-
-
 @pytest.mark.parametrize("settings", [{}, {"loss_type": "plackett_luce"}, {"label_smoothing": 0.1}])
 def test_two_answers_are_a_pair(settings: Any) -> None:
     rewards_P2 = torch.tensor([[1.0, -0.5], [0.2, 3.0]])
     loss = Loss(center_rewards_coefficient=0.1, **settings)
-    ranked = {name: torch.from_numpy(each) for name, each in labels_of([{"grades": [2, 1]}] * 2, 2).items()}
-    torch.testing.assert_close(loss.losses_of(rewards_P2, ranked), loss.losses_of(rewards_P2, {}))
-
-
-@given(st.floats(-20, 20, width=32), st.floats(0, 1, width=32), st.sampled_from([0.0, 0.2]))
-def test_a_pair_may_say_how_likely_it_is_right(difference: float, probability: float, smoothing: float) -> None:
-    rewards_P2 = torch.tensor([[difference, 0.0]])
-    labels = {"chosen_probability": torch.tensor([probability])}
-    found = Loss(label_smoothing=smoothing).losses_of(rewards_P2, labels).item()
-    target = probability * (1 - smoothing) + (1 - probability) * smoothing
-    expected = target * np.logaddexp(0, -difference) + (1 - target) * np.logaddexp(0, difference)
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    ranked, paired = (
+        loss.per_row(
+            rewards_P2.view(-1, 1), compare(Labels.of([row] * 2, 2), ComparisonRule()).map_tensors(torch.tensor)
+        )
+        for row in ({"grades": [2, 1]}, {})
+    )
+    torch.testing.assert_close(ranked, paired)
 
 
 @given(prompts)
 def test_the_comparisons_of_a_prompt_together_count_once_in_all_metrics(some: Any) -> None:
-    rewards_PK, labels = tensors_of(some)
-    sums = sums_on_host(rewards_PK.detach(), labels)
+    rewards_PK, grade_PK = rankings_of(*([[each[at] for each in row] for row in some] for at in (0, 1)))
+    sums = sums_on_host(torch.from_numpy(rewards_PK)[:, None], labels_of(grade_PK))
     margins = [[r - s for (r, a), (s, b) in permutations(each, 2) if a > b] for each in some]
     margins = [each for each in margins if each]
     assert (sums.pairs, sums.answers, sums.comparisons) == (len(some), sum(map(len, some)), len(margins))
     if not margins:
         return
-    verdict = judge_rankings(rewards_PK.detach().double().numpy(), *(label.numpy() for label in labels.values()))
+    verdict = judge_rankings(rewards_PK, grade_PK)
     found, logged = verdict.metrics(), sums.metrics()
     accuracy = np.mean([np.mean(np.array(each) > 0) for each in margins])
     assert logged["accuracy"] == pytest.approx(accuracy) == verdict.accuracy.value
@@ -183,18 +70,20 @@ def test_the_comparisons_of_a_prompt_together_count_once_in_all_metrics(some: An
     assert found["top1_accuracy"] == pytest.approx(np.mean(best))
 
 
+def labels_of(grade_NK: np.ndarray) -> Labels:
+    return Labels(grade_NK[:, None].astype(np.float32), are_rankings=True)
+
+
 def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_their_comparisons() -> None:
     chooser = np.random.default_rng(0)
     grade_NK = chooser.permuted(np.tile(np.arange(64.0), (400, 1)), axis=1)
     rewards_NK = grade_NK / 30 + chooser.standard_normal((400, 64))
-    is_there_NK = np.ones(grade_NK.shape, dtype=bool)
-    labels = {"grade": torch.from_numpy(grade_NK), "is_there": torch.from_numpy(is_there_NK)}
     tracemalloc.start()
-    verdict = judge_rankings(rewards_NK, grade_NK, is_there_NK, lengths_NK=np.ones((400, 64)))
+    verdict = judge_rankings(rewards_NK, grade_NK, lengths_NK=np.ones((400, 64)))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert verdict.pairs == 400 * 64 * 63 // 2 and most < 0.6 * 80 * verdict.pairs  # bytes
-    sums = sums_on_host(torch.from_numpy(rewards_NK), labels).metrics()
+    sums = sums_on_host(torch.from_numpy(rewards_NK)[:, None], labels_of(grade_NK)).metrics()
     assert (verdict.accuracy.value, verdict.margins.mean) == pytest.approx((sums["accuracy"], sums["margin"]))
     margins_M = (rewards_NK[:, :, None] - rewards_NK[:, None])[grade_NK[:, :, None] > grade_NK[:, None]]
     assert verdict.loss == pytest.approx(np.logaddexp(0, -margins_M).mean(), rel=0.02)
@@ -203,16 +92,15 @@ def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_th
 def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
     prompts = [[*range(10, 110)], [*range(10, 60), *range(200, 250)]]
     rows = [
-        [[*prompt, 1000 + answer, 7] for answer in range(count)] for prompt, count in zip(prompts, (8, 3), strict=True)
+        scored({"answers": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}, 0)
+        for prompt, count in zip(prompts, (8, 3), strict=True)
     ]
-    labels = labels_of([{"grades": list(range(len(row)))} for row in rows], 8)
-    packed = pack_unpadded(rows, 0, labels, 8, attention_crossover_length=1e6)
+    packed = pack_unpadded(rows, 0, answers=8, attention_crossover_length=1e6)
     assert packed.input_ids_RL.size == 150 + 2 * 11  # both prompts' first 50 tokens once, too
-    for row, answers, rewards in zip(packed.last_row_PK, packed.last_column_PK, rows, strict=True):
-        assert [packed.input_ids_RL[r, c] for r, c in zip(row, answers, strict=True)][: len(rewards)] == [7] * len(
-            rewards
-        )
-    assert packed.labels["is_there"].sum(axis=1).tolist() == [8, 3]
+    is_there_PK = packed.tokens_S.reshape(2, 8) > 0
+    assert is_there_PK.sum(axis=1).tolist() == [8, 3]
+    ends_S = packed.input_ids_RL[packed.score_row_S, packed.score_column_S]
+    assert ends_S[is_there_PK.ravel()].tolist() == [7] * 11
 
 
 TWO = {"prompt": "a", "completions": ["b", "c"]}
@@ -269,23 +157,9 @@ def test_rows_of_ties_alone_and_rows_without_scores() -> None:
         prepare({**TWO, "ranks": [1, 2]}, rankings=Rankings(True, True, needs_scores=True))
 
 
-@pytest.mark.parametrize("ties", [False, True])
-def test_each_comparison_may_count_once(ties: bool) -> None:
-    rows = [{**TWO, "completions": ["b", "c", "d"], "scores": [2, 1, 2]}, {**TWO, "scores": [0, 1]}]
-    rankings = Rankings(may_tie=True, may_all_tie=ties, counts_comparisons=True)
-    prepared = prepare(*rows, rankings=rankings).to_list()
-    labels = {name: torch.from_numpy(values) for name, values in labels_of(prepared, 3).items()}
-    rewards_PK = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, 0.0]])
-    losses_P = Loss(ties="davidson" if ties else "skip").losses_of(rewards_PK, labels)
-    assert sum(weights_of(prepared)) == labels["weight"].sum() == (4 if ties else 3)
-    each = [(0.5, 2), (-1.0, 1), (2.0, 2)], [(1.0, 0), (0.0, 1)]
-    one = [with_ties(row, "davidson", 1.0) if ties else instruct_gpt(row, 0, 0, 0) for row in each]
-    assert losses_P.tolist() == pytest.approx([(3 if ties else 2) * one[0], one[1]], rel=1e-5)
-
-
 def test_a_pair_beside_answers_without_grades_is_a_pair() -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "completions": ["b", "c"], "labels": [1, 0]}
-    assert set(prepare(pair).column_names) >= {"chosen_ids", "rejected_ids"}
+    assert form_of(prepare(pair).column_names) == PAIR
     with pytest.raises(UserError, match="completions.*ranks"):
         prepare(pair | {"ranks": [1, 2]})
 
@@ -294,7 +168,7 @@ EXTRA: dict[str, Any] = {
     "grades": [4, 2], "grade": "A", "labels": [1], "weight": 2.0, "step": 1, "is_there": True, "end": 3,
     "comparisons_counted": 3, "input_ids": [1, 2], "attention_mask": [1], "answer_ids": ["x", "y"], "rank": 1,
 }  # fmt: skip
-FORMS = {
+FORMS: dict[str, dict[str, Any]] = {
     "pairs": {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5},
     "tokenized pairs": {"chosen_ids": [1], "rejected_ids": [2], "margin": 0.5},
     "rankings": {**TWO, "scores": [1.0, 2.0]},
@@ -307,15 +181,14 @@ FORMS = {
 def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
     row = FORMS[form]
     plain, more = prepare(row), prepare(row | {key: value for key, value in EXTRA.items() if key not in row})
-    ids = id_columns(plain.column_names) or ()
-    columns = [*ids, *[name for name in ("grades",) if name in plain.column_names]]
-    assert id_columns(more.column_names) == ids
-    answers = most_answers(plain)
+    columns = list(form_of(plain.column_names))
+    rows, answers = list(map(read_row, plain)), measure(plain).answers
     for prepared in (more, prepare(*more)):
+        assert form_of(prepared.column_names) == tuple(columns)
         assert prepared.select_columns(columns)[:] == plain.select_columns(columns)[:]
-        assert measure(prepared).checksum == measure(plain).checksum
-        assert repr(labels_of(list(prepared), answers)) == repr(labels_of(list(plain), answers))
-        assert weights_of(list(prepared)) == [1] and most_answers(prepared) == answers
+        assert list(map(read_row, prepared)) == rows
+        assert repr(Labels.of(list(map(read_row, prepared)), answers)) == repr(Labels.of(rows, answers))
+        assert measure(prepared).answers == answers and measure(prepared).checksum == measure(plain).checksum
 
 
 def test_columns_of_both_forms_are_refused_and_settings_need_rankings() -> None:
@@ -323,7 +196,7 @@ def test_columns_of_both_forms_are_refused_and_settings_need_rankings() -> None:
         for grades in ("scores", "ranks"):
             with pytest.raises(UserError, match=f"completions, {grades}"):
                 prepare({**TWO, **halves, grades: [1.0, 2.0]})
-    assert "chosen_ids" in prepare({"chosen": "b", "rejected": "c", "scores": [1.0, 2.0]}).column_names
+    assert form_of(prepare({"chosen": "b", "rejected": "c", "scores": [1.0, 2.0]}).column_names) == PAIR
     with pytest.raises(UserError, match="ranking_top_k=2"):
         prepare({"chosen": "b", "rejected": "c"}, rankings=Rankings(settings=("ranking_top_k=2",)))
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import real_pairs
 import tiny
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenized import dataset_of
 
+from trl_tpu.batching.planned_shapes import bucket_lengths
+from trl_tpu.data.collators import scored
 from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.schedule import plan_rows
@@ -41,13 +43,23 @@ def test_every_batch_of_the_data_is_covered(
     assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}
     drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
     # nothing shared between pairs, the worst case: token ids tell pairs apart
-    chosen, rejected = [[index + 1] * sizes[index] for index in drawn], [[index + 1] for index in drawn]
-    some = pack(list(zip(chosen, rejected, strict=True)), plan, pairs, 0)
-    assert sum(rows.pair_mask_P.sum() for rows in some) == len(drawn)
+    rows = [scored({"answers": [[index + 1] * sizes[index], [index + 1]]}, 0) for index in drawn]
+    assert sum((each.tokens_S > 0).sum() for each in pack(rows, plan, pairs, 0)) == 2 * len(drawn)
+
+
+@given(st.integers(1, 5000), st.integers(1, 6), st.sampled_from([1, 8, 64, 128]))
+def test_bucket_lengths_cover_the_longest_in_few_even_steps(longest: int, most: int, multiple: int) -> None:
+    lengths = bucket_lengths(longest, most, multiple)
+    assert list(lengths) == sorted(set(lengths))
+    assert 1 <= len(lengths) <= most
+    assert all(length % multiple == 0 for length in lengths)
+    assert longest <= lengths[-1] < longest + multiple
+    for shorter, longer in zip(lengths, lengths[1:], strict=False):
+        assert longer <= 2 * shorter + multiple  # at most about half of a row is padding
 
 
 def test_a_row_length_too_short_for_a_pair_is_refused() -> None:
-    with pytest.raises(ValueError, match="row_length=100 is too short: the largest pair takes 130 .* row_length=256"):
+    with pytest.raises(ValueError, match="row_length=100.*130"):
         plan_rows(np.array([40, 130]), 2, row_length=100)
 
 
@@ -67,19 +79,15 @@ def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
 def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
     """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
     both = tokenized(source)
-    sizes = measure(Dataset.from_list([{"chosen_ids": one, "rejected_ids": other} for one, other in both])).sizes_N
+    sizes = measure(dataset_of(both)).sizes_N
     plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0
     order = np.random.default_rng(1).permutation(len(both))
     for first in range(0, len(order) - pairs + 1, pairs):
-        chosen, rejected = zip(*(both[index] for index in order[first : first + pairs]), strict=True)
-        columns += sum(
-            packed.input_ids_RL.size for packed in pack(list(zip(chosen, rejected, strict=True)), plan, pairs, 0)
-        )
-        unpadded += pack_unpadded(
-            list(zip(chosen, rejected, strict=True)), 0, attention_crossover_length=6 * 1024
-        ).input_ids_RL.size
-        real += sum(map(len, chosen)) + sum(map(len, rejected))
+        rows = [scored({"answers": both[index]}, 0) for index in order[first : first + pairs]]
+        columns += sum(packed.input_ids_RL.size for packed in pack(rows, plan, pairs, 0))
+        unpadded += pack_unpadded(rows, 0, attention_crossover_length=6 * 1024).input_ids_RL.size
+        real += sum(len(ids) for row in rows for ids in row.sequences)
     assert columns / real <= most_tokens
     assert unpadded / real <= 0.64

@@ -288,11 +288,12 @@ def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
     dialogues += dialogues[:3]
     unpadded, planned = Batches(0, 500, 384).unpadded, Batches(0, 512, 384, shards=2, row_length=32).planned
     found, shapes = set(), []
-    for members_N, batch in (unpadded if kind == "unpadded" else planned)(dialogues):
-        for rows in batch["packed"].micro_batches:
+    for members_N, parts in (unpadded if kind == "unpadded" else planned)(dialogues):
+        for part in parts:
+            rows: Any = part.rows
             shapes.append(tuple(rows.input_ids_RL.shape))
-            for place in np.flatnonzero(rows.pair_mask_P):
-                row, column = rows.last_row_PK[place, 0], rows.last_column_PK[place, 0]
+            for place in np.flatnonzero(part.is_there_P()):
+                row, column = rows.score_row_S[place], rows.score_column_S[place]
                 seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
                 assert rows.input_ids_RL[row, seen].tolist() == dialogues[members_N[place]].tolist()
                 found.add(int(members_N[place]))

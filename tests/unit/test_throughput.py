@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from datasets import Dataset
+from tokenized import dataset_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -60,7 +60,7 @@ def test_rates_leave_out_pauses_and_what_was_done_before_a_resume() -> None:
 def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:
     model = model_of("llama")
     rows = [([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])]
-    dataset = Dataset.from_list([{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in rows])
+    dataset = dataset_of(rows)
     expected = work_of(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])).needed / 2
     assert work_of_a_pair(model, dataset) == expected > 0
     for model_type in ("gpt2", "qwen3", "gemma2", "phi3"):
@@ -68,7 +68,7 @@ def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:
 
 
 def test_the_work_is_unknown_of_streams_of_encoders_and_of_other_columns() -> None:
-    dataset = Dataset.from_list([{"chosen_ids": [1], "rejected_ids": [2]}])
+    dataset = dataset_of([([1], [2])])
     model = model_of("llama")
     assert work_of_a_pair(model, dataset.to_iterable_dataset()) is None
     assert work_of_a_pair(model_of("bert"), dataset) is None

@@ -19,7 +19,6 @@ from preference_forms import (
     tiny_tokenizer,
 )
 
-from trl_tpu.data.old_columns import prepare_legacy_dataset
 from trl_tpu.data.tokenize import prepare_preference_dataset
 
 FORMS = rows_of_every_form()
@@ -37,6 +36,11 @@ def trl_train_dataset(dataset: Any, tmp_path: Path, tokenizer: Any = None, **kwa
         tiny_model(), args, train_dataset=dataset, processing_class=tokenizer or tiny_tokenizer()
     )
     return trainer.train_dataset
+
+
+def pairs_in(dataset: Any) -> list[list[list[int]]]:
+    """Return the token ids of each row's answers."""
+    return [[row["chosen_ids"], row["rejected_ids"]] for row in dataset]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -61,9 +65,7 @@ def test_a_stream_gives_the_same_pairs(form: str) -> None:
         IterableDataset.from_generator(partial(stream, rows)),
     ):
         streamed = prepare(dataset, max_length=100_000)
-        assert [(row["chosen_ids"], row["rejected_ids"]) for row in streamed] == list(
-            zip(expected["chosen_ids"], expected["rejected_ids"], strict=True)
-        )
+        assert pairs_in(streamed) == pairs_in(expected)
 
 
 def test_a_stream_may_mix_texts_and_messages() -> None:
@@ -71,8 +73,7 @@ def test_a_stream_may_mix_texts_and_messages() -> None:
     rows = [*forms, *reversed(forms)]
     streamed = prepare(IterableDataset.from_generator(partial(stream, rows)))
     alone = [prepare(Dataset.from_list([row]))[0] for row in rows]
-    for key in ("chosen_ids", "rejected_ids"):
-        assert [row[key] for row in streamed] == [row[key] for row in alone]
+    assert pairs_in(streamed) == pairs_in(alone)
 
 
 def test_a_stream_drops_what_a_dataset_drops() -> None:
@@ -80,7 +81,7 @@ def test_a_stream_drops_what_a_dataset_drops() -> None:
     kept = prepare(dataset, max_length=20)
     streamed = prepare(dataset.to_iterable_dataset(), max_length=20)
     assert 0 < len(kept) < len(dataset)
-    assert [row["chosen_ids"] for row in streamed] == kept["chosen_ids"][:]
+    assert pairs_in(streamed) == pairs_in(kept)
 
 
 @pytest.mark.parametrize("source", real_pairs.SOURCES)
@@ -89,8 +90,8 @@ def test_long_dialogues_give_trls_token_pairs(source: str, tmp_path: Path) -> No
     theirs = trl_train_dataset(dataset, tmp_path, max_length=900)
     ours = prepare(dataset, max_length=900)
     assert 0 < len(theirs) < len(dataset)
-    assert ours["chosen_ids"][:] == theirs["chosen_ids"][:]
-    assert ours["rejected_ids"][:] == theirs["rejected_ids"][:]
+    for column in ("chosen_ids", "rejected_ids"):
+        assert ours[column][:] == theirs[column][:]
 
 
 @settings(max_examples=30, deadline=None)
@@ -99,7 +100,7 @@ def test_any_text_is_prompt_then_answer_then_one_eos(triples: list[tuple[str, st
     tokenizer = tiny_tokenizer()
     rows = [{"prompt": p + ".", "chosen": c + "+", "rejected": f"{r}-{tokenizer.eos_token}"} for p, c, r in triples]
     ours = prepare(Dataset.from_list(rows))
-    for row, chosen, rejected in zip(rows, ours["chosen_ids"], ours["rejected_ids"], strict=True):
+    for row, (chosen, rejected) in zip(rows, pairs_in(ours), strict=True):
         assert chosen == tokenizer(row["prompt"] + row["chosen"] + tokenizer.eos_token)["input_ids"]
         assert rejected == tokenizer(row["prompt"] + row["rejected"])["input_ids"]
 
@@ -131,19 +132,23 @@ LONG = [  # and what is kept of each: its start, its end; None where nothing is 
 @pytest.mark.parametrize("names", ["chosen_ids rejected_ids", "input_ids_chosen input_ids_rejected"])
 @pytest.mark.parametrize(("mode", "which"), [("keep_start", 1), ("keep_end", 2)])
 def test_long_pairs_are_cut_as_one(mode: str, which: int, names: str, caplog: pytest.LogCaptureFixture) -> None:
-    """What a pair shares stays shared, and margins stay with their pairs; masks are cut with their tokens."""
-    keys, make = names.split(), prepare
-    rows = [dict(zip(keys, case[0], strict=True)) | {"margin": number} for number, case in enumerate(LONG)]
-    if names.startswith("input_ids"):
-        make = partial(prepare_legacy_dataset, processing_class=tiny_tokenizer(), num_proc=None, num_embeddings=100)
-        make = partial(make, name="train")
-        rows = [row | {key.replace("input_ids", "attention_mask"): row[key] for key in keys} for row in rows]
-    dataset, expected = Dataset.from_list(rows), {n: case[which] for n, case in enumerate(LONG) if case[which]}
+    """What a pair shares stays shared, and margins stay with their pairs."""
+    keys, are_old = names.split(), names.startswith("input_ids")
+    rows: list[Any] = [dict(zip(keys, case[0], strict=True)) | {"margin": number} for number, case in enumerate(LONG)]
+    if are_old:
+        rows = [
+            row | {key.replace("input_ids", "attention_mask"): [1] * len(row[key]) for key in keys} for row in rows
+        ]
+    dataset, expected = (
+        Dataset.from_list(rows),
+        {n: list(kept) for n, case in enumerate(LONG) if (kept := case[which])},
+    )
+    settings = {"max_length": 4, "truncation_mode": mode, "are_old": are_old}
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        made = make(dataset, max_length=4, truncation_mode=mode)
-    for found in (list(made), list(make(dataset.to_iterable_dataset(), max_length=4, truncation_mode=mode))):
-        assert {row["margin"]: tuple(row[key] for key in keys) for row in found} == expected
-        assert all(row[key] == row.get(key.replace("input_ids", "attention_mask")) for row in found for key in keys)
+        made = prepare(dataset, **settings)
+    for found in (list(made), list(prepare(dataset.to_iterable_dataset(), **settings))):
+        assert dict(zip([row["margin"] for row in found], pairs_in(found), strict=True)) == expected
+        assert all(row.keys() == {"chosen_ids", "rejected_ids", "margin"} for row in found)
     dropped = len(LONG) - len(expected)
     assert f"{5 - dropped} of 6 pairs cut to max_length=4" in caplog.text and f"{dropped} of 6 pairs d" in caplog.text
 
@@ -190,26 +195,24 @@ def trl_0_23(dataset: Dataset, tokenizer: Any) -> Dataset:
     )
 
 
-def prepare_legacy(dataset: Any, max_length: int | None) -> Any:
-    settings: dict[str, Any] = {"num_embeddings": 300, "max_length": max_length, "num_proc": None, "name": "train"}
-    return prepare_legacy_dataset(dataset, tiny_tokenizer(), **settings)
-
-
 @pytest.mark.parametrize(
     "form", ["standard, implicit prompt", "conversational, implicit prompt", "conversational", "standard"]
 )
 def test_the_old_columns_are_trl_0_23s(form: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "margin": [row["margin"]]} for row in FORMS[form][:2]]
     dataset, tokenizer = Dataset.from_list(rows), tiny_tokenizer()
-    prepared, streamed = (prepare_legacy(each, None) for each in (dataset, dataset.to_iterable_dataset()))
-    assert prepared[:] == trl_0_23(dataset, tokenizer)[:]
+    prepared, streamed = (prepare(each, are_old=True) for each in (dataset, dataset.to_iterable_dataset()))
+    expected = trl_0_23(dataset, tokenizer)
+    assert prepared["chosen_ids"][:] == expected["input_ids_chosen"][:]
+    assert prepared["rejected_ids"][:] == expected["input_ids_rejected"][:]
+    assert prepared["margin"][:] == [row["margin"] for row in FORMS[form][:2]]
     assert list(streamed) == list(prepared)
     assert ("column `prompt` is left out" in caplog.text) == ("implicit" not in form)
 
 
 def test_the_old_way_filters_by_length_too() -> None:
     dataset = Dataset.from_dict({"chosen": ["ab", "c"], "rejected": ["d", "efg"]})
-    assert prepare_legacy(dataset, 2)["chosen"][:] == ["ab"]
+    assert prepare(dataset, max_length=2, are_old=True)["chosen"][:] == ["ab"]
 
 
 def each_message(written: str) -> str:

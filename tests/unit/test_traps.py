@@ -12,6 +12,7 @@ from preference_forms import assistant, rows_of_every_form, stream, tiny_tokeniz
 from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.chat import apply_template
+from trl_tpu.data.measure import PAIR
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 from trl_tpu.scoring.forms import Form, all_of
@@ -145,10 +146,7 @@ def test_other_forms_are_trained_and_scored_as_messages(form: str, caplog: pytes
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="trl_tpu"):
             (found,) = prepare([row], streaming=streaming)
-        assert [found[key] for key in ("chosen_ids", "rejected_ids")] == [
-            expected["chosen_ids"],
-            expected["rejected_ids"],
-        ]
+        assert [found[key] for key in PAIR] == [expected[key] for key in PAIR]
         is_told = form not in ("a null prompt", "single messages")
         assert [each.name for each in caplog.records] == ["trl_tpu.data.traps"] * is_told
     scored = all_of(Form.of(GOOD).read(Dataset.from_list([row])[0], "Row 0", tokenizer))
@@ -165,7 +163,7 @@ def test_the_system_prompt_and_the_rankings_of_sharegpt_are_read() -> None:
     (found,) = prepare([{**row, "scores": [1.0, 0.0]}])
     system = {"role": "system", "content": "s"}
     (expected,) = prepare([{half: [system, *CHAT[half]] for half in GOOD}])
-    assert found["answer_ids"] == [expected["chosen_ids"], expected["rejected_ids"]]
+    assert found["answer_ids"] == [expected[key] for key in PAIR]
 
 
 def test_what_only_looks_like_messages_stays_text() -> None:

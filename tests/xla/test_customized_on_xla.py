@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import apart
-import constructors
 import customized_models as customized
 import pytest
 import search
@@ -35,12 +34,6 @@ def test_losses_are_trls(name: str, tmp_path: Path) -> None:
     trainer, losses = customized.losses(trl_tpu, make(), tmp_path)
     assert losses == pytest.approx(json.loads(process.stdout.splitlines()[-1]), abs=1e-5)
     assert (trainer.batch_plan.shapes is None) == (make in customized.KEEP_LENGTHS)
-
-
-@pytest.mark.parametrize("way", constructors.WAYS)
-def test_a_class_that_passes_our_constructor_by_trains(way: str, tmp_path: Path) -> None:
-    found, expected = constructors.losses(way, tmp_path)
-    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_loss_pasted_from_trl_trains(tmp_path: Path) -> None:

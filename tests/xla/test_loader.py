@@ -35,10 +35,13 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
     for epoch in range(2):
         loader.set_epoch(epoch)
         rows = [
-            tuple(row.flatten().tolist())
+            tuple(pair_2L.flatten().tolist())
             for batch in loader
-            for row, is_real in zip(batch["input_ids"].cpu(), batch["trl_tpu.pair_mask"].cpu(), strict=True)
-            if is_real
+            for part in batch.parts
+            for pair_2L, is_there in zip(
+                part.rows.input_ids_RL.cpu().unflatten(0, (-1, 2)), part.is_there_P().cpu(), strict=True
+            )
+            if is_there
         ]
         epochs.append(rows)
     assert len(epochs[0]) == 21 == len(epochs[1])
@@ -107,7 +110,7 @@ def test_columns_and_collator_of_the_users_train_as_token_pairs_do(
 
     def losses(trainer_class: type[RewardTrainer], collator: Any, **settings: Any) -> list[float]:
         args = config(max_steps=2, logging_steps=1, **settings)
-        trainer = trainer_class(model_folder, args, collator, tiny.made_up_pairs(16))
+        trainer = trainer_class(model_folder, args, collator, tiny.made_up_pairs(13))
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -36,7 +36,7 @@ def test_as_many_programs_as_planned_shapes(
     shape = RowShape(devices, 192)
     trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": RowPlan((shape,), (shape,))})
     trainer = trainer_class(model_folder, args, train_dataset=pairs, callbacks=[counter])
-    counts = [len(batch["packed"].micro_batches) for batch in trainer.get_train_dataloader().batches]
+    counts = [len(batch.parts) for batch in trainer.get_train_dataloader().batches]
     assert trainer.batch_plan.shapes == 2
     assert trainer.batch_plan.accumulates
     assert max(counts) > 1
@@ -76,9 +76,11 @@ def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_
     resumed = list(skip_batches(loader.batches, 5))
     assert len(resumed) == len(batches) - 5
     for one, other in zip(batches[5:], resumed, strict=True):
-        for rows, again in zip(one["packed"].micro_batches, other["packed"].micro_batches, strict=True):
-            tensors = again.named_tensors()
-            assert all(np.array_equal(tensor, tensors[name]) for name, tensor in rows.named_tensors().items())
+        for part, again in zip(one.parts, other.parts, strict=True):
+            tensors = again.tensors()
+            assert all(
+                np.array_equal(tensor, tensors[name], equal_nan=True) for name, tensor in part.tensors().items()
+            )
 
 
 @pytest.mark.parametrize(
@@ -101,8 +103,8 @@ def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[...,
     assert last == len(trainer.train_dataset) // 32 > count // 60
     loader = trainer.get_train_dataloader()
     loader.set_epoch(0)
-    batches = [batch["packed"].micro_batches for batch in loader.batches]
-    used = {(rows.input_ids_RL.shape, rows is batch[-1]) for batch in batches for rows in batch}
+    batches = [batch.parts for batch in loader.batches]
+    used = {(part.rows.input_ids_RL.shape, part is parts[-1]) for parts in batches for part in parts}
     planned = trainer.batch_plan.shapes
     assert planned is not None and planned <= 4
     assert steps.compiles == len(used) <= planned
@@ -120,7 +122,7 @@ def test_a_script_may_call_what_the_loop_calls_with_a_loaders_batch(
         trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": rows})
         trainer = trainer_class(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(8))
         batch = next(iter(trainer.get_eval_dataloader(trainer.train_dataset)))
-        assert not packing or len(batch["packed"].micro_batches) > 1
+        assert not packing or len(batch.parts) > 1
         predicted, rewards_P2, _ = trainer.prediction_step(trainer.model, batch, False)
         loss = trainer.compute_loss(trainer.model, batch)
         with torch.inference_mode():

@@ -151,6 +151,8 @@ def explain(collective: dict[str, Any], tokens: int) -> str | None:
     is_weight = features >= 2 or 328 in shape  # the vocabulary
     if features == 0 and elements <= tokens:
         return "ids, masks and sums"
+    if features == 0 and len(shape) == 3 and elements <= shape[-1] * tokens:
+        return "scores of all tokens of packed rows"
     if not is_weight and (len(shape) == 1 or elements <= 8 * 56):
         return "vectors, routers and the score head"
     if len(shape) == 3 and shape[-2:] in ([2, 56], [4, 56], [5, 56]):

@@ -76,7 +76,7 @@ def test_hosts_with_different_data_both_refuse_to_start(tmp_path: Path) -> None:
     """Instead of waiting for one another."""
     for process in start(tmp_path, "other data"):
         assert process.returncode != 0
-        assert "All hosts must train the same run, but train data is" in process.stderr
+        assert "All hosts must train the same run, but training data is" in process.stderr
 
 
 def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], folder: Path) -> None:

@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from types import NoneType
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
@@ -14,21 +13,24 @@ from transformers import DataCollatorForTokenClassification, PreTrainedModel, Pr
 from ..config.reward_config import RewardConfig
 from ..data.collators import (
     DataCollatorForPreference,
-    PadToLengths,
-    PairRows,
+    ForUsersCode,
+    OwnRows,
+    Padded,
+    Part,
     PlannedRows,
     RewardDataCollatorWithPadding,
-    StepEnds,
-    UnpaddedRow,
+    Table,
+    Unpadded,
 )
-from ..data.loader import OwnPairs
-from ..data.measure import has_many, has_steps, most_answers
+from ..data.comparisons import ComparisonRule
+from ..data.measure import RANKING, SOLUTION, has_form, is_prepared, measure
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
 from ..modeling.attention.packability import make_packable
 from ..modeling.attention.unmodified import PackingImpossible, check_unmodified
 from ..modeling.build import fit_to_device
+from ..modeling.losses import TIES
 from ..modeling.padding import reads_padding
 from ..modeling.positions import position_groups
 from ..packing.schedule import RowPlan
@@ -38,9 +40,11 @@ from .planned_shapes import plan_rows_of, planned_lengths, sizes_by_prompt
 
 logger = logging.getLogger(__name__)
 
+# of TRL and transformers: the batches that we make in their place have the same rows
+_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
+
 # below this, a mask for each query and key costs less than moving every layer's queries, keys and values
 LONG_ROW = 2048
-_COLLATORS = DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification
 
 
 class BatchPlan:
@@ -85,7 +89,6 @@ class BatchPlan:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset = train_dataset
         self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
-        self._default_collator: Any = None
         self._collator = data_collator
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._sizes_N: Any = None  # of training pairs, where `group_by_prompt` puts them together
@@ -94,7 +97,7 @@ class BatchPlan:
         self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
         self._reads_padding = False
         self.padded_because = None
-        obstacle = _obstacle_in_settings(args, old_columns, model) or self._obstacle_in_code(data_collator)
+        obstacle = _obstacle_in_settings(args, model) or self._obstacle_in_code(data_collator)
         if obstacle is not None:
             self._pad_because(obstacle)
         self.use_model(model)
@@ -126,7 +129,7 @@ class BatchPlan:
 
     def _obstacle_in_code(self, data_collator: Any) -> str | None:
         """Return what of the user's code expects padded rows; None if nothing does."""
-        if data_collator is not self._default_collator:
+        if data_collator is not None and type(data_collator) not in _COLLATORS:
             return "a data collator of your own makes the batches"
         method = self._reads_padded_rows()
         if method is None:
@@ -197,7 +200,7 @@ class BatchPlan:
         if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
         evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-        if not any(map(has_many, [train_dataset, *evaluated])):  # more dialogues than a row's halves hold
+        if not any(map(_has_grades, [train_dataset, *evaluated])):  # an expansion holds two sequences of a row
             self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
         if self._expands:
             self._row_plans.clear()  # dialogues then take more room
@@ -217,47 +220,58 @@ class BatchPlan:
         return self._tokenizer.pad_token_id
 
     def default_collator(self) -> Callable[[list[Any]], dict[str, Any]]:
-        """Make TRL's collator for the data's columns; one of the user's takes its place."""
+        """Return TRL's collator for the data, for code that makes batches by itself."""
         multiple: Any = self._args.pad_to_multiple_of  # the config has read its text forms
         if self._old_columns:
-            self._default_collator = RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
-        elif has_steps(self._train_dataset):
-            self._default_collator = DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
-        else:
-            self._default_collator = DataCollatorForPreference(self._pad_token_id, multiple)
-        return self._default_collator
+            return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
+        if has_form(self._train_dataset, SOLUTION):
+            return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
+        return DataCollatorForPreference(self._pad_token_id, multiple)
 
-    def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[[list[Any]], dict[str, Any]]:
-        """Return what makes batches of ``dataset`` for the device.
+    def table(self, dataset: Any) -> Table:
+        """Return what compares the rewards of ``dataset``; a stream has pairs."""
+        args, answers = self._args, measure(dataset).answers if is_prepared(dataset) else 2
+        rule = ComparisonRule(
+            args.ties in TIES, args.average_over == "comparisons", args.margin_scale, args.attribute_loss_weights
+        )
+        return Table(rule, answers, len(args.attributes or ()))
 
-        It packs rows; else, on XLA, it makes pair rows of planned lengths, or TRL's layout for a loss of the user's.
-        Where processes have parts of one model, it is given the pairs of all, and makes this one's part: of planned
+    def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., dict[str, Any]]:
+        """Return what makes batches of ``dataset``: packed, padded, or TRL's dict for code of the user's.
+
+        Where processes have parts of one model, it is given the rows of all, and makes this one's part: of planned
         shapes all have the same.
 
         Args:
-            dataset: Of token pairs; a stream's examples may have more columns.
+            dataset: Prepared; a stream's examples may have more columns.
             batch_size: P, of one part.
-            user_collator: The trainer's collator, which makes padded batches.
+            user_collator: The trainer's collator, which makes TRL's dict.
         """
         self._look_again(user_collator)
         self._collator = user_collator
-        answers = most_answers(dataset)
-        if has_steps(dataset):
-            user_collator = StepEnds(user_collator, answers)
-        elif type(user_collator) is DataCollatorForPreference and has_many(dataset):
-            user_collator = replace(user_collator, answers=answers)
-        part, pad = self._runtime.batch_part, self._pad_token_id
-        pairs, collate = batch_size * part[1], user_collator
+        table, (index, count), pad = self.table(dataset), self._runtime.batch_part, self._pad_token_id
+        has_steps = has_form(dataset, SOLUTION)
+        if self._packs(dataset) and not self._is_unpadded:
+            rows = self.rows(dataset, batch_size)
+            return PlannedRows(rows, batch_size * count, pad, table, self._expands, (index, count))
+        part = Part(batch_size, index, count) if count > 1 else None
         if self._packs(dataset):
-            if not self._is_unpadded:
-                return PlannedRows(self.rows(dataset, batch_size), pairs, pad, answers, self._expands, part)
-            collate = UnpaddedRow(pad, attention_crossover_length(self._hidden_size), answers)
-        elif self._plans_lengths:
-            if (lengths := self._lengths_of(dataset)) is not None:
-                collate = PadToLengths(collate, lengths, pad, self.padding_side)
-            if type(self._collator) in _COLLATORS and self._reads_padded_rows() is None:  # which adds no keys
-                return PairRows(collate, pairs, pad, self.padding_side, part)
-        return collate if part[1] == 1 else OwnPairs(collate, batch_size, *part)
+            return OwnRows(
+                Unpadded(pad, table.answers, attention_crossover_length(self._hidden_size)), pad, table, part
+            )
+        lengths = self._lengths_of(dataset) if self._plans_lengths else None
+        if self._obstacle_in_code(user_collator) is not None:
+            are_old = self._old_columns or isinstance(user_collator, RewardDataCollatorWithPadding)
+            collate = user_collator
+            if type(collate) is DataCollatorForPreference and table.answers != 2:
+                collate = replace(collate, answers=table.answers)
+            return ForUsersCode(collate, are_old, table, pad, self.padding_side, lengths, part)
+        if self._runtime.plans_shapes:
+            lengths, part = lengths or (), Part(batch_size, index, count)
+        multiple: Any = self._args.pad_to_multiple_of or 1
+        return OwnRows(
+            Padded(pad, table.answers, 1 if has_steps else table.answers, lengths, multiple), pad, table, part
+        )
 
     # ---- shapes
 
@@ -298,7 +312,7 @@ class BatchPlan:
     @property
     def _plans_lengths(self) -> bool:
         """Whether padded batches are collated as TRL's, for a device that compiles each length."""
-        return self._runtime.plans_shapes and isinstance(self._collator, (*_COLLATORS, NoneType))
+        return self._runtime.plans_shapes and (self._collator is None or isinstance(self._collator, _COLLATORS))
 
     @property
     def shapes(self) -> int | None:
@@ -329,6 +343,10 @@ class BatchPlan:
         return f"padded to {shape} ({self.padded_because})"
 
 
+def _has_grades(dataset: Any) -> bool:
+    return has_form(dataset, RANKING) or has_form(dataset, SOLUTION)
+
+
 def _own_code(model: PreTrainedModel) -> str | None:
     """Return what in ``model`` is not its libraries' own way to rewards; None if nothing is."""
     try:
@@ -343,12 +361,11 @@ def _outgrows_rope(model: PreTrainedModel, args: RewardConfig) -> bool:
     return position_groups(model)(args.max_length or math.inf) > 0
 
 
-def _obstacle_in_settings(args: RewardConfig, old_columns: bool, model: PreTrainedModel) -> str | None:
+def _obstacle_in_settings(args: RewardConfig, model: PreTrainedModel) -> str | None:
     """Return which setting keeps batches from being packed; None if none does."""
     counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
     obstacles = {
         "packing is turned off": args.packing == "false",
-        "this is the old API, with its own columns and collator": old_columns,
         "neftune_noise_alpha scales its noise by the length of rows": bool(args.neftune_noise_alpha),
         "long dialogues change positions beside them (see max_length)": _outgrows_rope(model, args),
         "accelerate shards the model, with which packed rows were not tried": bool(

@@ -7,12 +7,11 @@ import numpy as np
 from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
-from ..data.collators import bucket_lengths
-from ..data.measure import dialogues_in, has_many, measure
+from ..data.measure import PAIR, has_form, measure, read_row
 from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..packing.schedule import RowPlan, plan_rows
-from ..packing.shapes import attention_crossover_length
+from ..packing.shapes import attention_crossover_length, round_up
 from ..packing.trie import in_order
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ def plan_rows_of(
     """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
 
     Args:
-        expands: Whether attention reads rows of whole dialogues: then what all dialogues share takes room in each.
+        expands: Whether attention reads rows of whole sequences: then what all sequences share takes room in each.
         multiple: Lengths are multiples of this.
         sizes_N: From `sizes_by_prompt`, instead of sizes that are the pairs' own.
 
@@ -61,7 +60,7 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     Raises:
         UserError: For a stream, and for rankings.
     """
-    if not isinstance(dataset, Dataset) or has_many(dataset):
+    if not has_form(dataset, PAIR):
         raise UserError(
             "group_by_prompt=True puts pairs into an order of its own, but train_dataset is a stream, which has its "
             "order, or has rankings, whose prompts are together: load a stream whole (without dataset_streaming), or "
@@ -71,9 +70,9 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
     for first in range(0, min(_DRAWN, len(order_N)), pairs):
         rows = map(dataset.__getitem__, order_N[first : first + pairs])
-        dialogues = [np.asarray(ids) for row in rows for ids in dialogues_in(row)]
-        order, shared = in_order(dialogues)
-        added_D = np.array([len(ids) for ids in dialogues])
+        sequences = [np.asarray(ids) for row in rows for ids in read_row(row)["answers"]]
+        order, shared = in_order(sequences)
+        added_D = np.array([len(ids) for ids in sequences])
         added_D[order] -= [measured.shared_prefix, *shared]
         added += added_D.reshape(-1, 2).sum(axis=1).tolist()
     here, alone = np.mean(added), measured.sizes_N.mean() - measured.shared_prefix
@@ -98,3 +97,15 @@ def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
         assert isinstance(multiple, int)  # the config has read its text forms
         return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
     return bucket_lengths(longest, args.max_shapes)
+
+
+def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
+    """Return a few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
+
+    >>> bucket_lengths(1000)
+    (128, 256, 512, 1024)
+    >>> bucket_lengths(30)
+    (64,)
+    """
+    halves = (round_up(longest, 2**halvings) // 2**halvings for halvings in range(max_lengths))
+    return tuple(sorted({round_up(length, multiple) for length in halves}))

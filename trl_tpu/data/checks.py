@@ -285,16 +285,10 @@ def _roles_in(value: Any) -> Iterator[str]:
 # ---- labels
 
 
-def check_steps(table: pa.Table, first: int, name: str) -> None:
-    """Check that prepared solutions, from row ``first`` on, have a label for each token.
-
-    Raises:
-        UserError: One has not.
-    """
-    solutions = zip(table["input_ids"].to_pylist(), table["labels"].to_pylist(), strict=True)
-    for row, (ids, labels) in enumerate(solutions, start=first):
-        if labels is None or len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
-            raise UserError(f"{row_of(row, name, 'labels')} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
+def check_steps(ids: Any, labels: Any, where: str) -> None:
+    """Raise UserError unless a tokenized solution has a label for each token."""
+    if labels is None or len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
+        raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
 
 
 def check_probability(value: Any, where: str) -> None:
@@ -306,15 +300,9 @@ def check_probability(value: Any, where: str) -> None:
         )
 
 
-def check_margin(value: Any, columns: tuple[str, ...], where: str) -> None:
-    """Check one target margin: a finite number, or in TRL's old ``columns`` also a list of one.
-
-    Raises:
-        UserError: Anything else.
-    """
+def check_margin(value: Any, where: str) -> None:
+    """Raise UserError where a target margin is not a finite number."""
     margin = np.asarray(value)
-    if columns != TOKEN_COLUMNS and margin.shape == (1,):
-        margin = margin[0]
     if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= LARGEST:
         raise UserError(
             f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
@@ -327,13 +315,9 @@ def are_labels(labels: Any, steps: int) -> bool:
     return isinstance(labels, list) and [label in (0, 1) for label in labels] == [True] * steps
 
 
-def check_labels(row: Mapping[str, Any], columns: tuple[str, ...], index: int, name: str) -> None:
-    """Check what may stand beside a pair's token ids, which are in ``columns``: its margin, and its probability.
-
-    Raises:
-        UserError: One is not what it must be.
-    """
+def check_labels(row: Mapping[str, Any], index: int, name: str) -> None:
+    """Raise UserError where a pair's margin, or its probability, is not what it must be."""
     if "margin" in row:
-        check_margin(row["margin"], columns, row_of(index, name, "margin"))
+        check_margin(row["margin"], row_of(index, name, "margin"))
     if "chosen_probability" in row:
         check_probability(row["chosen_probability"], row_of(index, name, "chosen_probability"))

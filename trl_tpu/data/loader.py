@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -16,9 +15,6 @@ from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, Skip
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
-
-from .judgements import OURS, add_labels, weights_of
-from .packed_batch import PackedBatch, is_packed
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
 _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
@@ -104,46 +100,12 @@ class WholeStream(IterableDataset[Any]):
         yield from [(first, False)] * (-count % self._batch_size)
 
 
-def collate_marked(collate: Callable[[list[Any]], Any], examples: Sequence[tuple[Any, bool]]) -> Any:
-    """Collate examples of a `WholeStream` that fills up; its `pair_mask` [P] is true for real pairs."""
+def collate_marked(
+    collate: Callable[..., Any], select_columns: Callable[[list[Any]], list[Any]], examples: Sequence[tuple[Any, bool]]
+) -> Any:
+    """Collate the selected columns of a `WholeStream`'s marked examples: those after the real ones do not count."""
     rows, is_real = zip(*examples, strict=True)
-    batch = collate(list(rows))
-    batch[f"{OURS}pair_mask"] = torch.tensor(is_real)
-    return batch
-
-
-@dataclass(frozen=True)
-class OwnPairs:
-    """Collates this process's part of a batch of all, so that the parts' mean loss is the mean over all real pairs.
-
-    A short batch is filled up with its first pair, which `pair_mask` leaves out.
-
-    Args:
-        collate: Makes a batch of the part, packed in one micro-batch or padded.
-        pairs: P, pairs of a part.
-        index: Of this process's part, in the order of pairs.
-        count: How many parts there are.
-    """
-
-    collate: Callable[[list[Any]], Any]
-    pairs: int
-    index: int
-    count: int
-
-    def __call__(self, examples: list[Any]) -> Any:
-        own = examples[self.index * self.pairs :][: self.pairs]
-        batch = self.collate([*own, *examples[:1] * (self.pairs - len(own))])
-        weights = weights_of(examples)
-        if weights == [1] * (self.pairs * self.count):
-            return batch
-        pair_mask_P = torch.arange(self.pairs) < len(own)
-        batch_pairs_1 = torch.tensor([max(1, sum(weights)) / self.count])
-        if not is_packed(batch):
-            return add_labels(batch, {"pair_mask": pair_mask_P, "batch_pairs": batch_pairs_1})
-        (rows,) = batch["packed"].micro_batches
-        tokens_P = torch.where(pair_mask_P, rows.tokens_P, 0)
-        rows = replace(rows, pair_mask_P=pair_mask_P, tokens_P=tokens_P, batch_pairs_1=batch_pairs_1)
-        return type(batch)(batch, packed=PackedBatch((rows,)))
+    return collate(select_columns(list(rows)), real=sum(is_real))
 
 
 def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:

@@ -1,6 +1,6 @@
-"""Measures what batches must know of a whole dataset before training starts, once, from its arrow columns."""
+"""Measures what batches must know of a prepared dataset before training starts, once, from its arrow columns."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,59 +13,118 @@ from datasets import Dataset
 
 from ..packing.lengths import PairLengths
 
-_ANSWERS = ("answer_ids",)
-SOLUTION = ("input_ids",)
-"""A solution's token ids, beside which `labels` has one for each: of a step at its end, `NO_LABEL` elsewhere."""
 NO_LABEL = -100
-_COLUMNS = ("chosen_ids", "rejected_ids"), ("input_ids_chosen", "input_ids_rejected"), _ANSWERS, SOLUTION
-_LABELS: dict[tuple[str, ...], tuple[str, ...]] = {_ANSWERS: ("grades",), SOLUTION: ("labels",)}
-_LABELS_OF_PAIRS = ("margin", "chosen_probability")
+"""The label of tokens at which no step ends, as in torch's losses."""
+PAIR = ("chosen_ids", "rejected_ids")
+RANKING = ("answer_ids", "grades")
+SOLUTION = ("input_ids", "labels")
+"""Columns of tokenized rows: TRL's of pairs and of solutions with steps, and ours of rankings."""
+COLUMNS = (*PAIR, *RANKING, *SOLUTION, "margin", "chosen_probability")
+"""All columns that training reads."""
+ANSWERS, STEP_ENDS = "answers", "step_ends"
+
+
+def form_of(columns: Collection[str]) -> tuple[str, ...]:
+    """Return the columns that hold a row's tokens: `PAIR`, `RANKING` or `SOLUTION`; none if it is not tokenized."""
+    return next((form for form in (PAIR, RANKING, SOLUTION) if set(form) <= set(columns)), ())
+
+
+def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tokenized row in the one schema that batches are made of.
+
+    It has `answers`, a list of lists of token ids, and labels: `margin` and `chosen_probability` of pairs, `grades` of
+    rankings, `grades` and `step_ends` (the indices of the tokens at which labeled steps end) of solutions. Other
+    columns are left out. A row that is in this schema already stays as it is.
+    """
+    form = form_of(row)
+    if form == PAIR:
+        labels = {name: row[name] for name in ("margin", "chosen_probability") if name in row}
+        return {ANSWERS: [row[column] for column in PAIR], **labels}
+    if form == RANKING:
+        return {ANSWERS: row["answer_ids"], "grades": row["grades"]}
+    if form == SOLUTION:
+        ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL)
+        return {ANSWERS: [row["input_ids"]], STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
+    return dict(row)
+
+
+def read_table(table: pa.Table) -> pa.Table:
+    """Return tokenized rows of an arrow table in the schema of `read_row`."""
+    form = form_of(table.column_names)
+    labels = table.drop_columns([column for column in table.column_names if column in form and column != "grades"])
+    if form == PAIR:
+        kind = pa.list_(pa.int64())
+        sequences = pa.concat_arrays([chunk.cast(kind) for column in PAIR for chunk in table[column].chunks])
+        by_row = sequences.take(pa.array(np.arange(2 * len(table)).reshape(2, -1).T.ravel()))
+        answers = _lists(by_row, np.full(len(table), 2))
+    elif form == RANKING:
+        answers = table["answer_ids"]
+    else:
+        answers = _lists(table["input_ids"].combine_chunks(), np.ones(len(table), np.int64))
+        values_T, starts_N = flat(table["labels"])
+        is_end_T = values_T != NO_LABEL
+        counts_N = np.diff(np.concatenate([[0], np.cumsum(is_end_T)])[starts_N])
+        ends_E = np.flatnonzero(is_end_T) - np.repeat(starts_N[:-1], counts_N)
+        labels = labels.append_column(STEP_ENDS, _lists(pa.array(ends_E), counts_N))
+        labels = labels.append_column("grades", _lists(pa.array(values_T[is_end_T].astype(float)), counts_N))
+    return labels.append_column(ANSWERS, answers)
+
+
+def _lists(values: pa.Array, counts_N: np.ndarray) -> pa.Array:
+    ends_N = np.concatenate([[0], np.cumsum(counts_N)])
+    return pa.ListArray.from_arrays(pa.array(ends_N, pa.int32()), values)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What batches and a resumed run must know of a dataset's token pairs; it holds no tokens.
+    """What batches and a resumed run must know of a prepared dataset; it holds no tokens.
 
     Args:
-        lengths: The tokens that the dialogues of each pair share at their beginning, and those after.
-        shared_prefix: How many first tokens all dialogues share, such as a system prompt.
-        checksum: Of all token ids and margins, in the order of the pairs.
+        lengths: The tokens that the answers of each row share at their beginning, and those after.
+        shared_prefix: How many first tokens all sequences share, such as a system prompt.
+        checksum: Of all token ids and labels, in the order of the rows.
+        answers: K, the most scored positions of a row: answers, or labeled steps.
     """
 
     lengths: PairLengths
     shared_prefix: int
     checksum: int
+    answers: int = 2
 
     @property
     def sizes_N(self) -> np.ndarray:
-        """Tokens that each pair takes in a row: both dialogues, with their common prefix counted once."""
+        """Tokens that each row of the data takes: all of its sequences, with their common prefix counted once."""
         return self.lengths.sizes_P
 
     @property
     def longest_N(self) -> np.ndarray:
-        """Tokens of the longest dialogue of each pair."""
+        """Tokens of the longest sequence of each row."""
         return self.lengths.longest_P
-
-    @property
-    def answers(self) -> int:
-        """K, the most dialogues of a row: 2 of pairs."""
-        return self.lengths.tails_PK.shape[1]
 
 
 _MEASURED: WeakKeyDictionary[Dataset, Measured] = WeakKeyDictionary()
 
 
+def is_prepared(dataset: Any) -> bool:
+    """Tell whether a dataset has prepared rows, and all of them."""
+    return isinstance(dataset, Dataset) and bool(form_of(dataset.column_names))
+
+
+def has_form(dataset: Any, form: tuple[str, ...]) -> bool:
+    """Tell whether a dataset is tokenized in this form."""
+    return isinstance(dataset, Dataset) and form_of(dataset.column_names) == form
+
+
 def measure(dataset: Dataset) -> Measured:
-    """Measure the token pairs of ``dataset``, in the columns of either API: once, and a few rows at a time.
+    """Measure a prepared dataset: once, and a few rows at a time.
 
     Raises:
-        ValueError: It has no such columns.
+        ValueError: It is not prepared.
     """
     if dataset not in _MEASURED:
-        columns = id_columns(dataset.column_names)
-        if columns is None:
-            raise ValueError(f"no pairs of token ids in the columns {dataset.column_names}")
-        remember(dataset, measure_tables(tables_of(dataset, with_labels(columns, dataset)), columns))
+        if not is_prepared(dataset):
+            raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
+        remember(dataset, measure_tables(tables_of(dataset)))
     return _MEASURED[dataset]
 
 
@@ -74,118 +133,51 @@ def remember(dataset: Dataset, measured: Measured) -> None:
     _MEASURED[dataset] = measured
 
 
-def measure_tables(tables: Iterable[pa.Table], columns: Sequence[str]) -> Measured:
-    """Measure the token pairs of arrow tables, one after another.
-
-    Args:
-        tables: They have ``columns``, perhaps labels, and nothing else.
-        columns: The names of the chosen and of the rejected token ids, or that of all answers'.
-    """
+def measure_tables(tables: Iterable[pa.Table]) -> Measured:
+    """Measure prepared rows in arrow tables, one after another."""
     parts: list[PairLengths] = []
     shared: np.ndarray | None = None
+    answers = 1
     checksums: dict[str, int] = {}  # one each, so that it does not matter where a table ends and the next begins
 
     def check(name: str, content: Any) -> None:
         checksums[name] = crc32(content, checksums.get(name, 0))
 
     for table in tables:
-        lists = {name: flat(each) for name, each in dialogues_of(table, columns).items()}
-        part = _lengths([*lists.values()], rows_of(table, columns))
-        if columns == SOLUTION:  # of its nested dialogues the longest has all tokens
-            most = labels_in(table).max(initial=1)
-            part = PairLengths(0 * part.prefix_P, np.pad(part.prefix_P[:, None], ((0, 0), (0, most - 1))))
-        parts.append(part)
-        for name, (values_T, ends_D) in lists.items():
-            shared = _shared(shared, values_T, ends_D)
-            check(name, np.ascontiguousarray(values_T, dtype=np.int64).data)
-            check(f"lengths of {name}", np.ascontiguousarray(np.diff(ends_D), dtype=np.int64).data)
-        for label in set(table.column_names) - set(columns):
+        sequences, counts_N = flat(pc.list_flatten(table[ANSWERS])), pc.list_value_length(table[ANSWERS]).to_numpy()
+        parts.append(_lengths(sequences, np.repeat(np.arange(len(table)), counts_N)))
+        scored = STEP_ENDS if STEP_ENDS in table.column_names else ANSWERS
+        answers = max(answers, pc.max(pc.list_value_length(table[scored])).as_py() or 1)
+        values_T, ends_D = sequences
+        shared = _shared(shared, values_T, ends_D)
+        check(ANSWERS, np.ascontiguousarray(values_T, dtype=np.int64).data)
+        check("lengths", np.ascontiguousarray(np.diff(ends_D), dtype=np.int64).data)
+        check("counts", np.ascontiguousarray(counts_N, dtype=np.int64).data)
+        for label in set(table.column_names) - {ANSWERS}:
             check(label, "".join(f"{value}," for value in table[label].to_pylist()).encode())
-    lengths = PairLengths.joined(parts)
-    return Measured(lengths, 0 if shared is None else len(shared), crc32(repr(sorted(checksums.items())).encode()))
+    checksum = crc32(repr(sorted(checksums.items())).encode())
+    return Measured(PairLengths.joined(parts), 0 if shared is None else len(shared), checksum, answers)
 
 
-def has_many(dataset: Any) -> bool:
-    """Tell whether a prepared dataset's rows are rankings or solutions with steps, and not pairs."""
-    return isinstance(dataset, Dataset) and id_columns(dataset.column_names) in (_ANSWERS, SOLUTION)
+def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
+    """Read tokenized rows as arrow tables of many rows, in the schema of `read_row`."""
+    return map(read_table, raw_tables_of(dataset))
 
 
-def has_steps(dataset: Any) -> bool:
-    """Tell whether a prepared dataset's rows are solutions with steps."""
-    return isinstance(dataset, Dataset) and id_columns(dataset.column_names) == SOLUTION
+def raw_tables_of(dataset: Dataset) -> Iterator[pa.Table]:
+    """Read the token ids and the labels of tokenized rows as arrow tables of many rows."""
+    form = form_of(dataset.column_names)
+    optional = [name for name in ("margin", "chosen_probability") if name in dataset.column_names and form == PAIR]
+    return dataset.with_format("arrow", columns=[*form, *optional]).iter(batch_size=1000)
 
 
-def most_answers(dataset: Any) -> int:
-    """Return K, the most answers or steps of a prepared dataset's rows."""
-    return measure(dataset).answers if has_many(dataset) else 2
-
-
-def dialogues_in(row: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the token ids of a row's dialogues, chosen first; of a solution, up to the end of each step.
-
-    A solution without a label is one dialogue, of which the loss reads nothing.
-    """
-    columns = id_columns(row)
-    if columns is None:
-        raise KeyError(f"no token ids in the columns {list(row)}")
-    if columns == SOLUTION:
-        ids, ends = np.asarray(row["input_ids"], np.int32), np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL)
-        return [ids[: end + 1] for end in ends] or [ids]
-    return [row[column] for column in columns] if len(columns) == 2 else row[columns[0]]
-
-
-def id_columns(columns: Iterable[str]) -> tuple[str, ...] | None:
-    """Name the columns of token ids, chosen and rejected of either API or all of a row; None where there are none."""
-    return next((names for names in _COLUMNS if set(names) <= set(columns)), None)
-
-
-def with_labels(columns: tuple[str, ...], dataset: Dataset) -> tuple[str, ...]:
-    """Add the columns of labels that the dataset has."""
-    labels = _LABELS.get(columns, _LABELS_OF_PAIRS)
-    return (*columns, *(label for label in labels if label in dataset.column_names))
-
-
-def labels_in(table: pa.Table) -> np.ndarray:
-    """Return how many labels each solution has, [N]."""
-    labels_T, ends_N = flat(table["labels"])
-    return np.diff(np.pad(np.cumsum(labels_T != NO_LABEL), (1, 0))[ends_N])
-
-
-def tables_of(dataset: Dataset, columns: Sequence[str]) -> Iterator[pa.Table]:
-    """Read the columns as arrow tables of many rows."""
-    return dataset.with_format("arrow", columns=list(columns)).iter(batch_size=1000)
-
-
-def dialogues_of(table: pa.Table, columns: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-    """Return the token ids of each column, a list a dialogue; a column of all answers has several a row.
-
-    A solution is one: what is longest and shared in it is so up to each step, too.
-    """
-    lists = {column: table[column] for column in columns}
-    return {column: pc.list_flatten(each) for column, each in lists.items()} if columns == _ANSWERS else lists
-
-
-def rows_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
-    """Return the row of each dialogue, those of one column after another [D]."""
-    rows_N = np.arange(len(table))
-    if columns == _ANSWERS:
-        return np.repeat(rows_N, lengths_of(table, columns)[0])
-    return np.tile(rows_N, len(columns))
-
-
-def longest_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
-    """Return how many tokens the longest dialogue of each row has, [N]."""
-    longest_N = np.zeros(len(table), np.int64)
-    lengths_D = np.concatenate(
-        [pc.list_value_length(each).to_numpy() for each in dialogues_of(table, columns).values()]
-    )
-    np.maximum.at(longest_N, rows_of(table, columns), lengths_D)
+def longest_of(answers: pa.ChunkedArray) -> np.ndarray:
+    """Return how many tokens the longest answer of each row has, [N]."""
+    counts_N = pc.list_value_length(answers).to_numpy()
+    lengths_D = pc.list_value_length(pc.list_flatten(answers)).to_numpy()
+    longest_N = np.zeros(len(counts_N), np.int64)
+    np.maximum.at(longest_N, np.repeat(np.arange(len(counts_N)), counts_N), lengths_D)
     return longest_N
-
-
-def lengths_of(table: pa.Table, columns: Sequence[str]) -> np.ndarray:
-    """Return the lengths of each column's lists, [columns, N]: tokens, or answers of a column of all."""
-    return np.stack([pc.list_value_length(table[column]).to_numpy() for column in columns])
 
 
 _Flat = tuple[np.ndarray, np.ndarray]
@@ -197,16 +189,13 @@ def flat(lists: pa.ChunkedArray) -> _Flat:
     return pc.list_flatten(lists).to_numpy(), np.concatenate([[0], ends_N])
 
 
-def _lengths(lists: Sequence[_Flat], rows_D: np.ndarray) -> PairLengths:
-    """Return each row's common prefix and the tails after it, of dialogues [D] that lie one after another."""
-    values_T = np.concatenate([values_T for values_T, _ in lists])
-    lengths_D = np.concatenate([np.diff(ends_D) for _, ends_D in lists])
-    starts_D = np.cumsum(lengths_D) - lengths_D
-    by_row_D = np.argsort(rows_D, kind="stable")
-    _, firsts_N, answers_N = np.unique(rows_D[by_row_D], return_index=True, return_counts=True)
-    answer_D = np.arange(len(rows_D)) - np.repeat(firsts_N, answers_N)
-    first_D = by_row_D[np.repeat(firsts_N, answers_N)]
-    other_M, first_M = by_row_D[answer_D > 0], first_D[answer_D > 0]
+def _lengths(sequences: _Flat, rows_D: np.ndarray) -> PairLengths:
+    """Return each row's common prefix and the tails after it, of sequences [D] that lie row after row."""
+    values_T, ends_D = sequences
+    lengths_D, starts_D = np.diff(ends_D), ends_D[:-1]
+    _, firsts_N, answers_N = np.unique(rows_D, return_index=True, return_counts=True)
+    answer_D, first_D = np.arange(len(rows_D)) - np.repeat(firsts_N, answers_N), np.repeat(firsts_N, answers_N)
+    other_M, first_M = np.flatnonzero(answer_D > 0), first_D[answer_D > 0]
     # token by token through the common length of all at once; first differences end the prefixes
     shorter_M = np.minimum(lengths_D[first_M], lengths_D[other_M])
     begins_M = np.cumsum(shorter_M) - shorter_M
@@ -220,10 +209,10 @@ def _lengths(lists: Sequence[_Flat], rows_D: np.ndarray) -> PairLengths:
     some = shorter_M > 0
     if some.any():
         prefix_M[some] = np.minimum.reduceat(first_T, begins_M[some])
-    prefix_N = lengths_D[by_row_D[firsts_N]]
+    prefix_N = lengths_D[firsts_N]
     np.minimum.at(prefix_N, rows_D[other_M], prefix_M)
     tails_NK = np.zeros((len(prefix_N), answers_N.max(initial=2)), np.int64)
-    tails_NK[rows_D[by_row_D], answer_D] = lengths_D[by_row_D] - np.repeat(prefix_N, answers_N)
+    tails_NK[rows_D, answer_D] = lengths_D - np.repeat(prefix_N, answers_N)
     return PairLengths(prefix_N, tails_NK)
 
 

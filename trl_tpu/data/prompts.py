@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
 from torch.utils.data import Sampler
 
-from .measure import flat, id_columns, measure, tables_of
+from .measure import ANSWERS, flat, is_prepared, measure, tables_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,42 +39,40 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
 
 
 def _shared(dataset: Dataset, skip: int | None = None) -> Iterator[bytes]:
-    """Yield the tokens that each pair's dialogues begin with alike, 4 bytes each, without the first ``skip``.
+    """Yield the tokens that each row's answers begin with alike, 4 bytes each, without the first ``skip``.
 
-    By default those are skipped that all dialogues share.
+    By default those are skipped that all rows share.
     """
-    measured, columns = measure(dataset), id_columns(dataset.column_names)
-    assert columns is not None  # which `measure` has read
+    measured = measure(dataset)
     skip = measured.shared_prefix if skip is None else skip
     prefixes = iter(measured.lengths.prefix_P.tolist())
-    for table in tables_of(dataset, columns[:1]):
-        values_T, ends_N = flat(table[columns[0]])
+    for table in tables_of(dataset):
+        values_T, ends_D = flat(pc.list_flatten(table[ANSWERS]))
+        firsts_N = np.cumsum(pc.list_value_length(table[ANSWERS]).to_numpy()) - pc.list_value_length(table[ANSWERS])
         ids = values_T.astype(np.uint32).tobytes()
-        for start, prefix in zip(ends_N[:-1].tolist(), prefixes, strict=False):
+        for start, prefix in zip(ends_D[firsts_N].tolist(), prefixes, strict=False):
             yield ids[4 * (start + skip) : 4 * (start + prefix)]
 
 
 def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:
     """Return how many distinct prompts of prepared evaluation data the training data has too, and their number.
 
-    Any are also logged. Empty for streams and unknown columns. A prompt is the column `prompt`, or else the tokens
-    that a row's answers begin with alike, if they are several more than all rows share.
+    Any are also logged. Empty for streams. A prompt is the column `prompt`, or else the tokens that a row's answers
+    begin with alike, if they are several more than all rows share.
 
     Args:
         name: That of the evaluation data, if it is one of several.
     """
     both = (train, evaluation)
-    if not all(isinstance(each, Dataset) for each in both):
+    if not all(map(is_prepared, both)):
         return ()
     if all("prompt" in each.column_names for each in both):
         known, prompts = ({hash(json.dumps(value)) for value in each["prompt"] if value} for each in both)
-    elif all(id_columns(each.column_names) for each in both):
+    else:
         least = [4 * (measure(each).shared_prefix + _PROMPT) for each in both]
         known, prompts = (
             {hash(ids) for ids in _shared(each, 0) if len(ids) >= size} for each, size in zip(both, least, strict=True)
         )
-    else:
-        return ()
     shared = len(known & prompts) if len(known | prompts) > 1 else 0  # one prompt for all rows is none
     if shared:
         of = f" of {name!r}" if name else ""

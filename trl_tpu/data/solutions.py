@@ -4,19 +4,19 @@ import logging
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from .checks import are_labels, check_text, column_names, row_of
-from .measure import NO_LABEL, SOLUTION, labels_in, tables_of
+from .checks import are_labels, check_ids, check_steps, check_text, column_names, row_of
+from .measure import NO_LABEL, SOLUTION, STEP_ENDS, tables_of
 from .tokenize import keep_fitting, map_rows
 from .traps import TRAPS, find_traps, warn_of_traps
 
 logger = logging.getLogger(__name__)
 
-_FEATURES = Features(dict.fromkeys((*SOLUTION, "labels"), Sequence(Value("int64"))))  # else labels would stay bools
-_FEATURES[TRAPS] = Value("string")
+_FEATURES = Features(dict.fromkeys(SOLUTION, Sequence(Value("int64"))))  # else labels would stay bools
 
 
 def tokenize_solution(
@@ -76,13 +76,17 @@ def prepare_solutions(
     columns, first, given_N = column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
     is_labeled = "completions" in columns and are_labels(first.get("labels"), len(first["completions"] or ()))
     if is_labeled or "input_ids" not in columns:  # else any `completions` are an extra column
-        given = {"name": name, "tokenize": tokenize, "settings": settings}
-        how: dict[str, Any] = {"fn_kwargs": given, "remove_columns": columns, "features": _FEATURES}
+        how: dict[str, Any] = {"fn_kwargs": {"name": name, "tokenize": tokenize, "settings": settings}}
+        how |= {"remove_columns": columns, "features": Features({**_FEATURES, TRAPS: Value("string")})}
         raw, dataset = dataset, map_rows(dataset, _tokenize, num_proc, name, with_indices=True, **how)  # type: ignore[assignment]
         dataset, given_N = warn_of_traps(dataset, name), np.array([len(labels) for labels in raw["labels"]])
-    dataset = dataset.select_columns([*SOLUTION, "labels"])
-    fitting: Any = keep_fitting(dataset, SOLUTION, num_embeddings=num_embeddings, max_length=None, name=name)
-    kept_N = np.concatenate([labels_in(table) for table in tables_of(fitting, ["labels"])])
+    else:
+        for index, row in enumerate(dataset.select_columns([*SOLUTION])):
+            check_ids(row["input_ids"], row_of(index, name, "input_ids"), num_embeddings)
+            check_steps(row["input_ids"], row["labels"], row_of(index, name, "labels"))
+    dataset = dataset.select_columns([*SOLUTION])
+    fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
+    kept_N = np.concatenate([pc.list_value_length(table[STEP_ENDS]).to_numpy() for table in tables_of(fitting)])
     is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
     if settings["train_on_last_step_only"] and not is_eval:
         given_N = np.minimum(given_N, 1)
@@ -119,4 +123,5 @@ def _tokenize(row: dict[str, Any], index: int, name: str, tokenize: Any, setting
         tokens = tokenize(row, **settings)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    return tokens | {TRAPS: find_traps(row, [], steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])}
+    traps = find_traps(row, [], steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])
+    return tokens | {TRAPS: traps}

@@ -1,4 +1,4 @@
-"""Raw preference rows to token pairs: the columns ``chosen_ids`` and ``rejected_ids``, as TRL 1.16 makes them."""
+"""Prepare preference rows: the token ids of their answers, as TRL 1.16 makes them, in columns of their own."""
 
 import logging
 import warnings
@@ -20,8 +20,22 @@ from ..errors import UserError
 from . import checks
 from .chat import apply_template, read_tools, template_variables
 from .conversion import convert_row
-from .judgements import COUNTED, Judgement, Pairs, Rankings, is_ranking
-from .measure import dialogues_in, dialogues_of, longest_of, measure_tables, remember, rows_of, tables_of, with_labels
+from .measure import (
+    ANSWERS,
+    PAIR,
+    RANKING,
+    SOLUTION,
+    form_of,
+    longest_of,
+    measure_tables,
+    raw_tables_of,
+    read_row,
+    read_table,
+    remember,
+    tables_of,
+)
+from .row_formats import Pairs, Rankings, is_ranking
+from .token_columns import OLD_IDS, old_margin, read_old_columns, render_old, token_columns
 from .traps import TRAPS, find_traps, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
@@ -40,23 +54,25 @@ def prepare_preference_dataset(
     name: str,
     truncation_mode: str | None = None,
     rankings: Rankings | None = None,
+    are_old: bool = False,
 ) -> Dataset | IterableDataset:
-    """Check the rows, tokenize them, and cut or leave out the pairs that are too long.
+    """Check the rows, tokenize them, and cut or leave out those that are too long.
 
     Text gets the tokenizer's end-of-sequence token where it does not end with it; messages are rendered by the chat
     template, with the row's ``tools`` (a list, or JSON text) and ``chat_template_kwargs``, and get nothing more. An
-    explicit ``prompt`` is put before both answers. Columns of token ids pass through. All other columns stay as they
-    are (TRL writes the end-of-sequence token into the text columns).
+    explicit ``prompt`` is put before each answer. All other columns stay as they are (TRL writes the end-of-sequence
+    token into the text columns).
 
     Args:
         dataset: Rows of any form that `checks` accepts. A stream is checked and tokenized row by row as it is read.
         processing_class: The tokenizer, its special tokens and chat template as training shall use them.
         num_embeddings: Rows of the model's embedding table, which token ids must not pass.
-        max_length: The most tokens a dialogue may have; None keeps all.
+        max_length: The most tokens an answer with its prompt may have; None keeps all.
         num_proc: Worker processes for a dataset (not for a stream).
         name: What errors and logs call the dataset, "train" say.
         truncation_mode: See `keep_fitting`.
         rankings: What rows of ranked answers must be; by default without ties.
+        are_old: Whether to tokenize as TRL up to 0.23: without the prompt and an added end-of-sequence token.
 
     Returns:
         The dataset with the columns ``chosen_ids`` and ``rejected_ids``, or ``answer_ids`` and ``grades`` of ranked
@@ -65,7 +81,7 @@ def prepare_preference_dataset(
     Raises:
         UserTypeError: No dataset, or a value of the wrong type.
         UserError: Missing columns, no rows, null or empty values, margins that are not finite, token ids that the
-            model lacks, or no pair within ``max_length``. Errors number the rows as they came.
+            model lacks, or no row within ``max_length``. Errors number the rows as they came.
     """
     columns = checks.column_names(dataset, name)
     if set(_OLD_TOKEN_COLUMNS) <= set(columns) and not set(checks.TOKEN_COLUMNS) <= set(columns):
@@ -78,46 +94,59 @@ def prepare_preference_dataset(
         dataset = dataset.rename_columns(_OLD_TOKEN_COLUMNS)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
     checks.check_one_form(columns, f"The {name} dataset")
-    rankings = rankings or Rankings()
-    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
-    judgement = rankings if rankings.attributes or is_ranking(first) else Pairs()
-    if isinstance(judgement, Rankings):
-        if isinstance(dataset, IterableDataset):
-            raise UserError(
-                f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
-                "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
-            )
+    form, is_tokenized = _form_of(dataset, columns, name, rankings or Rankings(), are_old)
+    if isinstance(form, Rankings):
         if unused := [column for column in Pairs.label_columns if column in columns]:
             raise UserError(
                 f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
                 f"`dataset.remove_columns({unused})`."
             )
-        ids = first.get("answer_ids")
-        is_tokenized = "grades" in first and ids is not None and not isinstance(next(iter(ids), None), str | int)
         if set(checks.RAW_COLUMNS) <= set(columns):  # prepared from one chosen answer and several rejected ones
-            rankings = replace(rankings, may_tie=True)
-    else:
-        checks.check_columns([*first], name)
+            form = replace(form, may_tie=True)
+    elif rankings is not None:
         rankings.check_pairs(name)
-        is_tokenized = set(judgement.id_columns) <= set(columns)
     if not is_tokenized:
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
-        written = {*judgement.id_columns, *(("grades",) if isinstance(judgement, Rankings) else ())}
-        dataset = dataset.remove_columns([column for column in columns if column in written])  # else it keeps its type
-        settings = {"processing_class": processing_class, "name": name, "judgement": judgement}
+        if are_old and "prompt" in columns:
+            logger.warning(
+                f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
+                "not see it. Put it at the beginning of both dialogues, or use today's columns and collator."
+            )
+        written = RANKING if isinstance(form, Rankings) else PAIR  # a user's column would lend them its type
+        dataset = dataset.remove_columns([column for column in written if column in columns])
+        settings = {"processing_class": processing_class, "name": name, "form": form, "are_old": are_old}
         settings["warned"] = None if isinstance(dataset, Dataset) else set()
         dataset = map_rows(
             dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, fn_kwargs=settings
         )
         dataset = warn_of_traps(dataset, name) if isinstance(dataset, Dataset) else dataset
-    if isinstance(judgement, Rankings) and judgement.counts_comparisons:
-        dataset = map_rows(dataset, judgement.comparisons_of, num_proc, name, input_columns="grades")
-    elif isinstance(judgement, Rankings) and COUNTED in columns:
-        dataset = dataset.remove_columns(COUNTED)  # it would be read as ours
+    elif form_of(columns) not in (PAIR, RANKING):
+        with main_processes_first():
+            dataset = read_old_columns(dataset, num_embeddings, name)
     more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
-    more |= {"name": name, "rankings": rankings if is_tokenized else None}
-    return keep_fitting(dataset, judgement.id_columns, num_embeddings=num_embeddings, **more)
+    more |= {"name": name, "rankings": form if isinstance(form, Rankings) and is_tokenized else None}
+    return keep_fitting(dataset, num_embeddings=num_embeddings, **more)
+
+
+def _form_of(
+    dataset: Dataset | IterableDataset, columns: list[str], name: str, rankings: Rankings, are_old: bool
+) -> tuple[Pairs | Rankings, bool]:
+    """Return the form of rows, and whether they are tokenized."""
+    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
+    tokens = token_columns(columns, name)
+    ids = first.get("answer_ids") if form_of(columns) == RANKING and not tokens else None
+    is_tokenized = ids is not None and not isinstance(next(iter(ids), None), str | int)  # else an extra column
+    if not (rankings.attributes or is_tokenized or (is_ranking(first) and not are_old and not tokens)):
+        if tokens != OLD_IDS:
+            checks.check_columns([*first], name)
+        return Pairs(), bool(tokens)
+    if isinstance(dataset, IterableDataset):
+        raise UserError(
+            f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
+            "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
+        )
+    return rankings, is_tokenized
 
 
 def map_rows(
@@ -157,16 +186,24 @@ def _tokenize_rows(
     indices: list[int],
     processing_class: PreTrainedTokenizerBase,
     name: str,
-    judgement: Judgement,
+    form: Pairs | Rankings,
+    are_old: bool,
     warned: set[str] | None,
 ) -> dict[str, list[Any]]:
     """Tokenize raw rows. Their traps are a column or, of a stream, logged if they are not in ``warned`` yet."""
     rows, converted = zip(*map(convert_row, _rows(batch)), strict=True)
-    answers = [
-        judgement.raw_answers(row, checks.row_of(index, name)) for index, row in zip(indices, rows, strict=True)
-    ]
+    answers = [form.raw_answers(row, checks.row_of(index, name)) for index, row in zip(indices, rows, strict=True)]
+    if are_old:
+        answers = [
+            render_old(row, checks.row_of(index, name), processing_class)
+            for index, row in zip(indices, rows, strict=True)
+        ]
     dialogues = [
-        (with_prompt(with_eos(answer, processing_class), row), row, checks.row_of(index, name, place))
+        (
+            answer if are_old else with_prompt(with_eos(answer, processing_class), row),
+            row,
+            checks.row_of(index, name, place),
+        )
         for index, row, places in zip(indices, rows, answers, strict=True)
         for place, answer in places.items()
     ]
@@ -178,8 +215,9 @@ def _tokenize_rows(
     prepared = list[dict[str, Any]]()
     for index, row, each, forms in zip(indices, rows, answers, converted, strict=True):
         ids_K = list(islice(ids, len(each)))
-        traps = find_traps(row, forms, [*each.values()], ids_K, processing_class)
-        prepared.append({**judgement.prepared(row, ids_K), **({TRAPS: traps} if warned is None else {})})
+        columns = {**form.prepared(row, ids_K), **(old_margin(row, index, name) if are_old else {})}
+        traps = "" if are_old else find_traps(row, forms, [*each.values()], ids_K, processing_class)
+        prepared.append({**columns, **({TRAPS: traps} if warned is None else {})})
         if warned is not None:
             lines = traps.splitlines() + ["same answers"] * (ids_K[1:] == ids_K[:-1])
             for key, trap in (line.split(" ", 1) for line in lines if line not in warned):
@@ -229,7 +267,6 @@ def tokenize_dialogue(
 
 def keep_fitting(
     dataset: Dataset | IterableDataset,
-    columns: tuple[str, ...],
     *,
     num_embeddings: int,
     max_length: int | None,
@@ -238,55 +275,49 @@ def keep_fitting(
     num_proc: int | None = None,
     rankings: Rankings | None = None,
 ) -> Dataset | IterableDataset:
-    """Check the token ids, and cut or leave out pairs that are too long; count them, and pairs of equals, in the log.
+    """Check the token ids, and cut or leave out rows that are too long; count them, and rows of equals, in the log.
 
     Args:
-        dataset: Tokenized pairs. A stream is checked, its margins too, as it is read, and nothing is logged of it.
-        columns: The names of the chosen and of the rejected token ids, or that of all answers'.
+        dataset: Of tokenized rows. A stream is checked, its margins too, as it is read, and nothing is logged of it.
         num_embeddings: Rows of the model's embedding table.
-        max_length: The most tokens a dialogue may have; None keeps all.
+        max_length: The most tokens an answer may have; None keeps all.
         name: What the log calls the dataset.
-        truncation_mode: "keep_start" cuts what is beyond ``max_length``, "keep_end" the first tokens: of both
-            dialogues as many as the longer one has too many, so that what they share stays shared. None cuts nothing.
+        truncation_mode: "keep_start" cuts what is beyond ``max_length``, "keep_end" the first tokens: of all answers
+            of a row as many as the longest has too many, so that what they share stays shared. None cuts nothing.
         num_proc: Worker processes that cut.
         rankings: What the grades of rankings must be, where they have not been checked.
 
     Returns:
-        The pairs that fit; those of a dataset measured in the same pass: see `measure.measure`.
+        The rows that fit; those of a dataset measured in the same pass: see `measure.measure`.
 
     Raises:
         UserTypeError: A column does not hold lists of integers.
-        UserError: A dialogue without tokens, an id that the model lacks, or no pair that fits.
+        UserError: An answer without tokens, an id that the model lacks, or no row that fits.
     """
     whole = dataset
     if truncation_mode is not None and max_length is not None:
-        limit = {"columns": columns, "max_length": max_length, "truncation_mode": truncation_mode}
+        limit = {"max_length": max_length, "truncation_mode": truncation_mode}
         dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=limit)
     if isinstance(dataset, IterableDataset):
-        settings = {"columns": columns, "num_embeddings": num_embeddings, "max_length": max_length, "name": name}
+        settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
     longest: list[np.ndarray] = []
 
     def fitting() -> Iterator[pa.Table]:
         first = 0
-        for table in tables_of(dataset, with_labels(columns, dataset)):
-            for key, dialogues in dialogues_of(table, columns).items():
-                rows_D = first + rows_of(table, columns)[: len(dialogues)]  # of two columns, each has every row
-                checks.check_id_column(dialogues, key, rows_D, name, num_embeddings)
-            labels = table.drop(list(columns)).to_pylist() if len(columns) == 2 else []
-            for index, row in enumerate(labels, start=first):
-                checks.check_labels(row, columns, index, name)
-            if rankings is not None and "grades" in table.column_names:
-                counts = pc.list_value_length(table["answer_ids"]).to_pylist()
-                for index, grades in enumerate(table["grades"].to_pylist()):
-                    rankings.check_grades(grades, counts[index], checks.row_of(first + index, name), "grades")
-            if "labels" in table.column_names:
-                checks.check_steps(table, first, name)
-            longest.append(longest_of(table, columns))
+        for raw in raw_tables_of(dataset):
+            _check_ids(raw, first, num_embeddings, name)
+            table = read_table(raw)
+            for index, row in enumerate(table.drop([ANSWERS]).to_pylist(), start=first):
+                checks.check_labels(row, index, name)
+                if rankings is not None:
+                    answers, where = len(raw["answer_ids"][index - first]), checks.row_of(index, name)
+                    rankings.check_grades(row["grades"], answers, where, "grades")
+            longest.append(longest_of(table[ANSWERS]))
             first += len(table)
             yield table if max_length is None else table.filter(pa.array(longest[-1] <= max_length))
 
-    measured = measure_tables(fitting(), columns)
+    measured = measure_tables(fitting())
     longest_N = np.concatenate(longest)
     kept_N = np.flatnonzero(longest_N <= (np.inf if max_length is None else max_length))
     kept, dropped = len(kept_N), len(longest_N) - len(kept_N)
@@ -304,44 +335,44 @@ def keep_fitting(
         )
         dataset = dataset.select(kept_N)
     if truncation_mode is not None and max_length is not None:
-        longest_N = np.concatenate([longest_of(table, columns) for table in tables_of(whole, columns)])
+        longest_N = np.concatenate([longest_of(table[ANSWERS]) for table in tables_of(whole)])
         cut = (longest_N > max_length).sum() - dropped
         logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
-    if len(same_N := np.flatnonzero(measured.sizes_N == measured.lengths.prefix_P)):
+    same_N = np.flatnonzero(measured.sizes_N == measured.lengths.prefix_P)
+    if len(same_N) and form_of(dataset.column_names) != SOLUTION:
         checks.report_equal_answers(dataset[int(same_N[0])], len(same_N), kept, int(kept_N[same_N[0]]), name)
     remember(dataset, measured)
     return dataset
 
 
-def _cut(row: Mapping[str, Any], columns: tuple[str, ...], max_length: int, truncation_mode: str) -> dict[str, Any]:
-    """Return what is kept of a pair's token ids, and of their masks in the old columns; nothing if it stays as it is.
+def _check_ids(table: pa.Table, first: int, num_embeddings: int, name: str) -> None:
+    """Check the token ids of raw columns, whose rows are numbered from ``first`` on."""
+    rows_N = first + np.arange(len(table))
+    for column in [column for column in (*PAIR, SOLUTION[0]) if column in table.column_names]:
+        checks.check_id_column(table[column], column, rows_N, name, num_embeddings)
+    if "answer_ids" in table.column_names:
+        rows_D = np.repeat(rows_N, pc.list_value_length(table["answer_ids"]).to_numpy())
+        checks.check_id_column(pc.list_flatten(table["answer_ids"]), "answer_ids", rows_D, name, num_embeddings)
 
-    So it does where nothing would be left that tells the dialogues apart, and is then left out; and where it is no
-    pair, which its check says.
+
+def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[str, Any]:
+    """Return what is kept of a row's answers; nothing if they stay as they are.
+
+    So it does where nothing would be left that tells the answers apart, and they are then left out; and where they are
+    no lists, which their check says.
     """
-    dialogues = [() if ids is None else ids for ids in dialogues_in(row)]
-    excess = max(map(len, dialogues)) - max_length
+    answers = [() if ids is None else ids for ids in read_row(row)[ANSWERS]]
+    excess = max(map(len, answers)) - max_length
     first = excess if truncation_mode == "keep_end" else 0
-    kept = slice(first, first + max_length)
-    cut = [list(ids[kept]) for ids in dialogues]
+    cut = [list(ids[first : first + max_length]) for ids in answers]
     if excess <= 0 or not all(cut) or all(ids == cut[0] for ids in cut):
         return {}
-    if len(columns) == 1:
-        return {columns[0]: cut}
-    names = [*columns, *(key.replace("input_ids", "attention_mask") for key in columns)]
-    return {key: row[key][kept] for key in names if key in row}
+    return dict(zip(PAIR, cut, strict=True)) if form_of(row) == PAIR else {"answer_ids": cut}
 
 
-def _fits(
-    row: Mapping[str, Any],
-    index: int,
-    columns: tuple[str, ...],
-    num_embeddings: int,
-    max_length: int | None,
-    name: str,
-) -> bool:
+def _fits(row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str) -> bool:
     """Check a streamed pair, and tell whether it is short enough."""
-    for key in columns:  # of a stream, which has pairs
-        checks.check_ids(row[key], checks.row_of(index, name, key), num_embeddings)
-    checks.check_labels(row, columns, index, name)
-    return max_length is None or max(map(len, dialogues_in(row))) <= max_length
+    for column in PAIR:
+        checks.check_ids(row[column], checks.row_of(index, name, column), num_embeddings)
+    checks.check_labels(row, index, name)
+    return max_length is None or max(len(row[column]) for column in PAIR) <= max_length

@@ -6,8 +6,6 @@ from typing import Any
 
 from datasets import Dataset
 
-from .measure import tables_of
-
 logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
@@ -69,7 +67,8 @@ def warn_of_traps(dataset: Dataset, name: str) -> Dataset:
     """Log each kind of trap with the number of rows that have it, and return the dataset without their column."""
     rows_of: dict[str, set[int]] = {}
     names_of: dict[str, dict[str, None]] = {}  # in order
-    traps_N = (traps for table in tables_of(dataset, [TRAPS]) for traps in table[TRAPS].to_pylist())
+    tables = dataset.with_format("arrow", columns=[TRAPS]).iter(batch_size=1000)
+    traps_N = (traps for table in tables for traps in table[TRAPS].to_pylist())
     for index, traps in enumerate(traps_N):
         for key, trap in (line.split(" ", 1) for line in traps.splitlines()):
             rows_of.setdefault(key, set()).add(index)

@@ -5,65 +5,70 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 
-from ..data.judgements import labels_of, with_grades
-from ..data.measure import NO_LABEL, flat, has_steps, id_columns, measure, most_answers, tables_of
+from ..data.comparisons import Labels
+from ..data.measure import is_prepared, measure, read_row
 from ..errors import UserError
 from .proportion import check_groups, label_of
-from .ranking import judge_rankings, steps_compared
-from .reward_sums import sums_on_host
+from .ranking import judge_rankings
+from .reward_sums import pairs_of, sums_on_host
 from .verdict import NothingCompared, Verdict, judge_pairs
 
 logger = logging.getLogger(__name__)
 
 
 def judge(
-    rewards: torch.Tensor, labels: Mapping[str, torch.Tensor], dataset: Any, eval_by: str | None, names: Sequence[str]
+    rewards_NAK: torch.Tensor, labels: Labels, dataset: Any, eval_by: str | None, names: Sequence[str]
 ) -> Verdict | None:
     """Return the verdict on the rewards of an evaluation; None, with a warning, if nothing can be compared.
 
     Args:
-        rewards: Of pairs, chosen first, of ranked answers or of steps, [N, K]; of several attributes, [N, A, K].
-        labels: What the data says of these, see `trl_tpu.data.judgements`.
-        dataset: Whose first N pairs they are of, in order; None where that is not known.
+        rewards_NAK: Of the answers or steps of N rows.
+        labels: Of these rows.
+        dataset: Whose first N rows they are of, in order; None where that is not known.
         eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
         names: Of attributes. Each of a row is a ranking of its own, and they are the groups.
     """
-    if not len(rewards):
+    if not len(rewards_NAK):
         return None
+    rows, attributes, answers = rewards_NAK.shape
+    rewards_NK, grade_NK = (each.reshape(-1, answers) for each in (rewards_NAK.double().numpy(), labels.grade_PAK))
+    groups, lengths_NK = list(names) * rows or None, None
     try:
-        if "step" in labels:
-            return judge_pairs(steps_compared(rewards, labels), of="steps")
-        labels, copies = with_grades(labels), rewards[0].numel() // rewards.shape[-1]
-        groups, lengths_NK = list(names) * len(rewards) or None, None
+        if labels.has_baseline:
+            with_0 = np.stack([rewards_NK, 0 * rewards_NK], axis=-1)
+            ordered = np.where((grade_NK > 0.5)[..., None], with_0, with_0[..., ::-1])
+            return judge_pairs(ordered[~np.isnan(grade_NK) & (grade_NK != 0.5)], of="steps")
         if not isinstance(dataset, Dataset):
             if eval_by is not None:
                 logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
         else:
-            if id_columns(dataset.column_names) is not None:
+            if is_prepared(dataset):
                 lengths = measure(dataset).lengths
-                lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[: len(rewards)].repeat(copies, axis=0)
+                lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
             try:
                 if eval_by is not None:
-                    groups = [label for label in _labels(dataset, eval_by)[: len(rewards)] for _ in range(copies)]
+                    groups = [label for label in _labels(dataset, eval_by)[:rows] for _ in range(attributes)]
                     check_groups(groups)
             except UserError as reason:  # the data of a later call; what the trainer was given has been checked
                 logger.warning("The metrics are without groups. %s", reason)
                 groups = None
-        given = [rewards.double(), *(labels[name] for name in ("grade", "is_there") if name in labels)]
-        arrays: Any = [values.numpy().reshape(-1, values.shape[-1]) for values in given]
-        judge_rows: Any = judge_rankings if "grade" in labels else judge_pairs
-        verdict: Verdict = judge_rows(*arrays, lengths_NK, groups)
+        if labels.are_rankings:
+            return judge_rankings(rewards_NK, grade_NK, lengths_NK, groups)
+        if (grade_NK[:, 0] == 1).all():
+            return judge_pairs(rewards_NK, lengths_NK, groups)
+        # by the more probable answer; of two answers the last two measures say what the accuracy says
+        verdict = judge_rankings(rewards_NK, grade_NK, lengths_NK, groups)
+        return replace(verdict, top1_accuracy=None, kendall_tau=None)
     except NothingCompared:
         logger.warning(
             "The evaluation has no accuracy: no row has finite rewards of two answers of which one is labeled as "
             "better, or of a labeled step."
         )
         return None
-    # of two answers, these say what the accuracy says
-    return replace(verdict, top1_accuracy=None, kendall_tau=None) if "chosen_probability" in labels else verdict
 
 
 def _labels(dataset: Dataset, column: str) -> list[str]:
@@ -117,20 +122,15 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
 
 def _metrics_of(args: Any, dataset: Any) -> list[str]:
     """Name what an evaluation measures on prepared data, as found by measuring rewards that are all equal."""
-    rewards, labels = torch.zeros(1, 2), dict[str, torch.Tensor]()
-    if has_steps(dataset):
-        labeled = any((flat(table["labels"])[0] != NO_LABEL).any() for table in tables_of(dataset, ["labels"]))
-        labels = {"step": torch.ones(1, 2), "is_there": torch.full((1, 2), bool(labeled))}
-    elif isinstance(dataset, Dataset):
+    labels = pairs_of(1)
+    if is_prepared(dataset):
         most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size
-        rows = dataset.select(range(min(most, len(dataset))))
-        if columns := [name for name in ("grades", "chosen_probability") if name in dataset.column_names]:
-            arrays = labels_of(rows.select_columns(columns).to_list(), most_answers(dataset))
-            labels = {name: torch.from_numpy(values) for name, values in arrays.items()}
-        rewards = torch.zeros_like(labels["grade"]) if "grade" in labels else torch.zeros(len(rows), 2)
+        rows = map(read_row, dataset.select(range(min(most, len(dataset)))))
+        labels = Labels.of(list(rows), measure(dataset).answers, len(args.attributes or ()))
         dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
-    verdict = judge(rewards, labels, dataset, args.eval_by, args.attributes or ())
-    measured = [*sums_on_host(rewards, labels, [1.0] * len(args.attributes or ())).metrics()]
+    rewards_NAK = torch.zeros(labels.grade_PAK.shape)
+    verdict = judge(rewards_NAK, labels, dataset, args.eval_by, args.attributes or ())
+    measured = [*sums_on_host(rewards_NAK, labels, [1.0] * len(args.attributes or ())).metrics()]
     measured += [] if verdict is None else [*verdict.metrics()]
     counted = ["pairs"] if args.max_eval_steps is not None else []
     return ["loss", "num_tokens", *measured, *counted, "runtime", "samples_per_second", "steps_per_second"]

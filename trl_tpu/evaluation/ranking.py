@@ -12,28 +12,23 @@ import numpy as np
 import torch
 
 from ..data.checks import are_labels
-from ..data.judgements import Comparisons, grades_of
+from ..data.comparisons import Labels
+from ..data.row_formats import grades_of
 from .distribution import is_finite
 from .proportion import by_group, mean_of, proportion
-from .reward_sums import slices
+from .reward_sums import order_of, tables_on_host
 from .verdict import Verdict, judge_pairs
 
 _HALVES = (("chosen", "rejected"), ("rejected", "chosen"))
 _MOST_DRAWN = 128  # comparisons of a prompt
 
 
-def steps_compared(rewards_NK: torch.Tensor, labels: Mapping[str, torch.Tensor]) -> np.ndarray:
-    """Return each labeled step's reward and 0, the one that should be higher first, [M, 2]."""
-    found = Comparisons.of(rewards_NK.double(), torch.ones(len(rewards_NK), dtype=torch.bool), labels)
-    return torch.stack([found.better, found.worse], dim=-1)[found.are_there].numpy()
-
-
-def top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray, is_there_NK: np.ndarray) -> np.ndarray:
+def top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
     """Return the share of best-graded answers among those of each prompt with the highest (finite) reward, [N].
 
     With one best answer among k that share the highest reward it is RewardBench 2's 1/k (see `best_of_n`).
     """
-    values = [np.where(is_there_NK, each_NK, -np.inf) for each_NK in (rewards_NK, grade_NK)]
+    values = [np.where(np.isnan(grade_NK), -np.inf, each_NK) for each_NK in (rewards_NK, grade_NK)]
     highest_NK, best_NK = (each_NK == each_NK.max(axis=1, keepdims=True) for each_NK in values)
     credit_N: np.ndarray = (highest_NK & best_NK).sum(axis=1) / highest_NK.sum(axis=1)
     return credit_N
@@ -42,7 +37,6 @@ def top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray, is_there_NK: np.ndarra
 def judge_rankings(
     rewards_NK: np.ndarray,
     grade_NK: np.ndarray,
-    is_there_NK: np.ndarray,
     lengths_NK: np.ndarray | None = None,
     groups: Sequence[str] | None = None,
 ) -> Verdict:
@@ -55,29 +49,27 @@ def judge_rankings(
     16 answers), drawn at random.
 
     Args:
-        rewards_NK, grade_NK: Of each answer.
-        is_there_NK: Which answers a prompt has.
+        rewards_NK: Of each answer.
+        grade_NK: NaN where a prompt has no answer.
         lengths_NK: The tokens of each.
         groups: The label of each prompt.
 
     Raises:
         NothingCompared, UserError: As `judge_pairs`.
     """
-    judged = np.flatnonzero((is_finite(rewards_NK) | ~is_there_NK).all(axis=1))
-    rewards_JK, grade_JK, is_there_JK = (each_NK[judged] for each_NK in (rewards_NK, grade_NK, is_there_NK))
-    labels = {"grade": torch.from_numpy(grade_JK), "is_there": torch.from_numpy(is_there_JK)}
-    every_J, answers = torch.ones(len(judged), dtype=torch.bool), rewards_NK.shape[1]
+    judged = np.flatnonzero((is_finite(rewards_NK) | np.isnan(grade_NK)).all(axis=1) & ~np.isnan(grade_NK).all(axis=1))
+    rewards_JK, grade_JK = (each_NK[judged] for each_NK in (rewards_NK, grade_NK))
     chooser, orders, drawn = np.random.default_rng(0), [], []
-    for part in slices(len(judged), answers**2):
-        some = {name: values[part] for name, values in labels.items()}
-        compared = Comparisons.of(torch.from_numpy(rewards_JK[part]), every_J[part], some)
-        orders.append(torch.stack([*compared.means, compared.are_there.sum(-1)], dim=-1).numpy())
-        prompt_M, cell_M = compared.are_there.numpy().nonzero()
-        kept = _draw(prompt_M, chooser)
-        drawn.append(np.stack([judged[part][prompt_M], cell_M // answers, cell_M % answers])[:, kept])
+    for part, table in tables_on_host(Labels(grade_JK[:, None].astype(np.float32), None, are_rankings=True)):
+        rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_JK[part])).double().reshape(-1, 1)
+        every_P = torch.ones(len(table.row_weight_P), dtype=torch.bool)
+        orders.append(order_of(rewards_S1, table, every_P).numpy())
+        pairs_C2 = torch.stack([table.better_C, table.worse_C], dim=-1)[table.weight_C > 0].numpy()
+        prompt_M, answers_M2 = pairs_C2[:, 0] // table.answers, pairs_C2 % table.answers
+        drawn.append(np.column_stack([judged[part][prompt_M], answers_M2])[_draw(prompt_M, chooser)])
     if not drawn:
         return judge_pairs(rewards_NK[:0, :2])
-    prompt_M, better_M, worse_M = np.concatenate(drawn, axis=1)
+    prompt_M, better_M, worse_M = np.concatenate(drawn).T
 
     def both(values_NK: np.ndarray) -> np.ndarray:
         return np.stack([values_NK[prompt_M, better_M], values_NK[prompt_M, worse_M]], axis=-1)
@@ -87,12 +79,12 @@ def judge_rankings(
     order_J4 = np.concatenate(orders)
     has_any_J = order_J4[:, -1] > 0
     right_J, tied_J, margin_J, count_J = order_J4[has_any_J].T
-    top1_J = top1_of(rewards_JK, grade_JK, is_there_JK)[has_any_J]
+    top1_J = top1_of(rewards_JK, grade_JK)[has_any_J]
     accuracies = {} if groups is None else by_group(right_J, [groups[at] for at in judged[has_any_J].tolist()])
     return replace(
         verdict,
         pairs=int(count_J.sum()),
-        left_out=len(rewards_NK) - len(judged),
+        left_out=int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(judged),
         accuracy=proportion(float(right_J.sum()), len(right_J)),
         ties=round(float(tied_J @ count_J)),
         margins=replace(verdict.margins, mean=float(margin_J.mean())),
@@ -148,10 +140,9 @@ def grades_beside_rewards(row: Mapping[str, Any]) -> list[float]:
 
 def rankings_of(
     rewards: Sequence[Sequence[float]], grades: Sequence[Sequence[float]]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the first arrays that `judge_rankings` takes, of each row's rewards and grades, if it has any."""
-    filled_NK = np.zeros((3, len(grades), max(map(len, grades))))
+    filled_2NK = np.full((2, len(grades), max(map(len, grades))), np.nan)
     for number, (rewards_K, grades_K) in enumerate(zip(rewards, grades, strict=True)):
-        count = len(grades_K)
-        filled_NK[:, number, :count] = rewards_K[:count], grades_K, np.ones(count)
-    return filled_NK[0], filled_NK[1], filled_NK[2] > 0
+        filled_2NK[:, number, : len(grades_K)] = rewards_K[: len(grades_K)], grades_K
+    return filled_2NK[0], filled_2NK[1]

@@ -4,18 +4,18 @@ Training adds them up on the device in float32 (`training.metrics`), evaluation 
 the same code. The comparisons of one ranking (of each attribute, where there are several) together count once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..data.judgements import Comparisons, answers_there, weighted
+from ..data.comparisons import ComparisonRule, Comparisons, Labels, compare, compared_rewards
 
 COUNTS = ("pairs", "comparisons", "answers")
 SUMS = ("correct", "ties", "margin", "reward", "deviations")
-_AT_ONCE = 2**20  # comparisons on the host, which bounds its memory
+_AT_ONCE = 2**19  # comparisons on the host, which bounds its memory
 
 
 @dataclass
@@ -59,7 +59,7 @@ class RewardSums:
         return RewardSums(**added, lowest=float(lowest), highest=float(highest))
 
     def metrics(self) -> dict[str, float]:
-        """Return means: strict accuracy (chosen > rejected), margin, ties, rewards; extremes of rewards."""
+        """Return means: strict accuracy (better > worse), margin, ties, rewards; extremes of rewards."""
         mean = self.reward / max(self.answers, 1)
         rewards = {"min_reward": self.lowest, "mean_reward": mean, "max_reward": self.highest}
         sums = {"accuracy": self.correct, "margin": self.margin, "tie_rate": self.ties} if self.comparisons else {}
@@ -77,49 +77,66 @@ def between(answers: Any, reward: Any, other_answers: Any, other_reward: Any) ->
 
 
 def sums_of(
-    rewards_PK: torch.Tensor, mask_P: torch.Tensor, labels: Mapping[str, torch.Tensor], weights: Sequence[float]
+    rewards_SA: torch.Tensor, is_there_S: torch.Tensor, table: Comparisons[torch.Tensor], weights: Sequence[float] = ()
 ) -> list[torch.Tensor]:
-    """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1], over the rows that ``mask_P`` keeps.
+    """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1], over the rewards that ``is_there_S`` keeps.
 
     Args:
         weights: Of several attributes, whose weighted sums are the rewards.
     """
-    compared = Comparisons.of(rewards_PK, mask_P, labels)
-    rewards_PK = weighted(rewards_PK, weights)
-    mask_PK = mask_P[:, None] & answers_there(labels.get("is_there", torch.ones_like(rewards_PK, dtype=torch.bool)))
+    is_there_P = is_there_S.unflatten(0, (-1, table.answers)).any(-1)
+    order_G4 = order_of(rewards_SA, table, is_there_P)
+    by_attribute = zip(weights or (1.0,), rewards_SA.unbind(-1), strict=True)
+    reward_S: Any = sum(weight * values_S for weight, values_S in by_attribute)
 
-    def total(values_PK: torch.Tensor) -> torch.Tensor:
-        return torch.where(mask_PK, values_PK, 0.0).sum(-1).sum()
+    def total(value_S: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_there_S, value_S, 0.0).sum()
 
-    counts = torch.stack([each.sum(dtype=torch.int32) for each in (mask_P, compared.are_there.any(-1), mask_PK)])
-    reward = total(rewards_PK)
-    deviations = total((rewards_PK - reward / counts[2].clamp(min=1)).square())
-    lowest = torch.where(mask_PK, rewards_PK, float("inf")).min()
-    highest = torch.where(mask_PK, rewards_PK, float("-inf")).max()
-    return [
-        counts,
-        torch.stack([*(each.sum() for each in compared.means), reward, deviations]),
-        lowest[None],
-        highest[None],
-    ]
+    has_any_G = order_G4[:, 3] > 0
+    counts = torch.stack([each.sum(dtype=torch.int32) for each in (is_there_P, has_any_G, is_there_S)])
+    reward = total(reward_S)
+    deviations = total((reward_S - reward / counts[2].clamp(min=1)).square())
+    lowest = torch.where(is_there_S, reward_S, float("inf")).min()
+    highest = torch.where(is_there_S, reward_S, float("-inf")).max()
+    return [counts, torch.stack([*order_G4[:, :3].sum(0), reward, deviations]), lowest[None], highest[None]]
 
 
-def slices(rows: int, comparisons: int) -> list[slice]:
-    """Divide rows into parts with so many comparisons that memory is bounded, given the most that a row has."""
-    count = max(1, _AT_ONCE // max(1, comparisons))
-    return [slice(start, start + count) for start in range(0, rows, count)]
+def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_there_P: torch.Tensor) -> torch.Tensor:
+    """Return four numbers of each ranking, or of each step, [G, 4].
+
+    They are the shares of right comparisons and of ties, the mean margin, and the number of comparisons. A comparison
+    with probability 0.5 does not count.
+    """
+    better_C, worse_C = compared_rewards(rewards_SA, table)
+    rankings = len(better_C) if table.has_baseline else len(table.ranking_weight_G)
+    is_there_C = is_there_P[:, None].expand(-1, len(better_C) // len(is_there_P)).flatten()
+    decided_GM = ((table.weight_C > 0) & (table.probability_C > 0.5) & is_there_C).unflatten(0, (rankings, -1))
+    values = (better_C > worse_C, better_C == worse_C, better_C - worse_C)
+    by_ranking = [torch.where(decided_GM, each.to(better_C.dtype).view(decided_GM.shape), 0.0) for each in values]
+    count_G = decided_GM.sum(-1)
+    return torch.stack([*(each.sum(-1) / count_G.clamp(min=1) for each in by_ranking), count_G], dim=-1)
 
 
-def sums_on_host(
-    rewards_NK: torch.Tensor,
-    labels: Mapping[str, torch.Tensor] | None = None,
-    weights: Sequence[float] = (),
-    mask_N: torch.Tensor | None = None,
-) -> RewardSums:
-    """Return the sums over host rewards of pairs, chosen first, or with labels of rankings or steps, in float64."""
-    mask_N = torch.ones(len(rewards_NK), dtype=torch.bool) if mask_N is None else mask_N
+def tables_on_host(labels: Labels) -> Iterator[tuple[slice, Comparisons[torch.Tensor]]]:
+    """Yield parts of the rows, and their tables: of so many comparisons that memory is bounded."""
+    rows, attributes, answers = labels.grade_PAK.shape
+    count = max(1, _AT_ONCE // (attributes * answers**2))
+    for start in range(0, rows, count):
+        part = slice(start, start + count)
+        some = Labels(labels.grade_PAK[part], None, labels.are_rankings, labels.has_baseline)
+        yield part, compare(some, ComparisonRule()).map_tensors(torch.from_numpy)
+
+
+def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[float] = ()) -> RewardSums:
+    """Return the sums over host rewards of rows with these labels, in float64."""
     result = RewardSums()
-    for part in slices(len(rewards_NK), rewards_NK.shape[1:].numel() * rewards_NK.shape[-1]):
-        some = {name: values[part] for name, values in (labels or {}).items()}
-        result += RewardSums.read(*sums_of(rewards_NK[part].double(), mask_N[part], some, weights))
+    for part, table in tables_on_host(labels):
+        rewards_SA = rewards_NAK[part].double().transpose(1, 2).flatten(0, 1)
+        is_there_S = ~table.grade_SA.isnan().all(-1)
+        result += RewardSums.read(*sums_of(rewards_SA, is_there_S, table, weights))
     return result
+
+
+def pairs_of(count: int) -> Labels:
+    """Return the labels of pairs, chosen first."""
+    return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))

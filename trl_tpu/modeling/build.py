@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import islice
 from typing import Any, cast
 
@@ -14,11 +13,9 @@ from transformers.utils import cached_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.checks import TOKEN_COLUMNS
 from ..data.conversion import convert_row
-from ..data.judgements import Rankings
-from ..data.measure import dialogues_in, measure
-from ..data.old_columns import OLD_TOKEN_COLUMNS, prepare_legacy_dataset
+from ..data.measure import is_prepared, measure, read_row
+from ..data.row_formats import Rankings
 from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
@@ -229,7 +226,11 @@ def build_dataset(
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
-    how = {"num_embeddings": embeddings.weight.shape[0], "num_proc": args.dataset_num_proc, "name": name}
+    how: dict[str, Any] = {
+        "num_embeddings": embeddings.weight.shape[0],
+        "num_proc": args.dataset_num_proc,
+        "name": name,
+    }
     if args.step_separator is not None:
         settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
@@ -240,24 +241,18 @@ def build_dataset(
         may_tie=of_scores or args.ties is not None,
         may_all_tie=of_scores or args.ties in TIES,
         needs_scores=of_scores,
-        counts_comparisons=args.average_over == "comparisons",
         attributes=tuple(args.attributes or ()),
         settings=tuple(f"{key}={getattr(args, key)!r}" for key in needs_rankings),
     )
-    prepare: Any = partial(prepare_preference_dataset, rankings=rankings)
-    if old_columns and not args.attributes:  # whose grades are in no old column
-        rankings.check_pairs(name)
-        prepare = prepare_legacy_dataset
-    limits = {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
-    return check_positions(prepare(dataset, processing_class, **how, **limits), model, name)
+    how |= {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
+    are_old = old_columns and not args.attributes  # whose grades are in no old column
+    prepared = prepare_preference_dataset(dataset, processing_class, rankings=rankings, are_old=are_old, **how)
+    return check_positions(prepared, model, name)
 
 
-def first_dialogues(pairs: Any, old_columns: bool) -> list[list[int]] | None:
-    """Return the token ids of the first chosen dialogues; None for a stream, or where there are other columns."""
-    column = (OLD_TOKEN_COLUMNS if old_columns else TOKEN_COLUMNS)[0]
-    if not isinstance(pairs, Dataset) or column not in pairs.column_names:
-        return None
-    return pairs[:_LOOKED_AT][column]
+def first_answers(rows: Any) -> list[list[int]] | None:
+    """Return the token ids of the first answers of the first rows; None for a stream."""
+    return [read_row(row)["answers"][0] for row in islice(rows, _LOOKED_AT)] if is_prepared(rows) else None
 
 
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
@@ -282,7 +277,7 @@ def check_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
 
 
 def _check_length(row: dict[str, Any], index: int, limit: int, name: str) -> dict[str, Any]:
-    length = max(map(len, dialogues_in(row)))
+    length = max(map(len, read_row(row)["answers"]))
     if length > limit:
         raise UserError(
             f"The {name} dataset has a dialogue of {length} tokens (row {index} of those kept), but the model was "

@@ -22,8 +22,8 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
         return True
     ids = [token for token in range(1, 21) if token != pad_token_id]
     examples = [
-        {"chosen_ids": ids[:9], "rejected_ids": ids[5:9]},
-        {"chosen_ids": ids[3:10], "rejected_ids": ids[8:14]},
+        {"answers": [ids[:9], ids[5:9]]},
+        {"answers": [ids[3:10], ids[8:14]]},
     ]
     was_training = model.training
     model.eval()

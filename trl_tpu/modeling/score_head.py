@@ -69,10 +69,3 @@ def _widen(module: nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[
     for parameter in parameters.values():
         dtype = torch.promote_types(dtype, parameter.dtype)
     return hidden.to(dtype), {name: each.to(dtype) for name, each in parameters.items() if each.dtype != dtype}
-
-
-def score_wide(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Compute the rewards [...] of hidden states [..., H] in float32 or, where either has it, in float64."""
-    hidden, wide = _widen(head, hidden)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return functional_call(head, wide, (hidden,)).squeeze(-1)

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PairLengths:
-    """Tokens of each pair's common prefix, and of its dialogues' tails after it: of two, or of K ranked answers."""
+    """Tokens of each pair's common prefix, and of its sequences' tails after it: of two, or of K ranked answers."""
 
     prefix_P: np.ndarray
     tails_PK: np.ndarray
@@ -50,7 +50,7 @@ class PairLengths:
 
     @property
     def longest_P(self) -> np.ndarray:
-        """Tokens of the longest dialogue of each pair."""
+        """Tokens of the longest sequence of each pair."""
         return self.prefix_P + self.tails_PK.max(axis=1, initial=0)
 
     @property
@@ -59,7 +59,7 @@ class PairLengths:
         return int(self.sizes_P.sum())
 
     def attended(self, window: int | None = None) -> int:
-        """Count pairs of tokens of which one attends to the other: itself and those before it in its dialogue.
+        """Count pairs of tokens of which one attends to the other: itself and those before it in its sequence.
 
         Args:
             window: How many tokens a token sees at most, itself among them.

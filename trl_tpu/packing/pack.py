@@ -1,36 +1,35 @@
-"""Packs the dialogues of one batch into rows that hold every shared prefix once. numpy only.
+"""Packs the sequences of one batch into rows that hold every shared prefix once. numpy only.
 
 `pack` writes rows of a few planned shapes, for a device that compiles each; `pack_unpadded` writes one row without
 padding, for a device that takes any shape.
 
-The dialogues of a row form a trie. Written depth first, with the dialogues in lexicographic order, each dialogue adds
+The sequences of a row form a trie. Written depth first, with the sequences in lexicographic order, each sequence adds
 the tokens that its predecessor does not share, so a pair becomes ``prefix | one tail | other tail``, and pairs that
 share their prompt, or only a system prompt, share its tokens too. What is said of pairs holds for prompts with more
-answers: they are a pair's two dialogues or more. A position id is the depth in the trie, which is the
-token's index in its own dialogue. One integer a token says who sees whom: ``subtree_end[k]`` is the column where the
-tokens that continue k's text end, and the token in column q sees the one in k exactly when
-``k <= q < subtree_end[k]``. That also isolates pairs that only share a row.
+answers. A position id is the depth in the trie, which is the token's index in its own sequence. One integer per token
+says which tokens attend to it: ``subtree_end[k]`` is the column where the tokens that continue k's text end, and the
+token in column q attends to the one in k exactly when ``k <= q < subtree_end[k]``. That also isolates pairs that only
+share a row.
 
-Rows and devices: of the R rows of a micro-batch on S shards, row r belongs to shard ``r // (R / S)``. A pair lies
-whole in one row, and any row may hold any pair: `last_row_PK` and `last_column_PK` address all of them, in the batch's
-own order of pairs. All rows of a micro-batch have the same length and a device computes all of it, so devices have
-equal work whatever their rows hold.
-With several hosts each host packs the whole batch, which is deterministic, and keeps its own slice of rows and pairs;
-of processes with a device each, every one writes the rows of its device, its part.
+Rows and devices: of the R rows of a micro-batch on N shards, row r belongs to shard ``r // (R / N)``. A pair lies
+whole in one row, and any row may hold any pair: `score_row_S` and `score_column_S` address all of them, in the batch's
+own order. All rows of a micro-batch have the same length and a device computes all of it, so devices have equal work
+whatever their rows hold. With several hosts each host packs the whole batch, which is deterministic, and keeps its own
+slice of rows; of processes with a device each, every one writes the rows of its device, its part.
 
-Letters: B batches, P pairs, K answers of each, D dialogues (those of a pair one after another), R rows, L length of a
-row.
+Letters: B batches, P pairs, K answers of each, S = P K scored positions, D sequences (those of a pair one after
+another), R rows, L length of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import UserError
 from .expand import expand_rows
-from .rows import PackedRows
+from .rows import TokenRows
 from .schedule import RowPlan, Schedule
 from .shapes import RowShape, zigzag
 from .trie import common_prefixes, lay_out, tree_sizes
@@ -39,34 +38,34 @@ from .trie import common_prefixes, lay_out, tree_sizes
 _TOKENS_PER_FREE_TOKEN = 4
 
 
-Dialogues = Sequence[Sequence[Sequence[int]]]
-"""The token ids of each pair's dialogues, the chosen one first, or of each prompt's answers."""
+class Scored(NamedTuple):
+    """One row of the data: its sequences, and the tokens at which rewards are read."""
+
+    sequences: list[np.ndarray]
+    """Token ids of the answers, the chosen one first; of a solution with steps one sequence."""
+    at: list[np.ndarray]
+    """For each sequence the indices of its scored tokens, ascending."""
 
 
 def pack(
-    pairs: Dialogues,
+    rows: Sequence[Scored],
     plan: RowPlan,
     most_pairs: int,
     pad_token_id: int,
-    labels: Mapping[str, np.ndarray] | None = None,
     answers: int = 2,
     expands: bool = False,
     part: tuple[int, int] = (0, 1),
-) -> list[PackedRows[np.ndarray]]:
+) -> list[TokenRows[np.ndarray]]:
     """Pack one batch by the cheapest schedule of ``plan`` that holds it.
 
-    A dialogue is scored at its last token that is not the pad token, as transformers does; later tokens, which exist
-    only where texts contain the pad token, cannot influence that score and are left out.
-
     Args:
-        pairs: Token ids.
+        rows: Of the data.
         plan: From `plan_rows`.
         most_pairs: P. A batch may have fewer, but not more.
         pad_token_id: Fills what rows have left.
-        labels: What the data says of each pair, [pairs, ...].
-        answers: K. A pair may have fewer dialogues, but not more.
-        expands: Whether attention reads rows of whole dialogues: then the rows have their `expansion`, and pairs share
-            a row only if their chosen dialogues, one after the other, fit into its length, and the rejected ones too.
+        answers: K, the most scored tokens of a row of the data.
+        expands: Whether attention reads rows of whole sequences: then the rows have their `expansion`, and pairs share
+            a row only if their chosen sequences, one after the other, fit into its length, and the rejected ones too.
         part: Which rows of each micro-batch to write, the first having (0, count). The parts of all are its rows.
 
     Returns:
@@ -75,7 +74,7 @@ def pack(
     Raises:
         UserError: If a pair is longer than the longest row, there are too many, or the batch fits no shape.
     """
-    batch = _Batch.read(pairs, most_pairs, answers, pad_token_id, labels or {})
+    batch = _Batch.read(rows, most_pairs, answers, pad_token_id)
     schedule, rows_P = _choose(batch, plan, expands)
     (index, count), micro_batches, before = part, [], 0
     for shape in schedule:
@@ -83,135 +82,165 @@ def pack(
         first = before + index * own.rows
         here_P = (first <= rows_P) & (rows_P < first + own.rows)
         trees_P = np.where(here_P, rows_P - first, -1)  # one tree a row; pairs in tree -1 are elsewhere
-        rows = batch.written(trees_P[batch.pair_D], np.arange(own.rows), own, count)
-        micro_batches.append(replace(rows, trees=None, expansion=expand_rows(rows) if expands else None))
+        written = batch.written(trees_P[batch.pair_D], np.arange(own.rows), own)
+        micro_batches.append(replace(written, trees=None, expansion=expand_rows(written) if expands else None))
         before += shape.rows
     return micro_batches
 
 
 def pack_unpadded(
-    pairs: Dialogues,
+    rows: Sequence[Scored],
     pad_token_id: int,
-    labels: Mapping[str, np.ndarray] | None = None,
+    most_pairs: int | None = None,
     answers: int = 2,
     attention_crossover_length: float = 4096,
-) -> PackedRows[np.ndarray]:
+) -> TokenRows[np.ndarray]:
     """Pack one batch into a single row without padding, tree after tree.
 
-    Attention can then be computed tree by tree. Dialogues are in one tree where sharing saves more than attention over
+    Attention can then be computed tree by tree. Sequences are in one tree where sharing saves more than attention over
     the larger tree costs.
 
     Args:
-        pairs, pad_token_id, labels, answers: As in `pack`.
+        rows, pad_token_id, answers: As in `pack`.
+        most_pairs: P; by default as many as there are.
         attention_crossover_length: The length at which attention costs as much as everything else.
     """
-    batch = _Batch.read(pairs, len(pairs), answers, pad_token_id, labels or {})
+    batch = _Batch.read(rows, most_pairs or len(rows), answers, pad_token_id)
     trees_D = _grow_trees(batch, attention_crossover_length)
     return batch.written(trees_D, np.zeros(len(trees_D), int), RowShape(1, batch.tokens_in(trees_D)))
 
 
+def pad(
+    rows: Sequence[Scored], shape: RowShape, most_pairs: int, pad_token_id: int, answers: int = 2
+) -> TokenRows[np.ndarray]:
+    """Write each sequence into a row of its own, padded on the right.
+
+    Args:
+        rows, pad_token_id, answers: As in `pack`.
+        shape: Of the rows, which may be more than there are sequences.
+        most_pairs: P.
+    """
+    sequences = [ids for row in rows for ids in row.sequences]
+    input_ids_RL = np.full((shape.rows, shape.length), pad_token_id, np.int32)
+    lengths_R = np.ones(shape.rows, np.int32)  # a row in which all is masked could become NaN
+    for place, ids in enumerate(sequences):
+        input_ids_RL[place, : len(ids)] = ids
+        lengths_R[place] = len(ids)
+    columns, rows_D = [at for row in rows for at in row.at], np.arange(len(sequences))
+    scores: dict[str, Any] = _score_table(rows, columns, rows_D, rows_D >= 0, most_pairs, answers)
+    return TokenRows(
+        input_ids_RL,
+        **scores,
+        attention_mask_RL=(np.arange(shape.length) < lengths_R[:, None]).astype(np.int32),
+    )
+
+
+def _score_table(
+    rows: Sequence[Scored],
+    columns: Sequence[np.ndarray],
+    row_D: np.ndarray,
+    here_D: np.ndarray,
+    most_pairs: int,
+    answers: int,
+) -> dict[str, np.ndarray]:
+    """Return `score_row_S`, `score_column_S` and `tokens_S`, with zeros for sequences that are not in these rows.
+
+    Args:
+        columns: Of the scored tokens of each sequence.
+        row_D: The row of each sequence.
+        here_D: Which sequences are in these rows.
+    """
+    table_3PK = np.zeros((3, most_pairs, answers), np.int32)
+    sequence = 0
+    for pair, row in enumerate(rows):
+        place = 0
+        for ids, at in zip(*row, strict=True):
+            if here_D[sequence]:
+                stop = place + len(at)
+                table_3PK[0, pair, place:stop] = row_D[sequence]
+                table_3PK[1, pair, place:stop] = columns[sequence]
+                # the last reward of a sequence adds the rest of it, even what follows its scored token
+                table_3PK[2, pair, place:stop] = np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)]
+                place = stop
+            sequence += 1
+    names = ("score_row_S", "score_column_S", "tokens_S")
+    return dict(zip(names, table_3PK.reshape(3, -1), strict=True))
+
+
 @dataclass(frozen=True)
 class _Batch:
-    """The dialogues of a batch, those of a pair one after another, and what any two of them share."""
+    """The sequences of a batch, those of a pair one after another, and what any two of them share."""
 
-    dialogues: list[np.ndarray]
+    rows: Sequence[Scored]
+    sequences: list[np.ndarray]
+    """Up to the last scored token: later tokens cannot influence a reward."""
     firsts_P: np.ndarray
-    """The first dialogue of each pair."""
+    """The first sequence of each pair."""
     shape: tuple[int, int]
     """P and K."""
     order: np.ndarray
     prefix_DD: np.ndarray
-    tokens_P: np.ndarray
-    labels: Mapping[str, np.ndarray]
     pad_token_id: int
 
     @classmethod
-    def read(
-        cls, pairs: Dialogues, most_pairs: int, answers: int, pad_token_id: int, labels: Mapping[str, np.ndarray]
-    ) -> "_Batch":
-        if len(pairs) > most_pairs:
-            raise UserError(f"A batch has at most {most_pairs} pairs, as its shapes were planned; got {len(pairs)}.")
-        whole = [np.asarray(ids, np.int32) for dialogues in pairs for ids in dialogues]
-        firsts_P = np.cumsum([0, *map(len, pairs)])[:-1]
-        # a solution's dialogues are one, up to each step's end, which is read whatever the token there is
-        is_solution = "step" in labels
-        total = np.maximum if is_solution else np.add
-        tokens_P = total.reduceat(np.array([len(ids) for ids in whole], np.int32), firsts_P)
-        dialogues = whole if is_solution else [up_to_scored(ids, pad_token_id) for ids in whole]
-        order, prefix_DD = common_prefixes(dialogues)
-        return cls(dialogues, firsts_P, (most_pairs, answers), order, prefix_DD, tokens_P, labels, pad_token_id)
+    def read(cls, rows: Sequence[Scored], most_pairs: int, answers: int, pad_token_id: int) -> "_Batch":
+        if len(rows) > most_pairs:
+            raise UserError(f"A batch has at most {most_pairs} pairs, as its shapes were planned; got {len(rows)}.")
+        sequences = [ids[: at[-1] + 1] if len(at) else ids[:1] for row in rows for ids, at in zip(*row, strict=True)]
+        firsts_P = np.cumsum([0, *(len(row.sequences) for row in rows)])[:-1]
+        order, prefix_DD = common_prefixes(sequences)
+        return cls(rows, sequences, firsts_P, (most_pairs, answers), order, prefix_DD, pad_token_id)
 
     @property
     def pair_D(self) -> np.ndarray:
-        """The pair of each dialogue."""
-        return np.searchsorted(self.firsts_P, np.arange(len(self.dialogues)), side="right") - 1
+        """The pair of each sequence."""
+        return np.searchsorted(self.firsts_P, np.arange(len(self.sequences)), side="right") - 1
 
     @property
     def lengths_D(self) -> np.ndarray:
-        return np.array([len(ids) for ids in self.dialogues])
+        return np.array([len(ids) for ids in self.sequences])
 
     def tokens_in(self, trees_D: np.ndarray) -> int:
-        """Return how many tokens the dialogues have in these trees, each of which has neighbors in the order."""
+        """Return how many tokens the sequences have in these trees, each of which has neighbors in the order."""
         one_D, next_D = self.order[:-1], self.order[1:]
         shared_D = np.where(trees_D[one_D] == trees_D[next_D], self.prefix_DD[one_D, next_D], 0)
         return int(self.lengths_D.sum() - shared_D.sum())
 
-    def written(
-        self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape, parts: int = 1
-    ) -> PackedRows[np.ndarray]:
-        """Write each tree's dialogues into its row of ``shape``, one of ``parts``; those in tree -1 are elsewhere."""
-        here_P, here_D = trees_D[self.firsts_P] >= 0, trees_D >= 0
-        pair_D, (pairs, _) = self.pair_D, self.shape
-        weight = max(1, self.labels["weight"].sum()) if "weight" in self.labels else len(here_P)
-        answer_D = np.arange(len(pair_D)) - self.firsts_P[pair_D]
-        input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, trees = lay_out(
-            self.dialogues, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id
+    def written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> TokenRows[np.ndarray]:
+        """Write each tree's sequences into its row of ``shape``; those in tree -1 are elsewhere."""
+        at = [each for row in self.rows for each in row.at]
+        input_ids_RL, position_ids_RL, subtree_end_RL, columns, trees = lay_out(
+            self.sequences, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id, at
         )
-
-        def fill(values_P: np.ndarray, dtype: Any = None) -> np.ndarray:
-            """Put zeros for the pairs that are elsewhere, and up to P."""
-            filled = np.zeros((pairs, *values_P.shape[1:]), dtype or values_P.dtype)
-            filled[: len(values_P)][here_P] = values_P[here_P]
-            return filled
-
-        def by_answer(values_D: np.ndarray) -> np.ndarray:
-            filled_PK = np.zeros(self.shape, np.int32)
-            filled_PK[pair_D[here_D], answer_D[here_D]] = values_D[here_D]
-            return filled_PK
-
-        return PackedRows(
+        scores: dict[str, Any] = _score_table(self.rows, columns, row_of_tree[trees_D], trees_D >= 0, *self.shape)
+        return TokenRows(
             input_ids_RL,
-            position_ids_RL,
-            subtree_end_RL,
-            last_row_PK=by_answer(row_of_tree[trees_D]),
-            last_column_PK=by_answer(last_column_D),
-            pair_mask_P=fill(here_P),
-            tokens_P=fill(self.tokens_P, np.int32),
-            labels={name: fill(values_P) for name, values_P in self.labels.items()},
-            batch_pairs_1=np.array([weight / parts], np.float32),
+            **scores,
+            position_ids_RL=position_ids_RL,
+            subtree_end_RL=subtree_end_RL,
             trees=trees,
         )
 
 
-def up_to_scored(ids: np.ndarray, pad_token_id: int) -> np.ndarray:
-    """Cut a dialogue after the token that is scored: the last that is not the pad token, or the first if all are."""
+def last_scored(ids: np.ndarray, pad_token_id: int) -> int:
+    """Return the index of the last token that is not the pad token, or 0: there transformers reads a reward."""
     if ids[-1] != pad_token_id:
-        return ids
+        return len(ids) - 1
     others = np.flatnonzero(ids != pad_token_id)
-    return ids[: others[-1] + 1] if len(others) else ids[:1]
+    return int(others[-1]) if len(others) else 0
 
 
 def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
     sizes_P, shared_PP = tree_sizes(batch.order, batch.prefix_DD, batch.firsts_P)
     lengths_P2 = batch.lengths_D.reshape(-1, 2) if expands else None
-    fewest = batch.tokens_in(np.zeros(len(batch.dialogues), int))  # in one trie
+    fewest = batch.tokens_in(np.zeros(len(batch.sequences), int))  # in one trie
     if sizes_P.max() > plan.longest:
         pair = int(sizes_P.argmax())
         raise UserError(
-            f"Pair {pair} of the batch takes {sizes_P[pair]} tokens (both dialogues, their common prefix once), but "
+            f"Pair {pair} of the batch takes {sizes_P[pair]} tokens (both sequences, their common prefix once), but "
             f"the longest planned row has {plan.longest}. Pairs are never cut: plan the shapes with this pair's size "
-            "among them, or leave out long dialogues with `max_length`."
+            "among them, or leave out long sequences with `max_length`."
         )
     for schedule in plan.schedules():
         lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
@@ -238,7 +267,7 @@ def _place(
     """Place pairs by best fit, the largest first: return each pair's row [P], or None where they do not fit.
 
     What a pair adds to a row is its size less what it shares with the pair in that row that it shares most with; the
-    trie may save more, never less. With ``lengths_P2`` its two dialogues need room too, where nothing is shared.
+    trie may save more, never less. With ``lengths_P2`` its two sequences need room too, where nothing is shared.
     """
     free_R = lengths_R.copy()
     free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
@@ -264,12 +293,12 @@ def _place(
 
 
 def _grow_trees(batch: _Batch, attention_crossover_length: float) -> np.ndarray:
-    """Return each dialogue's tree [D]: neighbors in lexicographic order share one while that costs less than two."""
+    """Return each sequence's tree [D]: neighbors in lexicographic order share one while that costs less than two."""
 
     def work(size: int) -> float:
         return size * (1 + size / attention_crossover_length)
 
-    trees_D = np.zeros(len(batch.dialogues), np.int64)
+    trees_D = np.zeros(len(batch.sequences), np.int64)
     tree, size, before = -1, 0, 0
     for index, length in zip(batch.order.tolist(), batch.lengths_D[batch.order].tolist(), strict=True):
         together = size + length - int(batch.prefix_DD[before, index])

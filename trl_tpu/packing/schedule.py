@@ -139,9 +139,9 @@ def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_pre
     """
     if sizes.max() > length:
         raise UserError(
-            f"row_length={length} is too short: the largest pair takes {sizes.max()} tokens (both dialogues, their "
+            f"row_length={length} is too short: the largest pair takes {sizes.max()} tokens (both sequences, their "
             f"common prefix once), and pairs are never cut. Choose row_length={round_up(int(sizes.max()), 128)} or "
-            "more, or leave out long dialogues with a smaller max_length."
+            "more, or leave out long sequences with a smaller max_length."
         )
     worst_P = np.sort(np.maximum(sizes - shared_prefix, 0))[::-1][:pairs]
     shapes = holding_all(worst_P, shards, shared_prefix, 1)

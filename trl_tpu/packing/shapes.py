@@ -61,7 +61,7 @@ def plan_shapes(
         pairs: P, pairs in a batch.
         shards: Over how many devices the rows are split: the number of rows is a multiple of it.
         max_shapes: How many shapes at most.
-        shared_prefix: How many first tokens all dialogues of the data share, such as a system prompt.
+        shared_prefix: How many first tokens all sequences of the data share, such as a system prompt.
         attention_crossover_length: The row length at which attention costs as much as everything else. For a plain
             transformer it is about six times the hidden size.
         multiple: Lengths are multiples of this.

@@ -1,6 +1,6 @@
-"""Prefix trees (tries) of dialogues: what any two share, and rows that hold each prefix once. numpy only.
+"""Prefix trees (tries) of sequences: what any two share, and rows that hold each prefix once. numpy only.
 
-Letters: P pairs, D dialogues (those of a pair one after another), R rows, L length of a row.
+Letters: P pairs, D sequences (those of a pair one after another), R rows, L length of a row.
 """
 
 from collections import defaultdict
@@ -12,28 +12,28 @@ from .shapes import RowShape
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """Return how many first tokens two dialogues share."""
+    """Return how many first tokens two sequences share."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     first = int(differs.argmax()) if length else 0  # which stops there
     return first if length and differs[first] else length
 
 
-def in_order(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dialogues' lexicographic order [D], and how many first tokens neighbors in it share [D - 1]."""
-    as_bytes = [ids.astype(">u4").tobytes() for ids in dialogues]  # compared byte by byte, these sort as the ids do
-    order = np.array(sorted(range(len(dialogues)), key=as_bytes.__getitem__))
+def in_order(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sequences' lexicographic order [D], and how many first tokens neighbors in it share [D - 1]."""
+    as_bytes = [ids.astype(">u4").tobytes() for ids in sequences]  # compared byte by byte, these sort as the ids do
+    order = np.array(sorted(range(len(sequences)), key=as_bytes.__getitem__))
     pairs = zip(order, order[1:], strict=False)
-    return order, np.array([common_prefix(dialogues[one], dialogues[other]) for one, other in pairs], np.int64)
+    return order, np.array([common_prefix(sequences[one], sequences[other]) for one, other in pairs], np.int64)
 
 
-def common_prefixes(dialogues: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the dialogues' lexicographic order [D], and the length of the common prefix of any two [D, D].
+def common_prefixes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sequences' lexicographic order [D], and the length of the common prefix of any two [D, D].
 
     The common prefix of two is the shortest common prefix of neighbors between them in lexicographic order.
     """
-    order, neighbors = in_order(dialogues)
-    by_rank_DD = np.diag([len(dialogues[index]) for index in order])
+    order, neighbors = in_order(sequences)
+    by_rank_DD = np.diag([len(sequences[index]) for index in order])
     for rank in range(len(order) - 1):
         by_rank_DD[rank, rank + 1 :] = np.minimum.accumulate(neighbors[rank:])
     by_rank_DD = np.maximum(by_rank_DD, by_rank_DD.T)
@@ -47,7 +47,7 @@ def tree_sizes(order: np.ndarray, prefix_DD: np.ndarray, firsts_P: np.ndarray) -
 
     Args:
         order, prefix_DD: From `common_prefixes`.
-        firsts_P: The first dialogue of each pair; the others follow it.
+        firsts_P: The first sequence of each pair; the others follow it.
     """
     pair_D = np.searchsorted(firsts_P, np.arange(len(order)), side="right")
     by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # pair by pair, each in lexicographic order
@@ -62,16 +62,16 @@ def tree_sizes(order: np.ndarray, prefix_DD: np.ndarray, firsts_P: np.ndarray) -
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The tokens that a dialogue adds to its tree: they see their path, and one another in order."""
+    """The tokens that a sequence adds to its tree: they see their path, and one another in order."""
 
     start: int
     """Their first column, counted from the tree's."""
     stop: int
     path: tuple[tuple[int, int], ...]
-    """The columns before them in their dialogue, as ranges counted from the tree's first."""
+    """The columns before them in their sequence, as ranges counted from the tree's first."""
 
     def after(self, depth: int) -> tuple[tuple[int, int], ...]:
-        """Return the path of a token that branches off at ``depth`` of the dialogue that ends with these tokens."""
+        """Return the path of a token that branches off at ``depth`` of the sequence that ends with these tokens."""
         kept = []
         for start, stop in (*self.path, (self.start, self.stop)):
             stop = min(stop, start + depth)
@@ -92,36 +92,40 @@ class Tree:
 
 
 def lay_out(
-    dialogues: list[np.ndarray],
+    sequences: list[np.ndarray],
     trees_D: np.ndarray,
     row_of_tree: np.ndarray,
     order: np.ndarray,
     prefix_DD: np.ndarray,
     shape: RowShape,
     pad_token_id: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, tuple[Tree, ...]]:
-    """Write each tree into its row, depth first, after those that are there; dialogues in tree -1 are left out.
+    depths: list[np.ndarray],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray], tuple[Tree, ...]]:
+    """Write each tree into its row, depth first, after those that are there; sequences in tree -1 are left out.
 
-    Of ``prefix_DD`` only what a dialogue shares with the one before it, in its tree and in ``order``, is read.
+    Of ``prefix_DD`` only what a sequence shares with the one before it, in its tree and in ``order``, is read.
+
+    Args:
+        depths: Indices of the tokens of each sequence whose columns are asked for.
 
     Returns:
-        The rows' token ids, position ids and ends of subtrees, [R, L] each; the last column of each dialogue [D]; and
-        where the trees lie.
+        The rows' token ids, position ids and ends of subtrees, [R, L] each; the columns of the tokens in ``depths``;
+        and where the trees lie.
     """
     rows, length = shape.rows, shape.length
-    columns = np.arange(max(length, max(map(len, dialogues))), dtype=np.int32)
+    columns = np.arange(max(length, max(map(len, sequences))), dtype=np.int32)
     input_ids_RL = np.full((rows, length), pad_token_id, np.int32)
     position_ids_RL = np.zeros((rows, length), np.int32)
     subtree_end_RL = np.tile(columns[:length] + 1, (rows, 1))
-    last_column_D = np.zeros(len(dialogues), np.int32)
+    found = [np.zeros_like(each) for each in depths]
 
-    path = np.zeros_like(columns)  # by depth, the column of the current dialogue's token
-    # of each tree's dialogues: depth where its own tokens start, its length, their first column, the one after them
+    path = np.zeros_like(columns)  # by depth, the column of the current sequence's token
+    # of each tree's sequences: depth where its own tokens start, its length, their first column, the one after them
     written: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     stops_R = np.zeros(rows, np.int64)
     before = -1
     for index in order[np.argsort(trees_D[order], kind="stable")]:
-        tree, ids = trees_D[index], dialogues[index]
+        tree, ids = trees_D[index], sequences[index]
         if tree < 0:
             continue
         row = row_of_tree[tree]
@@ -131,7 +135,7 @@ def lay_out(
         input_ids_RL[row, start:stop] = ids[depth:]
         position_ids_RL[row, start:stop] = columns[depth : len(ids)]
         path[depth : len(ids)] = columns[start:stop]
-        last_column_D[index] = path[len(ids) - 1]
+        found[index] = path[depths[index]]
         written[tree].append((int(depth), len(ids), int(start), int(stop)))
         before = index
 
@@ -145,11 +149,11 @@ def lay_out(
         for depth, size, start, stop in reversed(parts):
             subtree_end_RL[row_of_tree[tree], start:stop] = ends[depth:size]
             ends[depth:] = start
-    return input_ids_RL, position_ids_RL, subtree_end_RL, last_column_D, tuple(trees)
+    return input_ids_RL, position_ids_RL, subtree_end_RL, found, tuple(trees)
 
 
 def _grow(tails: list[Tail], depth: int, size: int) -> None:
-    """Let a dialogue follow that leaves the one before it at ``depth`` and adds ``size`` tokens."""
+    """Let a sequence follow that leaves the one before it at ``depth`` and adds ``size`` tokens."""
     last = tails[-1] if tails else Tail(0, 0, ())
     path = last.after(depth)
     if path and path[-1][1] == last.stop:  # it goes on where the one before it ended

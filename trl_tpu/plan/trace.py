@@ -17,8 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.checks import TOKEN_COLUMNS
-from ..data.measure import NO_LABEL
+from ..data.measure import NO_LABEL, PAIR, RANKING, SOLUTION
 from ..errors import UserError
 from ..experimental.prm import PRMConfig, PRMTrainer
 from ..modeling.model_shape import model_without_weights
@@ -159,10 +158,10 @@ def _full_pairs(request: StepRequest, pairs: int, batches: int) -> Dataset:
         ids = [begin + [6 + place] * answer for place in range(answers)]
         grades = [[*range(answers)]] * len(outputs.attributes) or [*range(answers)]
         if outputs.step_separator is not None:
-            solution = np.resize(begin, size)
-            rows.append({"input_ids": solution, "labels": np.where(np.arange(size) < size - answers, NO_LABEL, 1)})
+            labels = np.where(np.arange(size) < size - answers, NO_LABEL, 1)
+            rows.append(dict(zip(SOLUTION, (np.resize(begin, size), labels), strict=True)))
         elif request.answers is not None:
-            rows.append({"answer_ids": ids, "grades": grades})
+            rows.append(dict(zip(RANKING, (ids, grades), strict=True)))
         else:
-            rows.append(dict(zip(TOKEN_COLUMNS, ids, strict=True)))
+            rows.append(dict(zip(PAIR, ids, strict=True)))
     return Dataset.from_list(rows)

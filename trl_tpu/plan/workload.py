@@ -10,7 +10,7 @@ from datasets import Dataset
 from ..batching.batch_plan import LONG_ROW
 from ..batching.planned_shapes import plan_rows_of
 from ..config.reward_config import RewardConfig
-from ..data.measure import has_many, most_answers
+from ..data.measure import PAIR, has_form, measure
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, read_model
 from ..packing.lengths import PairLengths
@@ -63,7 +63,8 @@ class Workload:
         """The most answers that a prompt of rankings has, or steps a solution; two without data; None of pairs."""
         if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
             return 2
-        return most_answers(self.tokens) if has_many(self.tokens) else None
+        is_many = self.tokens is not None and not has_form(self.tokens, PAIR)
+        return measure(self.tokens).answers if is_many else None
 
     @property
     def compute_bytes(self) -> int:

@@ -172,14 +172,15 @@ class XlaRuntime(Runtime):
         return DeviceLoader(self, batches, functools.partial(self._upload_batch, batch_axes))
 
     def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a tensor of a batch to the devices, over the batch axes; whole to each where they do not divide it.
+        """Copy a tensor of a batch to the devices: rows of tokens over the batch axes; lists of numbers, and rows that
+        the axes do not divide, whole to each.
 
         torch_xla cuts out what this host's devices hold by their places in the mesh. Its ``minibatch`` would instead
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
         host has 0, 1, 4 and 5.
         """
         count = shard_count(self._mesh, batch_axes)
-        if tensor.dim() == 0 or count == 1 or tensor.shape[0] % count:
+        if tensor.dim() < 2 or count == 1 or tensor.shape[0] % count:
             return self.to_device(tensor, device)
         return self.place(tensor, (batch_axes, *([None] * (tensor.dim() - 1))), device)
 

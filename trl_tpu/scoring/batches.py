@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..data.collators import DataCollatorForPreference, PairRows, PlannedRows, UnpaddedRow
+from ..data.batch import Batch
+from ..data.collators import OwnRows, Padded, Part, PlannedRows, Table, Unpadded
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape, round_up
 from ..packing.trie import in_order
@@ -21,8 +22,10 @@ _SHORTEST_PADDED_ROW = 64
 _MOST = 2048  # dialogues that are packed together
 _USUAL = 0.75  # of the dialogues fit three times into a usual row
 
-#: Which dialogues a batch has, [N], and what a collator makes of them.
-Batch = tuple[np.ndarray, dict[str, Any]]
+_TABLE = Table(answers=1)  # nothing is compared
+
+#: Which dialogues a batch has, [N], and its micro-batches.
+Members = tuple[np.ndarray, tuple[Batch, ...]]
 
 
 @dataclass
@@ -45,9 +48,9 @@ class Batches:
     row_length: int | None = None
     """Of usual planned rows; chosen for the first dialogues that come."""
 
-    def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield rows without padding, for a device that takes any shape."""
-        collate = UnpaddedRow(self.pad_token_id, self.attention_crossover_length, answers=1)
+        collate = OwnRows(Unpadded(self.pad_token_id, 1, self.attention_crossover_length), self.pad_token_id, _TABLE)
         order, shared = in_order(list(dialogues))
         some, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
@@ -60,7 +63,7 @@ class Batches:
         if some:
             yield _batch(collate, dialogues, some)
 
-    def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield rows of one length, and of its doubles for longer dialogues, for a device that compiles each."""
         if self.row_length is None and dialogues:
             usual = np.quantile([len(ids) for ids in dialogues], _USUAL)
@@ -73,11 +76,11 @@ class Batches:
         for length, members in sorted(by_length.items()):
             shape = RowShape(self.shards * max(1, self.tokens // length), length)
             plan = RowPlan((shape,), (shape,), self.attention_crossover_length)
-            collate = PlannedRows(plan, most, self.pad_token_id, answers=1)
+            collate = PlannedRows(plan, most, self.pad_token_id, _TABLE)
             for first in range(0, len(members), most):
                 yield _batch(collate, dialogues, members[first : first + most])
 
-    def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Batch]:
+    def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield padded rows, for models of which packed rows are not exact, and to keep dialogues apart."""
         waiting = sorted(range(len(dialogues)), key=lambda index: -len(dialogues[index]))
         while waiting:
@@ -85,9 +88,8 @@ class Batches:
             length = _doubled(_SHORTEST_PADDED_ROW, longest) if self.is_static else longest
             most = self.shards * max(1, self.tokens // length)
             some, waiting = waiting[:most], waiting[most:]
-            collate: Any = DataCollatorForPreference(self.pad_token_id, pad_to_multiple_of=length, answers=1)
-            if self.is_static:
-                collate = PairRows(collate, most, self.pad_token_id)
+            lengths, part = ((length,), Part(most)) if self.is_static else (None, None)
+            collate = OwnRows(Padded(self.pad_token_id, 1, 1, lengths), self.pad_token_id, _TABLE, part)
             yield _batch(collate, dialogues, some)
 
 
@@ -98,6 +100,5 @@ def _doubled(length: int, least: float) -> int:
     return length
 
 
-def _batch(collate: Any, dialogues: Sequence[np.ndarray], members: list[int]) -> Batch:
-    examples = [{"answer_ids": [dialogues[index]], "grades": [0.0]} for index in members]  # which nothing compares
-    return np.array(members), collate(examples)
+def _batch(collate: Any, dialogues: Sequence[np.ndarray], members: list[int]) -> Members:
+    return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts

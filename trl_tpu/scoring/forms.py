@@ -23,7 +23,7 @@ import numpy as np
 
 from ..data import checks
 from ..data.conversion import convert_row
-from ..data.measure import dialogues_in
+from ..data.measure import NO_LABEL
 from ..data.solutions import check_solution, tokenize_solution
 from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError
@@ -204,8 +204,9 @@ def _steps(row: Mapping[str, Any], where: str, tokenizer: Any, step_separator: s
         solution = tokenize_solution({**row, "labels": [0] * len(steps)}, tokenizer, step_separator, *how)
     except UserError as error:
         return Item(row, where, fault=str(error))
-    dialogues = zip(steps, dialogues_in(solution), strict=False)  # without a step, what is before it is none
-    return [Item(row, f"{where}[{place}]`", ids) for place, (_, ids) in enumerate(dialogues)]
+    ids = np.asarray(solution["input_ids"], np.int32)
+    ends = np.flatnonzero(np.asarray(solution["labels"]) != NO_LABEL)
+    return [Item(row, f"{where}[{place}]`", ids[: end + 1]) for place, end in enumerate(ends)]
 
 
 def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[tuple[Item, np.ndarray]]:

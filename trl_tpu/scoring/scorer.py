@@ -12,8 +12,7 @@ import torch
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
-from ..data.judgements import weighted
-from ..data.packed_batch import micro_batches_of
+from ..data.batch import Batch
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.attention.packability import make_packable
@@ -24,16 +23,16 @@ from ..modeling.experts import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.outputs import Outputs
 from ..modeling.positions import learned_positions, position_groups
-from ..modeling.rewards import read_batch
+from ..modeling.rewards import rewards_of
 from ..modeling.score_head import keep_heads_in_float32
 from ..packing.shapes import attention_crossover_length
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
-from .batches import Batch, Batches
+from .batches import Batches, Members
 
 logger = logging.getLogger(__name__)
 
-MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Batch]]
+MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Members]]
 
 #: Of a micro-batch: which dialogues its batch has [N], which of them it holds [N], and on the device their rewards, of
 #: A outputs [P, A].
@@ -140,24 +139,24 @@ class Scorer:
             alone = self._compute([dialogues[index] for index in again], self.padded)
             rewards_DA[again] = self._fetch(alone, len(again))
             scale = self.scale or RewardScale(0.0, 1.0)
-            rewards_D = (weighted(rewards_DA, self.outputs.weights) - scale.mean) / scale.std
+            rewards_D = (rewards_DA @ np.array(self.outputs.weights) - scale.mean) / scale.std
             return np.column_stack([rewards_D, rewards_DA[:, : len(self.outputs.attributes)]])
 
         return rewards
 
     def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> list[Computed]:
         computed, compute = [], self.runtime.compiled(_rewards_of)
-        for members_N, batch in self._apart(dialogues, batches):
-            for inputs in micro_batches_of(batch):
-                here_N = read_batch(inputs, self.pad_token_id, "right").mask_P.numpy()[: len(members_N)]
-                sent = {name: self._sent(value) for name, value in inputs.items()}
+        for members_N, batches_of_members in self._apart(dialogues, batches):
+            for batch in batches_of_members:
+                here_N = batch.is_there_P().numpy()[: len(members_N)]
+                sent = batch.map_tensors(self._sent)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                    rewards_PA = compute(self.model, sent, self.pad_token_id)
-                computed.append((members_N, here_N, self.runtime.constrain(rewards_PA.float(), (None, None))))
+                    rewards_SA = compute(self.model, sent)
+                computed.append((members_N, here_N, self.runtime.constrain(rewards_SA, (None, None))))
                 self.runtime.step_boundary()
         return computed
 
-    def _apart(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Iterator[Batch]:
+    def _apart(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Iterator[Members]:
         """Yield batches of dialogues that do not change each other's positions."""
         if len(dialogues) and self._group_of(math.inf) > 1:  # ends what a longer one has left; is overwritten below
             yield from self.padded([dialogues[0][:1]])
@@ -167,24 +166,22 @@ class Scorer:
             make = self.padded if group else batches  # packed rows leave out pad tokens at the end
             yield from ((here_D[each], batch) for each, batch in make([dialogues[i] for i in here_D.tolist()]))
 
-    def _sent(self, value: Any) -> Any:
-        """Copy what a collator made to the devices: rows and pairs over the batch axes, lists of numbers whole."""
-        if not isinstance(value, torch.Tensor):
-            return value.map_tensors(self._sent)
-        axes = (None,) if value.ndim == 1 else (BATCH_AXES, *[None] * (value.ndim - 1))
-        return self.runtime.place(value, axes, self.device)
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to the devices: rows of tokens over the batch axes, lists of numbers whole."""
+        axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
+        return self.runtime.place(tensor, axes, self.device)
 
     def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:
         rewards_DA = np.full((count, len(self.outputs.weights)), math.nan)
         host = self.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
-        for (members_N, here_N, _), rewards_PA in zip(computed, host, strict=True):
-            rewards_DA[members_N[here_N]] = rewards_PA.double().numpy()[: len(here_N)][here_N]
+        for (members_N, here_N, _), rewards_SA in zip(computed, host, strict=True):
+            rewards_DA[members_N[here_N]] = rewards_SA.double().numpy()[: len(here_N)][here_N]
         return rewards_DA
 
 
-def _rewards_of(model: Any, inputs: dict[str, Any], pad_token_id: int) -> torch.Tensor:
-    """Compute the rewards of a micro-batch, of A outputs [P, A]."""
-    return read_batch(inputs, pad_token_id, "right").rewards(model)[0].flatten(1)
+def _rewards_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Compute the rewards of a micro-batch, of A outputs [S, A]."""
+    return rewards_of(model, batch)[0]
 
 
 def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: Outputs) -> str:

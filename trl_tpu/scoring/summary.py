@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..data.comparisons import Labels
 from ..evaluation.ranking import grades_beside_rewards, parts_of, rankings_of, top1_of
-from ..evaluation.reward_sums import RewardSums, sums_on_host
+from ..evaluation.reward_sums import RewardSums, pairs_of, sums_on_host
 from .forms import REASON
 
 
@@ -49,10 +51,10 @@ class Summary:
             if part[REASON] is None and (grades := grades_beside_rewards(part))
         ]
         if ranked:
-            arrays = rankings_of(*zip(*ranked, strict=True))
-            rewards_NK, *labels = map(torch.from_numpy, arrays)
-            self.rankings += sums_on_host(rewards_NK, dict(zip(("grade", "is_there"), labels, strict=True)))
-            self.top1 += top1_of(*arrays)[[len(set(grades)) > 1 for _, grades in ranked]].sum().item()
+            rewards_NK, grade_NK = rankings_of(*zip(*ranked, strict=True))
+            labels = Labels(grade_NK[:, None].astype(np.float32), None, are_rankings=True)
+            self.rankings += sums_on_host(torch.from_numpy(rewards_NK)[:, None], labels)
+            self.top1 += top1_of(rewards_NK, grade_NK)[[len(set(grades)) > 1 for _, grades in ranked]].sum().item()
         reasons = [row[REASON] for row in rows if row[REASON] is not None]
         self.without += len(reasons)
         self.reason = self.reason or next(iter(reasons), None)
@@ -89,7 +91,7 @@ class Summary:
 
 
 def _sums_of(pairs: list[tuple[Any, Any]]) -> RewardSums:
-    return sums_on_host(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2))
+    return sums_on_host(torch.tensor(pairs, dtype=torch.float64).reshape(-1, 1, 2), pairs_of(len(pairs)))
 
 
 def _numbers(value: Any) -> list[float]:

@@ -23,8 +23,7 @@ from trl_tpu.checkpoint.remote import RemoteRun
 from trl_tpu.checkpoint.run_folder import RunFolder
 from trl_tpu.config.field_help import help_from_docstring
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.data.judgements import labels_of
-from trl_tpu.data.measure import dialogues_in, id_columns
+from trl_tpu.data.measure import read_row
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
@@ -106,14 +105,13 @@ def main(
             print(line)
 
     if dry_run:
-        pair: Any = next(iter(cast(Any, trainer.train_dataset)))
-        columns = id_columns(pair) or ()
-        for place, ids in enumerate(dialogues_in(pair)):
-            name = columns[place] if len(columns) == 2 else f"{columns[0]}[{place}]"
+        pair = read_row(next(iter(cast(Any, trainer.train_dataset))))
+        pair_names = ("chosen", "rejected") if "grades" not in pair else ()
+        for place, ids in enumerate(pair["answers"]):
+            name = pair_names[place] if pair_names else f"answers[{place}]"
             say(f"{name} of the first row: {trainer.processing_class.decode(list(ids))!r}")
-        for name, (values, *_) in labels_of([pair], len(dialogues_in(pair))).items():
-            if name != "is_there":
-                say(f"{name} of the first row: {values.tolist()}")
+        for name in sorted({*pair} - {"answers"}):
+            say(f"{name} of the first row: {list(pair[name]) if name == 'step_ends' else pair[name]}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -30,43 +30,50 @@ from transformers.utils import CONFIG_NAME
 from .. import runtime
 from ..batching.batch_plan import BatchPlan
 from ..config.reward_config import RewardConfig
+from ..data.batch import (
+    TABLE,
+    Batch,
+    CollatedBatch,
+    DictReader,
+    apart,
+    batches_in,
+    tensors_in,
+    unread_pairs,
+)
 from ..data.chat import date_written
-from ..data.checks import TOKEN_COLUMNS
-from ..data.collators import LEGACY_KEYS, DataCollatorForPreference
-from ..data.judgements import COUNTED, LABELS_OF_MANY, OURS, RANKED_COLUMNS, Pairs, labels_in
-from ..data.measure import NO_LABEL, SOLUTION
-from ..data.old_columns import _tokenize
-from ..data.packed_batch import is_packed, micro_batches_of, tensors_of
+from ..data.collators import NO_LABEL, DataCollatorForPreference
+from ..data.comparisons import Labels
+from ..data.measure import COLUMNS, PAIR, form_of
 from ..data.prompts import prompts_in_training
+from ..data.token_columns import _tokenize
 from ..errors import UserTypeError
 from ..evaluation.judge import check_best_metric, check_eval_by, judge
-from ..evaluation.reward_sums import sums_on_host
+from ..evaluation.reward_sums import RewardSums, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import (
     build_dataset,
     build_reward_model,
     check_arguments,
     default_folder,
+    first_answers,
     first_chat,
-    first_dialogues,
     in_order_of,
 )
 from ..modeling.engines import BASE_CONFIG, set_scale
 from ..modeling.losses import Loss
 from ..modeling.outputs import Outputs
-from ..modeling.rewards import rewards_of
+from ..modeling.rewards import rewards_in
 from ..modeling.special_tokens import warn_of_unscored_eos
 from ..modeling.work import work_of_a_pair
 from ..packing.schedule import RowPlan
 from ..report.model_card import Reading, is_generated, make_model_card
 from ..report.verdict_section import write_verdicts
 from ..training.agreement import over_processes
-from ..training.components import Shown
 from ..training.device_trainer import DeviceTrainer, write_card
 from ..training.evaluation import EvaluatedPairs, losses_of, named, prediction_of
 from ..training.metrics import AddedMetrics, RewardMetrics, scale_of
 from ..training.preemption import EvaluationCutShort
-from ..training.step import LossSettings, StepResult, training_step
+from ..training.step import StepResult, training_step
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .utils import get_config_model_id
 
@@ -110,16 +117,9 @@ class RewardTrainer(DeviceTrainer):
 
     args: RewardConfig
     processing_class: PreTrainedTokenizerBase
-    verdicts = Shown(lambda self: self.__reward_metrics.verdicts)
-    """The verdict of the last evaluation, by the prefix of its metrics."""
-    __old_columns = False
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
-    __date: str | None = None  # that the chat template has written into dialogues
-    __build: Any = None  # makes a reward model of what `model_init` returns, where this constructor ran
-    __evaluated: Any = None  # what the last evaluation was on, or is on
-    __seen: Mapping[int, tuple[int, ...]] = {}  # prompts of evaluation data in the training data, by its `id`
+    use_reward_data_collator = False  # TRL's name up to 0.23 for data in its columns of then
     fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
-    __computed: StepResult | None = None  # by our loss, of the last batch
     _tag_names = ["trl", "reward-trainer"]
     _trl_tpu_config = RewardConfig
     # what methods read that are pasted from TRL
@@ -154,37 +154,43 @@ class RewardTrainer(DeviceTrainer):
         if not isinstance(args, self._trl_tpu_config):
             raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
         check_eval_by(args, eval_dataset)
-        if args.label_smoothing_factor and self.__is_own("compute_loss"):
+        if args.label_smoothing_factor and self._is_own("compute_loss"):
             logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
-        self.__old_columns = uses_old_columns(train_dataset, data_collator)
+        self.use_reward_data_collator = uses_old_columns(train_dataset, data_collator)
         set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
         parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}
         parts["processing_class"] = upgrade_processing_class(processing_class, tokenizer)
-        self.__build, self.model_init = partial(build_reward_model, args=args, **parts), model_init  # type: ignore[assignment]
-        built, own_tokenizer = self.__build(model if model_init is None else super().call_model_init())
+        build: Any = partial(build_reward_model, args=args, **parts)
+        self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
+        built, own_tokenizer = build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
-        # what planning and preparing data read
-        self.args, self.model, self.processing_class = in_order_of(built, args), built, own_tokenizer
-        self.data_collator, self.train_dataset = data_collator, train_dataset  # type: ignore[assignment]
-        plan = self.__plan
-        train_pairs = self.__prepared(train_dataset, "train")
-        warn_of_unscored_eos(own_tokenizer, first_dialogues(train_pairs, self.__old_columns))
-        self.__date = date_written(own_tokenizer, first_chat(train_dataset))
-        eval_pairs = None if eval_dataset is None else self.__prepared(eval_dataset, "eval")
+        # what preparing data reads, which subclasses override
+        self.args = args = in_order_of(built, args)
+        self.model, self.processing_class = built, own_tokenizer
+        plan = BatchPlan(
+            args,
+            built,
+            own_tokenizer,
+            train_dataset,
+            runtime.current(),
+            data_collator=data_collator,
+            old_columns=self.use_reward_data_collator,
+            reads_padded_rows=self.reads_padded_rows,
+            fixed_rows=self.fixed_rows,
+        )
+        train_rows = self._prepared(train_dataset, "train")
+        eval_rows = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
+        warn_of_unscored_eos(own_tokenizer, first_answers(train_rows))
         measures_more = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
-        if not measures_more and all(map(self.__is_own, (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE))):
-            check_best_metric(args, eval_pairs)
-        sets, raw = (each if isinstance(each, Mapping) else {"": each} for each in (eval_pairs, eval_dataset))
-        has_prompts = args.step_separator is None  # prepared solutions have none
-        known, held_out = (train_pairs, sets) if has_prompts else (train_dataset, raw)
-        self.__seen = {id(sets[name]): prompts_in_training(known, held_out[name], name) for name in sets}
-        plan.prepare(train_pairs, eval_pairs)
+        if not measures_more and all(map(self._is_own, (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE))):
+            check_best_metric(args, eval_rows)
+        plan.prepare(train_rows, eval_rows)
         super().__init__(
             model=built,
             args=self.args,
             data_collator=data_collator or plan.default_collator(),
-            train_dataset=train_pairs,
-            eval_dataset=eval_pairs,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
             processing_class=own_tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
@@ -193,66 +199,47 @@ class RewardTrainer(DeviceTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self.model_init = model_init  # type: ignore[assignment]
-        _ = self.trl_tpu  # refuses what it cannot do
-        self.__reward_metrics.work_of_a_pair = work_of_a_pair(built, train_pairs)
-        # names of TRL up to 0.23
-        self.tokenizer, self.use_reward_data_collator = own_tokenizer, self.__old_columns
-
-    # ---- parts, made when they are first used: a subclass may have called another constructor than this one
-
-    @cached_property
-    def __plan(self) -> BatchPlan:
-        return BatchPlan(
-            self.args,
-            self.model,
-            self.processing_class,
-            self.train_dataset,
-            runtime.current(),
-            data_collator=self.data_collator,
-            old_columns=self.__old_columns,
-            reads_padded_rows=self.reads_padded_rows,
-            fixed_rows=self.fixed_rows,
-        )
-
-    @cached_property
-    def __reward_metrics(self) -> RewardMetrics:
-        metrics = RewardMetrics(runtime.current(), self.args.device, skips_nonfinite=self.args.nonfinite_limit > 0)
-        metrics.attribute_weights = tuple(Outputs.of(without_adapters(self.model).config).attributes.values())
-        return metrics
-
-    def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
-        return self.__plan, self.__reward_metrics
-
-    @cached_property
-    def _metrics(self) -> dict[str, AddedMetrics]:
-        return {mode: AddedMetrics(self._trl_tpu_last_metrics) for mode in ("train", "eval")}
+        metrics = RewardMetrics(runtime.current(), args.device, skips_nonfinite=args.nonfinite_limit > 0)
+        metrics.attribute_weights = tuple(Outputs.of(without_adapters(built).config).attributes.values())
+        metrics.work_of_a_pair = work_of_a_pair(built, train_rows)
+        self._make_parts(plan, metrics)
+        self.trl_tpu.build = build
+        self.trl_tpu.date = date_written(own_tokenizer, first_chat(train_dataset))
+        sets, raw = (each if isinstance(each, Mapping) else {"": each} for each in (eval_rows, eval_dataset))
+        has_prompts = args.step_separator is None  # prepared solutions have none
+        known, held_out = (train_rows, sets) if has_prompts else (train_dataset, raw)
+        self.trl_tpu.seen = {id(sets[name]): prompts_in_training(known, held_out[name], name) for name in sets}
+        self.verdicts = metrics.verdicts
+        """The verdict of the last evaluation, by the prefix of its metrics."""
+        self._metrics = {mode: AddedMetrics(self._last_metrics) for mode in ("train", "eval")}
+        self.tokenizer = own_tokenizer  # its name in TRL up to 0.23
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """Make a reward model of what the user's `model_init` returns, anew for each `train()`."""
-        model: Any = super().call_model_init(trial)
-        if self.__build is not None:
-            model, _ = self.__build(model)
-            model.add_model_tags(self._tag_names)
-        if "trl_tpu" in vars(self):  # else this is in a constructor
-            self.__plan.use_model(model)
+        model, _ = self.trl_tpu.build(super().call_model_init(trial))
+        model.add_model_tags(self._tag_names)
+        self.trl_tpu.batch_plan.use_model(model)
         return model
 
     def reads_padded_rows(self) -> str | None:
         """Name a method that reads batches and is not ours: of a subclass, or replaced on the class or on self.
 
-        It is taken to expect TRL's padded rows. A subclass whose methods take packed batches as they are returns None.
+        It is given TRL's padded dict. A subclass whose methods take our batches as they are returns None.
         """
-        return next((name for name in _READ_BATCHES if not self.__is_own(name)), None)
+        return next((name for name in _READ_BATCHES if not self._is_own(name)), None)
 
-    def __is_own(self, name: str) -> bool:
+    def _is_own(self, name: str) -> bool:
         return name not in vars(self) and getattr(type(self), name) is _OWN[name]
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:  # type: ignore[has-type]
-            own = {*TOKEN_COLUMNS, *RANKED_COLUMNS, COUNTED}
-            own = own if self.args.step_separator is None else {*SOLUTION, "labels"}
-            columns = LEGACY_KEYS if self.__old_columns else own
-            self._signature_columns = [*columns, *Pairs.label_columns]  # type: ignore[assignment]
+            self._signature_columns = [*COLUMNS]  # type: ignore[assignment]
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        self._set_signature_columns_if_needed()  # a subclass may list TRL's columns only
+        columns: Any = self._signature_columns
+        self._signature_columns = list({*columns, *COLUMNS})  # type: ignore[assignment]
+        return super()._get_dataloader(*args, **kwargs)
 
     # ---- the loss
 
@@ -263,39 +250,48 @@ class RewardTrainer(DeviceTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute the mean pairwise loss of a batch in any layout that `read_batch` reads.
+        """Compute the loss of a batch: of our collators, of TRL's, or of TRL's up to 0.23.
 
         Returns:
-            The loss, or the loss and the model's outputs; in the old API, the loss and a dict of `rewards_chosen` and
-            `rewards_rejected`, [P] each.
+            The loss, or the loss and the model's outputs; without these a dict of `rewards`, [P, K] or of several
+            attributes [P, A, K], or of pairs and in the old API of `rewards_chosen` and `rewards_rejected`, [P] each.
         """
+        result = self._step(model, inputs)
+        # a step's program would return what is kept, so it is kept only where somebody may read it
+        if not self.model.training or not self._is_own("compute_loss"):
+            self.trl_tpu.last_step = result.detach()
+        if not return_outputs:
+            return result.loss
+        if result.outputs is not None and not self.use_reward_data_collator:
+            return result.loss, result.outputs
+        if result.table.are_rankings or result.table.has_baseline:
+            return result.loss, {"rewards": result.rewards_PAK}
+        chosen_P, rejected_P = result.rewards_PAK.unbind(-1)
+        return result.loss, {"rewards_chosen": chosen_P, "rewards_rejected": rejected_P}
+
+    def _step(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
+        """Compute the loss and the rewards of a batch, and add them to the metrics of a training step."""
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
-        of_loss: dict[str, Any] = {field.name: getattr(self.args, field.name) for field in fields(Loss)}
-        settings = LossSettings(self.processing_class.pad_token_id, self.__plan.padding_side, **of_loss)
-        found = training_step(model, inputs, settings, **extras)
-        # a step's program would return what is kept, so it is where somebody may read it
-        if not self.model.training or not self.__is_own("compute_loss"):
-            self.__computed = found.detach()
+        loss = Loss(**{field.name: getattr(self.args, field.name) for field in fields(Loss)})
+        result = training_step(model, batches_in(inputs, self._read_dict), loss, **extras)
         if self.model.training:
-            self.__reward_metrics.update(found.rewards_PK, found.mask_P, found.tokens, found.labels)
-        if not return_outputs:
-            return found.loss
-        if "is_there" in found.labels and found.outputs is None:
-            return found.loss, {"rewards": found.rewards_PK}
-        if self.__old_columns or found.outputs is None:
-            return found.loss, {"rewards_chosen": found.rewards_PK[:, 0], "rewards_rejected": found.rewards_PK[:, 1]}
-        return found.loss, found.outputs
+            self.trl_tpu.metrics.update(result.rewards_SA, result.tokens_S, result.table)
+        return result
 
-    def _trl_tpu_last_metrics(self) -> dict[str, float]:
+    def _read_dict(self, inputs: Mapping[str, Any]) -> Batch:
+        plan = self.trl_tpu.batch_plan
+        return DictReader(self.processing_class.pad_token_id, plan.padding_side)(inputs)
+
+    def _last_metrics(self) -> dict[str, float]:
         """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
-        if (last := self.__computed) is None:
+        if (last := self.trl_tpu.last_step) is None:
             return {}
-        on_device = [last.rewards_PK, last.mask_P, *last.labels.values(), *self.__reward_metrics.device_sums]
-        rewards_PK, mask_P, *others = self.trl_tpu.runtime.fetch(on_device)
-        labels, sums = dict(zip(last.labels, others, strict=False)), others[len(last.labels) :]
-        metrics = sums_on_host(rewards_PK, labels, self.__reward_metrics.attribute_weights, mask_P).metrics()
-        return metrics | {"num_tokens": self.__reward_metrics.tokens_so_far([sums])}
+        metrics = self.trl_tpu.metrics
+        on_device = [*sums_of(last.rewards_SA, last.tokens_S > 0, last.table, metrics.attribute_weights)]
+        fetched = self.trl_tpu.runtime.fetch([*on_device, *metrics.device_sums])
+        sums, so_far = RewardSums.read(*fetched[:4]), fetched[4:]
+        return sums.metrics() | {"num_tokens": metrics.tokens_so_far([so_far])}
 
     # ---- evaluation
 
@@ -310,31 +306,51 @@ class RewardTrainer(DeviceTrainer):
 
         Of rankings the rewards are [P, K], NaN where there is no answer, and the labels are the grades; of several
         attributes both are [P, A, K]. Of steps there are logits of both labels, [P, K, 2], that of 0 being 0, and
-        labels, -100 where there is no step.
-        No rewards, if a `compute_loss` of the user's returns beside the loss something that `rewards_of` cannot read.
+        labels, -100 where there is no step. There are no rewards if a `compute_loss` of the user's returns beside the
+        loss something that `rewards_in` cannot read.
         """
+        loss, result = self._evaluated_step(model, inputs)
+        if prediction_loss_only or result is None:
+            return loss, None, None
+        return loss, *self._predictions(result)
+
+    def _evaluated_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, StepResult | None]:
+        """Return the loss of a batch, and what was computed of it; None where only the loss is known."""
         inputs = self._prepare_inputs(inputs)
-        for rows in micro_batches_of(inputs):
-            self.trl_tpu.recompiles.see_evaluated(tensors_of(rows))
+        for part in apart(inputs):
+            self.trl_tpu.recompiles.see_evaluated(tensors_in(part))
         with torch.no_grad(), self.compute_loss_context_manager():
+            if self._is_own("compute_loss"):
+                result = self.trl_tpu.last_step = self._step(model, inputs).detach()
+                return result.loss, result
+            self.trl_tpu.last_step = None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        rewards_P2 = rewards_of(outputs, inputs, self.processing_class.pad_token_id, self.__plan.padding_side)
-        loss = loss.detach()
-        if rewards_P2 is None:
-            return loss, None, None
-        labels_P = torch.zeros(len(rewards_P2), dtype=torch.long, device=rewards_P2.device)
-        if self.__computed is None:  # a loss of the user's did it, which counts no tokens
-            given = {name: label for name, label in labels_in(inputs).items() if name in LABELS_OF_MANY}
-            losses_P = loss.mean().expand_as(labels_P) * given.get("weight", 1)
-            self.__computed = StepResult(loss, losses_P, rewards_P2, labels_P == 0, labels_P.sum(), given)
-        if prediction_loss_only:
-            return loss, None, None
-        if "step" in (labels := self.__computed.labels):
-            logits_PK2 = torch.stack([torch.zeros_like(rewards_P2), rewards_P2], dim=-1)
-            return loss, logits_PK2, torch.where(labels["is_there"], labels["step"].long(), NO_LABEL)
-        if "grade" in labels:
-            return loss, torch.where(labels["is_there"], rewards_P2, torch.nan), labels["grade"]
-        return loss, rewards_P2.softmax(-1) if self.__old_columns else rewards_P2, labels_P
+        loss, own, ours = loss.detach(), None, self.trl_tpu.last_step
+        # not a batch of the user's own making
+        if isinstance(inputs, Mapping) and {"input_ids", "input_ids_chosen"} & {*inputs}:
+            own = self._read_dict(inputs)
+        rewards_SA = rewards_in(outputs, own)
+        if rewards_SA is None:
+            return loss, ours
+        batch = own or unread_pairs(len(rewards_SA) // 2, rewards_SA.device)
+        losses_P = loss.mean() * batch.table.row_weight_P
+        if ours is not None:  # per row, as processes fill the last batch up; a subclass may return another loss
+            losses_P = torch.where(loss == ours.loss, ours.losses_P, losses_P)
+        result = StepResult(loss, losses_P, rewards_SA, batch.rows.tokens_S, batch.table)
+        self.trl_tpu.last_step = result
+        return loss, result
+
+    def _predictions(self, result: StepResult) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the predictions and the labels of a batch, see `prediction_step`."""
+        rewards, table = result.rewards_PAK, result.table
+        grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
+        if table.has_baseline:
+            logits_PK2 = torch.stack([torch.zeros_like(rewards), rewards], dim=-1)
+            return logits_PK2, torch.where(grade.isnan(), NO_LABEL, grade.nan_to_num()).long()
+        if table.are_rankings:
+            return torch.where(grade.isnan(), torch.nan, rewards), grade.nan_to_num()
+        labels_P = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
+        return rewards.softmax(-1) if self.use_reward_data_collator else rewards, labels_P
 
     def evaluation_loop(
         self,
@@ -352,7 +368,7 @@ class RewardTrainer(DeviceTrainer):
         ours, args = self.trl_tpu, self.args
         compute_metrics: Any = self.compute_metrics
         self.callback_handler.eval_dataloader = dataloader
-        model = self.__model_to_evaluate()
+        model = self._model_to_evaluate()
         pairs = EvaluatedPairs(ours.runtime, self.accelerator, args.eval_accumulation_steps)
         with_losses = "loss" in args.include_for_metrics
         metrics: dict[str, Any] = {}
@@ -370,7 +386,7 @@ class RewardTrainer(DeviceTrainer):
             for inputs in dataloader:
                 if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
                     of_last_batch(is_last=False)
-                pairs.add(*self.__evaluated_batch(model, inputs, ignore_keys), is_packed=is_packed(inputs))
+                pairs.add(*self._evaluated_batch(model, inputs, ignore_keys), isinstance(inputs, CollatedBatch))
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
                 if may_stop and ours.agreement.any_in_evaluation(len(pairs), told):
@@ -384,7 +400,7 @@ class RewardTrainer(DeviceTrainer):
         elif compute_metrics is not None and prediction is not None:
             metrics = of_last_batch(is_last=True) if measures_batches else compute_metrics(prediction)
         # what is stopped, saved or kept because of a metric has to be the same in every process
-        own = self.__measure(found, metric_key_prefix)
+        own = self._measure(found, metric_key_prefix)
         if description == "Evaluation" and args.max_eval_steps is not None:
             own["pairs"] = len(next(iter(found.values()), ()))
         metrics = ours.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
@@ -398,7 +414,7 @@ class RewardTrainer(DeviceTrainer):
             num_samples=len(next(iter(found.values()), ())),
         )
 
-    def __model_to_evaluate(self) -> nn.Module:
+    def _model_to_evaluate(self) -> nn.Module:
         """Return the model, cast if that was asked for outside training; the optimizer may have a mode too."""
         args, optimizer = self.args, cast(Any, self.optimizer)
         model: nn.Module = self.model
@@ -409,48 +425,57 @@ class RewardTrainer(DeviceTrainer):
             optimizer.eval()
         return model
 
-    def __evaluated_batch(
+    def _evaluated_batch(
         self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Evaluate a batch: return what is known of each pair, and which pairs are no filling, [P]."""
-        self.__computed = None
-        loss, predictions, labels = self.prediction_step(model, inputs, self.args.prediction_loss_only, ignore_keys)
-        computed, self.__computed = self.__computed, None
+        """Evaluate a batch: return what is known of each row of the data, and which rows are real, [P]."""
+        loss_only = self.args.prediction_loss_only
+        if self._is_own("prediction_step"):
+            loss, result = self._evaluated_step(model, inputs)
+            predictions, labels = (None, None) if loss_only or result is None else self._predictions(result)
+        else:
+            self.trl_tpu.last_step = None  # which a prediction step of the user's may leave, calling our loss
+            loss, predictions, labels = self.prediction_step(model, inputs, loss_only, ignore_keys)
+            result = self.trl_tpu.last_step
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
             predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
         found = named("predictions", predictions) | named("labels", labels)
-        if computed is not None:  # whatever a prediction step of the user's returns
-            found["rewards"] = computed.rewards_PK
-            found |= {name: computed.labels[name].float() for name in LABELS_OF_MANY if name in computed.labels}
-        rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
+        if result is None:
+            rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
+            own: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
+            is_real_P = torch.ones(rows, dtype=torch.bool, device=self.args.device)
+            if isinstance(own, Batch):
+                is_real_P = own.is_there_P()
+            found |= {} if loss is None else {"losses": loss.mean().expand(rows)}
+            return found, is_real_P
+        table = result.table
+        self.trl_tpu.labels = Labels(np.zeros(0), None, table.are_rankings, table.has_baseline)
+        found |= {"rewards": result.rewards_PAK, "weight": table.row_weight_P}
+        found["grade"] = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2)
         if loss is not None:
-            loss = loss.mean()
-            found["losses"] = loss.expand(rows)
-            if computed is not None:  # by pairs, as processes fill the last batch up; a subclass may return another
-                whole = loss * computed.labels.get("weight", 1)
-                found["losses"] = torch.where(loss == computed.loss, computed.losses_P, whole)
-        mask_P = computed.mask_P if computed else torch.ones(rows, dtype=torch.bool, device=self.args.device)
-        is_real_P = inputs.get(f"{OURS}pair_mask", mask_P)  # of a stream, whose last batch processes fill up
-        return found, mask_P & is_real_P if len(is_real_P) == len(mask_P) else mask_P
+            is_ours = loss.mean() == result.loss.mean()
+            found["losses"] = torch.where(is_ours, result.losses_P, loss.mean() * table.row_weight_P)
+        return found, result.is_there_P
 
-    def __measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-        """Return the metrics of an evaluation's pairs, and keep the verdict on them."""
-        labels = {name: found[name].to(kind) for name, kind in LABELS_OF_MANY.items() if name in found}
+    def _measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+        """Return the metrics of an evaluation's rows, and keep the verdict on them."""
+        ours, args = self.trl_tpu, self.args
         own: dict[str, Any] = {"loss": float(losses_of(found).mean())} if "losses" in found else {}
-        fetched = over_processes(self.accelerator, self.trl_tpu.runtime.fetch(self.__reward_metrics.device_sums))
-        if (tokens := self.__reward_metrics.tokens_so_far(fetched)) or not self.state.global_step:
+        fetched = over_processes(self.accelerator, ours.runtime.fetch(ours.metrics.device_sums))
+        if (tokens := ours.metrics.tokens_so_far(fetched)) or not self.state.global_step:
             own["num_tokens"] = tokens  # which a loss of the user's does not count
-        if "rewards" not in found and found:
+        if "rewards" not in found:
             return own
-        rewards_NK = found["rewards"] if found else torch.zeros((0, 2))
-        sums = sums_on_host(rewards_NK, labels, self.__reward_metrics.attribute_weights)
+        labels = replace(ours.labels, grade_PAK=found["grade"].numpy())
+        rewards_NAK = found["rewards"].reshape(labels.grade_PAK.shape)
+        sums = sums_on_host(rewards_NAK, labels, ours.metrics.attribute_weights)
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
-            self.__reward_metrics.evaluated = scale_of(sums, "the evaluation set")
-        pairs, args = self.__evaluated_pairs(len(rewards_NK)), self.args
-        if (verdict := judge(rewards_NK, labels, pairs, args.eval_by, args.attributes or ())) is not None:
-            verdict = replace(verdict, prompts_in_training=self.__seen.get(id(self.__evaluated), ()))
-            self.__reward_metrics.verdicts[prefix] = verdict
+            ours.metrics.evaluated = scale_of(sums, "the evaluation set")
+        rows = self._evaluated_rows(len(rewards_NAK))
+        if (verdict := judge(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
+            verdict = replace(verdict, prompts_in_training=ours.seen.get(id(ours.evaluated), ()))
+            ours.metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own
 
@@ -462,16 +487,16 @@ class RewardTrainer(DeviceTrainer):
     ) -> dict[str, float]:
         """Evaluate on raw or prepared pairs; by default on the trainer's own. Each of a dict keeps its name."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.__prepared(eval_dataset, "eval")
+            eval_dataset = self._prepared(eval_dataset, "eval")
         dataset: Any = eval_dataset  # datasets' class, which transformers types as torch's
         own: Any = self.eval_dataset
-        self.__evaluated = own if dataset is None else own[dataset] if isinstance(dataset, str) else dataset
+        self.trl_tpu.evaluated = own if dataset is None else own[dataset] if isinstance(dataset, str) else dataset
         return super().evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
-    def __evaluated_pairs(self, count: int) -> Any:
-        """Return the dataset whose first ``count`` pairs an evaluation was on, in order; None if it is not known."""
-        in_order = all(map(self.__is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
-        dataset = self.__evaluated
+    def _evaluated_rows(self, count: int) -> Any:
+        """Return the dataset whose first ``count`` rows an evaluation was on, in order; None if it is not known."""
+        in_order = all(map(self._is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
+        dataset = self.trl_tpu.evaluated
         if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
             return None
         is_part = self.args.dataloader_drop_last or self.args.max_eval_steps is not None
@@ -481,21 +506,21 @@ class RewardTrainer(DeviceTrainer):
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predict the rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
-        self.__evaluated = prepared = self.__prepared(test_dataset, "test")
+        self.trl_tpu.evaluated = prepared = self._prepared(test_dataset, "test")
         return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     # ---- data
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: RewardConfig, dataset_name: str) -> Any:
-        """Make token pairs of a dataset in any of the accepted forms; TRL's name, which subclasses override."""
-        return build_dataset(dataset, self.model, processing_class, args, dataset_name, self.__old_columns)
+        """Make prepared rows of a dataset in any of the accepted forms; TRL's name, which subclasses override."""
+        return build_dataset(dataset, self.model, processing_class, args, dataset_name, self.use_reward_data_collator)
 
-    def __prepared(self, dataset: Any, name: str) -> Any:
+    def _prepared(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Mapping):
-            return {key: self.__prepared(each, key) for key, each in dataset.items()}
+            return {key: self._prepared(each, key) for key, each in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
-        if not self.__is_own("_prepare_dataset") and set(TOKEN_COLUMNS) <= set(prepared.column_names or ()):
-            prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name, old_columns=False)
+        if not self._is_own("_prepare_dataset") and form_of(prepared.column_names or ()) == PAIR:
+            prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
 
     # ---- logging and the card
@@ -506,7 +531,7 @@ class RewardTrainer(DeviceTrainer):
         prefix = "" if mode == "train" else "eval_"
         logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
         self._metrics[mode].clear()
-        set_scale(self.model.config, self.__reward_metrics.scale)
+        set_scale(self.model.config, self.trl_tpu.metrics.scale)
         super().log(logs, start_time)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature
@@ -516,13 +541,13 @@ class RewardTrainer(DeviceTrainer):
         path = Path(str(self.args.output_dir), "README.md")
         if not self.is_world_process_zero():
             return
-        evaluation = write_verdicts(self.__reward_metrics.verdicts, path.parent, draws=not self.is_in_train)
+        evaluation = write_verdicts(self.trl_tpu.metrics.verdicts, path.parent, draws=not self.is_in_train)
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
         base = get_config_model_id(self.model.config)
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
-        scale, outputs = self.__reward_metrics.scale, Outputs.of(self.model.config)
+        scale, outputs = self.trl_tpu.metrics.scale, Outputs.of(self.model.config)
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
@@ -530,10 +555,10 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            reading=Reading(self.processing_class, self.args.max_length, scale, self.__date, outputs),
+            reading=Reading(self.processing_class, self.args.max_length, scale, self.trl_tpu.date, outputs),
             args=self.args,
             columns=getattr(self.train_dataset, "column_names", None) or (),
-            own_loss=not self.__is_own("compute_loss"),
+            own_loss=not self._is_own("compute_loss"),
             evaluation=evaluation,
         )
         card.save(path)

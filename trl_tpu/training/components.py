@@ -1,7 +1,7 @@
-"""What is ours of a trainer: in one place with a name of its own, so that all other names are a subclass's."""
+"""Parts of a trainer, under one attribute, so that subclasses can use any other name."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,12 @@ from .metrics import RewardMetrics
 from .nonfinite import NonfiniteGuard, computes_in_float16
 from .preemption import Preemption, Unfinished
 from .recompile_guard import RecompileGuard
+from .step import StepResult
 from .step_state import StepState
 
 
-class Shown:
-    """An attribute for users to read, in whose place a subclass may set one of its own."""
-
-    def __init__(self, read: Callable[[Any], Any]) -> None:
-        self._read = read
-
-    def __get__(self, instance: Any, _: Any = None) -> Any:
-        return self if instance is None else self._read(instance)
-
-
 class Components:
-    """The parts of a trainer, made of what `transformers.Trainer` has set, whichever constructor called it.
+    """The parts of a trainer, made of what `transformers.Trainer` has set.
 
     Args:
         args: The trainer's.
@@ -90,6 +81,18 @@ class Components:
         """What is done where a SIGTERM came too late for training to stop."""
         self.order: dict[str, Any] = {}
         """What each step of this training depends on."""
+        self.build: Any = None
+        """Makes a reward model of what `model_init` returns."""
+        self.date: str | None = None
+        """The date that the chat template has written into conversations."""
+        self.seen: Mapping[int, tuple[int, ...]] = {}
+        """Prompts of evaluation data that are in the training data, by the `id` of a dataset."""
+        self.evaluated: Any = None
+        """The dataset of the last evaluation."""
+        self.labels: Any = None
+        """The form of its labels."""
+        self.last_step: StepResult | None = None
+        """What our loss computed last, for methods of subclasses that do not return it."""
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return what to raise after a stop."""

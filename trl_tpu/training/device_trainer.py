@@ -31,7 +31,7 @@ _finalize_training                  wait for saves; leave nonfinite steps out of
 import contextlib
 import logging
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from ..checkpoint.storage import older_weights
 from ..config.checks import check_final_rate
 from ..config.reward_config import RewardConfig
 from ..config.urls import is_url, private_folder
+from ..data.batch import apart, tensors_in
 from ..data.loader import (
     WholeStream,
     collate_marked,
@@ -63,7 +64,6 @@ from ..data.loader import (
     skip_batches,
     training_order,
 )
-from ..data.packed_batch import is_packed, micro_batches_of, tensors_of
 from ..data.prompts import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..modeling.adapters import complete_config
@@ -74,7 +74,7 @@ from ..parallel.shard_report import ShardReport
 from ..report.model_card import add_card
 from ..runtime import choice, current
 from .callbacks import StepCallback
-from .components import Components, Shown
+from .components import Components
 from .contents import contents_of, is_users, keeps_state
 from .metrics import RewardMetrics
 from .nonfinite import Counted, NonfiniteGuard
@@ -91,47 +91,45 @@ class DeviceTrainer(Trainer):
 
     It knows batches by their shapes and what its steps measure by its sums: not what they are of.
 
-    What is ours is in `trl_tpu`, whichever constructor ran, and methods of ours are private to their class: a subclass
-    may use any name.
+    What this package adds is in `trl_tpu` and in private methods: a subclass may use any other public name.
     """
 
     args: RewardConfig
     model: PreTrainedModel  # or one of peft, which hands its attributes on
-    __shards: ShardReport | None = None
-
-    stopped_by = Shown(lambda self: self.trl_tpu.preemption.stopped_by)
+    trl_tpu: Components
+    """What this package adds."""
+    shard_report: ShardReport | None = None
+    stopped_by: str | None = None
     """What ended the last `train()` before its end: "training_time_limit" or "SIGTERM"; else None."""
-    stop_checkpoint = Shown(lambda self: self.trl_tpu.checkpointer.latest)
+    stop_checkpoint = ""
     """The folder, or URL, of the last save, which after a stop is that of its step."""
-    checkpointer = Shown(lambda self: self.trl_tpu.checkpointer)
-    batch_plan = Shown(lambda self: self.trl_tpu.batch_plan)
-    maybe_activation_offload_context = Shown(
-        lambda self: current().activations_on_host() if self.args.activation_offloading else contextlib.nullcontext()
-    )
-    """What a forward runs in, by TRL's name."""
-    shard_report = Shown(lambda self: self.__shards)
 
-    @cached_property
-    def trl_tpu(self) -> Components:
-        """What this package adds, made when it is first used."""
+    def _make_parts(self, plan: BatchPlan, metrics: RewardMetrics) -> None:
+        """Make the parts, once transformers' constructor has run."""
         progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
         announce = logger.info if progress is None else progress.say
-        made = Components(self.args, self.model, self.accelerator, *self._trl_tpu_parts(), announce)
-        for each in (progress, StepCallback(self._trl_tpu_begin, made.agreement, made.preemption, made.recompiles)):
-            if each is not None:
-                self.add_callback(each)
-        return made
+        self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, metrics, announce)
+        for callback in (progress, StepCallback(self._begin, ours.agreement, ours.preemption, ours.recompiles)):
+            if callback is not None:
+                self.add_callback(callback)
+        self.batch_plan, self.checkpointer = plan, ours.checkpointer
+        # by TRL's name
+        offloads = self.args.activation_offloading
+        self.maybe_activation_offload_context = (
+            current().activations_on_host() if offloads else contextlib.nullcontext()
+        )
 
-    def _trl_tpu_parts(self) -> tuple[BatchPlan, RewardMetrics]:
-        """Return how batches are laid out, and what steps add up beside the loss."""
-        raise NotImplementedError
+    def __getattr__(self, name: str) -> Any:
+        if name == "trl_tpu":
+            raise UserError(f"{type(self).__name__} skips RewardTrainer's constructor: call `super().__init__(...)`.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
-    def __accumulates(self) -> bool:
+    def _accumulates(self) -> bool:
         return self.args.gradient_accumulation_steps > 1
 
     @property
-    def __batch_parts(self) -> int:
+    def _batch_parts(self) -> int:
         """How many parts of a batch different processes compute."""
         return current().batch_part[1] if current().spreads_model else self.accelerator.num_processes
 
@@ -142,7 +140,7 @@ class DeviceTrainer(Trainer):
         return (
             f"Training on {current().topology().description}: {choice().reason}\n"
             f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {of_all:,} parameters train\n"
-            f"{self.__shards}\n"
+            f"{self.shard_report}\n"
             f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.describe()}"
         )
 
@@ -166,13 +164,14 @@ class DeviceTrainer(Trainer):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
             try:
-                checkpoint = self.__checkpoint_of(run, resume_from_checkpoint)
+                checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
                 ours.step_state.unstack()
                 ours.checkpoints.drop_download()
                 ours.checkpointer.wait()  # while the folder is ours
                 run.release()
+                self.stopped_by, self.stop_checkpoint = preemption.stopped_by, ours.checkpointer.latest
         if self.state.global_step == 0 and preemption.stopped_by is None:
             raise UserError(
                 f"Training took no step of {self.state.max_steps}: it needs max_steps or num_train_epochs above 0, "
@@ -185,10 +184,10 @@ class DeviceTrainer(Trainer):
             ours.at_late_sigterm()
         return output
 
-    def __checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
+    def _checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
         """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
         ours, all_gather_object = self.trl_tpu, self.trl_tpu.agreement.all_gather_object
-        ours.order = order_of_pairs(self.args, self.__batch_parts, self.train_dataset)
+        ours.order = order_of_pairs(self.args, self._batch_parts, self.train_dataset)
         if ours.runtime.shares_mesh and ours.agreement.count > 1:
             own = ours.order | describe_run(self.args, self.eval_dataset, resume)
             check_alike(all_gather_object(own))
@@ -199,11 +198,8 @@ class DeviceTrainer(Trainer):
         together(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
         return checkpoint
 
-    def _trl_tpu_begin(self) -> None:
-        """Begin to count, or go on counting: the model and all state are ready for the first step.
-
-        Its name is not private to the class, since pickle would not find the method.
-        """
+    def _begin(self) -> None:
+        """Begin to count, or go on counting: the model and all state are ready for the first step."""
         ours = self.trl_tpu
         ours.runtime.step_boundary()  # what placed and loaded them is no part of it
         progress, ours.checkpoints.progress = ours.checkpoints.progress, None
@@ -216,7 +212,7 @@ class DeviceTrainer(Trainer):
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
-        ours.recompiles.start(ours.batch_plan.shapes, shared_programs=int(self.__accumulates))
+        ours.recompiles.start(ours.batch_plan.shapes, shared_programs=int(self._accumulates))
 
     # ---- placement and precision
 
@@ -258,16 +254,16 @@ class DeviceTrainer(Trainer):
                 )
             args.mesh_shape = own
         if not current().shares_mesh and self.args.mesh_shape.devices > 1:
-            self.__shards = spread_model(model, self.args.mesh_shape, current(), device)
+            self.shard_report = spread_model(model, self.args.mesh_shape, current(), device)
             return
         plan = plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         plan.check(name for name, _ in model.named_parameters())
         runtime = current()  # transformers' constructor calls this, when nothing of ours is made
         if not runtime.shares_mesh:
             super()._move_model_to_device(model, device)
-        self.__shards = place_model(model, plan, runtime, device)
+        self.shard_report = place_model(model, plan, runtime, device)
         if runtime.shares_mesh:
-            keep_activations_split(model, plan, self.__shards.placements, runtime)
+            keep_activations_split(model, plan, self.shard_report.placements, runtime)
             if runtime.topology().process_count == 1:  # else all would have to ask for them together
                 give_weights_on_host(model, runtime)
 
@@ -282,7 +278,7 @@ class DeviceTrainer(Trainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        runtime, parts = current(), self.__batch_parts
+        runtime, parts = current(), self._batch_parts
         if description == "Evaluation" and (steps := self.args.max_eval_steps) is not None:
             pairs = steps * batch_size * (1 if self.accelerator.split_batches else parts)
             dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
@@ -290,13 +286,15 @@ class DeviceTrainer(Trainer):
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         is_grouped = is_training and self.args.group_by_prompt
         if is_grouped:
-            sampler_fn = partial(self.__by_prompt, sampler_fn)
+            sampler_fn = partial(self._by_prompt, sampler_fn)
         if runtime.spreads_model:
             batch_size *= parts
         elif not runtime.shares_mesh:
             if is_stream and parts > 1:
                 if not is_training:
-                    collate = partial(collate_marked, self._get_collator_with_removed_columns(collate, description))
+                    collate = partial(
+                        collate_marked, collate, self._get_collator_with_removed_columns(list, description)
+                    )
                 dataset = WholeStream(dataset, None if is_training else batch_size * parts)
             own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
             try:
@@ -324,12 +322,12 @@ class DeviceTrainer(Trainer):
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
         return runtime.loader(batches, BATCH_AXES)
 
-    def __by_prompt(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> Any:
+    def _by_prompt(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> Any:
         """Return the order in which pairs that share a prompt are together; a subclass's own order stays."""
         args, sampler = self.args, sampler_fn(dataset)
         if type(sampler) is not RandomSampler:
             return sampler
-        pairs = args.train_batch_size * self.__batch_parts * args.gradient_accumulation_steps
+        pairs = args.train_batch_size * self._batch_parts * args.gradient_accumulation_steps
         return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -358,10 +356,10 @@ class DeviceTrainer(Trainer):
         ours = self.trl_tpu
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         if ours.runtime.records_steps:
-            assert self.__shards is not None  # whatever compiles was placed
+            assert self.shard_report is not None  # whatever compiles was placed
             optimizer_of_torch = bare(self.optimizer)
-            accumulates = self.__accumulates or ours.batch_plan.accumulates
-            if ours.step_state.prepare(self.model, self.__shards.placements, optimizer_of_torch, accumulates):
+            accumulates = self._accumulates or ours.batch_plan.accumulates
+            if ours.step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch, accumulates):
                 ours.nonfinite.skip_on_device(optimizer_of_torch)
         elif ours.runtime.plans_shapes:
             fuse(bare(self.optimizer))
@@ -375,20 +373,20 @@ class DeviceTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
-        *accumulated, last = micro_batches_of(inputs)
-        self.__end_micro_batch()
+        *accumulated, last = apart(inputs)
+        self._end_micro_batch()
         if self.trl_tpu.nonfinite.is_on:
             self.trl_tpu.nonfinite.begin(self._tr_loss)
         for rows in accumulated:
-            self._tr_loss += self.__micro_batch(model, rows, num_items_in_batch, updates=self.__accumulates)
+            self._tr_loss += self._micro_batch(model, rows, num_items_in_batch, updates=self._accumulates)
             self.trl_tpu.runtime.step_boundary()
-        return self.__micro_batch(model, last, num_items_in_batch)
+        return self._micro_batch(model, last, num_items_in_batch)
 
-    def __micro_batch(
+    def _micro_batch(
         self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any, updates: bool = True
     ) -> torch.Tensor:
         ours = self.trl_tpu
-        ours.recompiles.see(tensors_of(rows), updates)
+        ours.recompiles.see(tensors_in(rows), updates)
         ours.step_state.attach_gradients()
         loss = super().training_step(model, rows, num_items_in_batch)
         if ours.nonfinite.is_on:
@@ -396,31 +394,32 @@ class DeviceTrainer(Trainer):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        if not is_packed(inputs):
+        tokens = [tensors for tensors in map(tensors_in, apart(inputs)) if "input_ids_RL" in tensors]
+        if not tokens:
             return super().floating_point_ops(inputs)
-        ids = [rows.input_ids_RL for rows in inputs["packed"].micro_batches]
-        return sum(super(DeviceTrainer, self).floating_point_ops({"input_ids": ids_RL}) for ids_RL in ids)
+        ids = [{"input_ids": tensors["input_ids_RL"]} for tensors in tokens]
+        return sum(map(super().floating_point_ops, ids))
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        self.__end_micro_batch()
+        self._end_micro_batch()
         return whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:
-            self.__end_micro_batch()
+            self._end_micro_batch()
         norm = whole(super()._get_grad_norm(model, grad_norm))
         nonfinite = self.trl_tpu.nonfinite
         if nonfinite.is_on:
             self._tr_loss = nonfinite.end_step(norm, self._tr_loss, self.optimizer)
         return norm
 
-    def __end_micro_batch(self) -> None:
+    def _end_micro_batch(self) -> None:
         """Execute each micro-batch on its own, or all of a step would unroll into one long program.
 
         Called before the next micro-batch and before the update, not after the micro-batch: the loop adds up its loss
         after `training_step`, and that belongs to the same program.
         """
-        if self.__accumulates:
+        if self._accumulates:
             self.trl_tpu.runtime.step_boundary()
 
     # ---- at a step's end: decide, log, evaluate, save
@@ -443,7 +442,7 @@ class DeviceTrainer(Trainer):
             ours.runtime.step_boundary()  # what the step has recorded is its own program
         ours.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
-            self.__log_step(tr_loss, grad_norm, start_time, learning_rate)
+            self._log_step(tr_loss, grad_norm, start_time, learning_rate)
         ours.metrics.throughput.pause()
         preemption.cuts_evaluations_short = True  # others, as before the first step, go on
         try:
@@ -464,7 +463,7 @@ class DeviceTrainer(Trainer):
         if acts:  # whereupon callbacks may have asked to stop
             ours.agreement.decide(self.args, self.state, self.control, {}, now=True)
 
-    def __log_step(
+    def _log_step(
         self,
         loss_sum_1: torch.Tensor,
         grad_norm: torch.Tensor | float | None,
@@ -486,9 +485,9 @@ class DeviceTrainer(Trainer):
         self._globalstep_last_logged = step
         self.store_flos()
         self.log(logs, start_time)
-        self.__stop_if_nonfinite(counted)
+        self._stop_if_nonfinite(counted)
 
-    def __stop_if_nonfinite(self, counted: Counted) -> None:
+    def _stop_if_nonfinite(self, counted: Counted) -> None:
         """End the run if too many steps in a row were not finite, with the first of them and its rows named."""
         if not counted.reached_at:
             return
@@ -562,12 +561,12 @@ class DeviceTrainer(Trainer):
         if self.args.push_to_hub or is_users(self._save_checkpoint) or any(watch):
             ours.checkpointer.wait()  # they look for the folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
-            self.__report_pushes()
+            self._report_pushes()
             self._push_from_checkpoint(str(final))
         elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             logger.warning("%s is not pushed: it has no model's files here. The model is, at the end.", contents.place)
 
-    def __report_pushes(self) -> None:
+    def _report_pushes(self) -> None:
         """Say which uploads beside training failed, whose errors transformers drops."""
         jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
         for job in [job for job in jobs if job.done()]:
@@ -623,7 +622,7 @@ class DeviceTrainer(Trainer):
         ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
         ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
         if ours.nonfinite.is_on:
-            self.__leave_nonfinite_out(ours.nonfinite)
+            self._leave_nonfinite_out(ours.nonfinite)
         # a save in progress may delete older checkpoints; launchers end all processes when one has ended
         ours.checkpointer.settle()
         if stopped_by is not None:
@@ -638,15 +637,15 @@ class DeviceTrainer(Trainer):
             self.args.save_total_limit = limit
         if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
             ours.checkpointer.keep_best_alone(ours.run_folder, Path(self.state.best_model_checkpoint).name)
-        self.__report_pushes()
+        self._report_pushes()
         if ours.checkpointer.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
         return result
 
-    def __leave_nonfinite_out(self, nonfinite: NonfiniteGuard) -> None:
+    def _leave_nonfinite_out(self, nonfinite: NonfiniteGuard) -> None:
         """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""
         counts, open_loss = self.trl_tpu.runtime.fetch([nonfinite.device_counts, self._tr_loss])
-        self.__stop_if_nonfinite(nonfinite.close(counts))
+        self._stop_if_nonfinite(nonfinite.close(counts))
         if nonfinite.total:
             steps = self.state.global_step - self._initial_global_step
             finite = steps - nonfinite.total

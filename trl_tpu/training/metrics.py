@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..config.metric_names import REWARD_METRICS
+from ..data.comparisons import Comparisons
 from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums, between, sums_of
 from ..evaluation.verdict import Verdict
 from ..modeling.engines import RewardScale, saved_scale, set_scale
@@ -88,20 +89,14 @@ class RewardMetrics:
         ]
 
     @torch.no_grad()
-    def update(
-        self,
-        rewards_PK: torch.Tensor,
-        mask_P: torch.Tensor,
-        tokens: torch.Tensor,
-        labels: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Add a batch's rewards of the pairs or prompts that ``mask_P`` keeps, and its token count, at most 2**30."""
+    def update(self, rewards_SA: torch.Tensor, tokens_S: torch.Tensor, table: Comparisons[torch.Tensor]) -> None:
+        """Add the rewards of a batch, with at most 2**30 tokens."""
         if not self._runtime.counts_pairs:
             return
         add = self._runtime.compiled(_added)
-        rewards_PK = rewards_PK.detach().float()
+        rewards_SA = rewards_SA.detach().float()
         settings = self._skips_nonfinite, self.attribute_weights
-        self.device_sums = add(self.device_sums, rewards_PK, mask_P, tokens, labels or {}, *settings)
+        self.device_sums = add(self.device_sums, rewards_SA, tokens_S, table, *settings)
 
     def start(self, step: int, parts: Sequence[Mapping[str, Any]], index: int, count: int) -> None:
         """Begin a run, or go on after ``step`` from ``parts``: the state that each process had saved.
@@ -159,23 +154,25 @@ def _renamed(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 def _added(
     sums: list[torch.Tensor],
-    rewards_PK: torch.Tensor,
-    mask_P: torch.Tensor,
-    tokens: torch.Tensor,
-    labels: Mapping[str, torch.Tensor],
+    rewards_SA: torch.Tensor,
+    tokens_S: torch.Tensor,
+    table: Comparisons[torch.Tensor],
     finite_only: bool,
     attribute_weights: Sequence[float],
 ) -> list[torch.Tensor]:
     """Return `RewardMetrics.device_sums` with those of a batch."""
     counts, (high, low), totals, lowest, highest = sums[0], sums[1].unbind(), *sums[2:]
-    if finite_only:
-        mask_P = mask_P & torch.isfinite(rewards_PK).flatten(1).all(-1)
-    added = sums_of(rewards_PK, mask_P, labels, attribute_weights)
+    is_there_S = tokens_S > 0
+    if finite_only:  # all rewards of a row, or none
+        are_finite_S = torch.isfinite(rewards_SA).all(-1) | ~is_there_S
+        are_finite_P1 = are_finite_S.unflatten(0, (-1, table.answers)).all(-1, keepdim=True)
+        is_there_S = is_there_S & are_finite_P1.expand(-1, table.answers).flatten()
+    added = sums_of(rewards_SA, is_there_S, table, attribute_weights)
     answers, reward = COUNTS.index("answers"), SUMS.index("reward")
     apart = between(counts[answers].float(), totals[reward], added[0][answers].float(), added[1][reward])
     totals = totals + added[1]
     totals = torch.cat([totals[:-1], totals[-1:] + apart])  # deviations are last
-    low = low + tokens
+    low = low + tokens_S.sum(dtype=torch.int32)
     carry = (low >= _CARRY).int()
     tokens_2 = torch.stack([high + carry, low - carry * _CARRY])
     return [counts + added[0], tokens_2, totals, torch.minimum(lowest, added[2]), torch.maximum(highest, added[3])]

@@ -6,9 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-
-from ..data.measure import id_columns, measure
+from ..data.measure import is_prepared, measure
 from ..errors import UserError
 from ..modeling.losses import Loss
 
@@ -17,7 +15,16 @@ _SETTINGS = (
     *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *(field.name for field in fields(Loss)),
-    *("attributes", "average_over", "disable_dropout", "frozen_parameters", "bf16", "nonfinite_limit"),
+    *(
+        "attributes",
+        "attribute_loss_weights",
+        "margin_scale",
+        "average_over",
+        "disable_dropout",
+        "frozen_parameters",
+        "bf16",
+        "nonfinite_limit",
+    ),
 )
 
 
@@ -48,7 +55,7 @@ def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, A
     """Return what each step depends on, its pairs and how it trains: a run in which it differs is not the same run."""
     order: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
     order["the batch"] = args.train_batch_size * processes
-    return order | {"train data": digest(train_dataset)}
+    return order | {"training data": digest(train_dataset)}
 
 
 def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
@@ -63,7 +70,7 @@ def digest(dataset: Any) -> Any:
     """Return how many pairs there are, and a checksum of all; None for a stream; of a dict, this of each dataset."""
     if isinstance(dataset, dict):
         return {name: digest(part) for name, part in dataset.items()}
-    if not isinstance(dataset, Dataset) or id_columns(dataset.column_names) is None:
+    if not is_prepared(dataset):
         return None
     return f"{len(dataset)} pairs ({measure(dataset).checksum:08x})"
 

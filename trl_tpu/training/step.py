@@ -1,99 +1,94 @@
-"""A step over plain values: a model, a batch of pairs in any layout and the loss's settings, without a trainer.
+"""The step over plain values: a model, a batch and the loss, without a trainer.
 
 `RewardTrainer.compute_loss` calls it, and so can a loop of your own, which calls `backward` on the loss it returns.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..data.packed_batch import micro_batches_of
+from ..data.batch import Batch
+from ..data.comparisons import Comparisons
 from ..modeling.losses import Loss
-from ..modeling.rewards import other_inputs, read_batch
+from ..modeling.rewards import rewards_of
 from ..runtime import current
 
 
 @dataclass(frozen=True)
-class LossSettings(Loss):
-    """What a step depends on beside the model and the batch: the `Loss`, and how batches are padded.
-
-    Args:
-        pad_token_id: What padded rows are padded with.
-        padding_side: On which side they are.
-    """
-
-    pad_token_id: int
-    padding_side: str = "right"
-
-
-@dataclass(frozen=True)
 class StepResult:
-    """What a step computed of the P pairs of a batch, or of its P prompts of K answers, on the device."""
+    """What a step computed of a batch, on the device."""
 
     loss: torch.Tensor
-    """The mean over the batch's real pairs; of one of several micro-batches its part, which add up to it."""
+    """The batch's loss; of one of several micro-batches its part: the parts add up to it."""
     losses_P: torch.Tensor
-    rewards_PK: torch.Tensor
-    """Of the chosen and the rejected dialogue, or of each answer, float32; of several attributes [P, A, K]."""
-    mask_P: torch.Tensor
-    """True for the pairs that were computed and are no filling."""
-    tokens: torch.Tensor
-    """How many tokens these pairs' dialogues have: an int32 scalar."""
-    labels: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the data says of each pair, [P, ...]: see `trl_tpu.data.judgements`."""
+    """The weighted loss of each row of the data; 0 for padding."""
+    rewards_SA: torch.Tensor
+    """Rewards, float32 or wider; those of padding mean nothing."""
+    tokens_S: torch.Tensor
+    """Tokens that each reward adds, as if nothing were shared; 0 for padding."""
+    table: Comparisons[torch.Tensor]
     outputs: Any = None
-    """The model's, where a row is a dialogue."""
+    """The model's own outputs, of padded rows."""
+
+    @property
+    def is_there_P(self) -> torch.Tensor:
+        """Which rows of the data are real, [P]."""
+        return self.tokens_S.unflatten(0, (-1, self.table.answers)).sum(-1) > 0
+
+    @property
+    def rewards_PAK(self) -> torch.Tensor:
+        """The rewards by row of the data: [P, K], or [P, A, K] of several attributes."""
+        rewards_PAK = self.rewards_SA.unflatten(0, (-1, self.table.answers)).transpose(1, 2)
+        return rewards_PAK.squeeze(1) if rewards_PAK.shape[1] == 1 else rewards_PAK
 
     def detach(self) -> "StepResult":
         """Return what can be kept without keeping a graph alive."""
-        loss, losses_P, rewards_PK = self.loss.detach(), self.losses_P.detach(), self.rewards_PK.detach()
-        return StepResult(loss, losses_P, rewards_PK, self.mask_P, self.tokens, self.labels)
+        loss, losses_P, rewards_SA = self.loss.detach(), self.losses_P.detach(), self.rewards_SA.detach()
+        return StepResult(loss, losses_P, rewards_SA, self.tokens_S, self.table)
 
 
-def training_step(model: nn.Module, batch: dict[str, Any], settings: LossSettings, **extras: Any) -> StepResult:
+def training_step(model: nn.Module, batches: Sequence[Batch], loss: Loss, **extras: Any) -> StepResult:
     """Compute the loss of a batch, or of one of its micro-batches, for a backward.
 
-    Without gradients each of several micro-batches is executed on its own, the same program wherever it comes.
+    Without gradients each of several micro-batches is executed on its own: the same program wherever it comes.
 
     Args:
         model: Called as a whole, so whatever wraps it takes part.
-        batch: As a collator makes it, on the model's device.
-        extras: Handed on to the model, as what else the batch has.
+        batches: The micro-batches, on the model's device.
+        loss: The loss, with its settings.
+        extras: Passed on to the model.
     """
-    micro_batches, compute = micro_batches_of(batch), current().compiled(_compute)
-    parts = []
-    for rows in micro_batches:
-        parts.append(compute(model, rows, settings, extras))
-        if len(micro_batches) > 1 and not torch.is_grad_enabled():
+    compute, parts = current().compiled(_compute), []
+    for batch in batches:
+        parts.append(compute(model, batch, loss, extras))
+        if len(batches) > 1 and not torch.is_grad_enabled():
             current().step_boundary()
-    return _join(parts)
+    return parts[0] if len(parts) == 1 else _joined(parts)
 
 
 evaluation_step = torch.no_grad()(training_step)
 """Computes the same, without gradients."""
 
 
-def _compute(model: nn.Module, rows: dict[str, Any], settings: LossSettings, extras: dict[str, Any]) -> StepResult:
-    pairs = read_batch(rows, settings.pad_token_id, settings.padding_side)
-    rewards_PK, outputs = pairs.rewards(model, **other_inputs(rows) | extras)
-    losses_P = settings.losses_of(rewards_PK, pairs.labels)
-    return StepResult(pairs.mean(losses_P), losses_P, rewards_PK, pairs.mask_P, pairs.tokens, pairs.labels, outputs)
+def _compute(model: nn.Module, batch: Batch, loss: Loss, extras: dict[str, Any]) -> StepResult:
+    rewards_SA, outputs = rewards_of(model, batch, **extras)
+    losses_P = loss.per_row(rewards_SA, batch.table)
+    total = losses_P.sum() / batch.table.weight_sum_1.squeeze()
+    return StepResult(total, losses_P, rewards_SA, batch.rows.tokens_S, batch.table, outputs)
 
 
-def _join(parts: Sequence[StepResult]) -> StepResult:
-    """Return what was computed of a batch whose micro-batches have some of its pairs each."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def stacked(name: str) -> torch.Tensor:
-        return torch.stack([getattr(part, name) for part in parts])
-
-    loss, tokens, masks_MP = stacked("loss").sum(), stacked("tokens").sum(dtype=torch.int32), stacked("mask_P")
-    losses_P = torch.where(masks_MP, stacked("losses_P"), 0.0).sum(0)
-    rewards_PK = torch.where(masks_MP, stacked("rewards_PK").movedim((0, 1), (-2, -1)), 0.0).sum(-2).movedim(-1, 0)
-    part_P, each_P = masks_MP.int().argmax(0), torch.arange(masks_MP.shape[1], device=loss.device)
-    labels = {name: torch.stack([part.labels[name] for part in parts])[part_P, each_P] for name in parts[0].labels}
-    return StepResult(loss, losses_P, rewards_PK, masks_MP.any(0), tokens, labels)
+def _joined(parts: Sequence[StepResult]) -> StepResult:
+    """Return what was computed of a batch whose micro-batches have some of its rows each."""
+    tables, weights = [part.table for part in parts], ("weight_C", "ranking_weight_G", "row_weight_P")
+    whole: dict[str, Any] = {name: torch.stack([getattr(table, name) for table in tables]).sum(0) for name in weights}
+    rewards = [torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts]
+    return StepResult(
+        torch.stack([part.loss for part in parts]).sum(),
+        torch.stack([part.losses_P for part in parts]).sum(0),
+        torch.stack(rewards).sum(0),
+        torch.stack([part.tokens_S for part in parts]).sum(0, dtype=torch.int32),
+        replace(tables[0], **whole),
+    )

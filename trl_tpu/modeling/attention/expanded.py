@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ... import runtime
 from ...errors import UserError
-from ...packing.rows import PackedRows
+from ...packing.rows import TokenRows
 from ...parallel.mesh import BATCH_AXES
 from ...runtime import PartitionSpec
 from ...runtime.kernels.plain import masked_attention
@@ -53,7 +53,7 @@ class ExpandedMask:
 class ExpandedTreeMask(TreeMask):
     """Builds no masks, as a registered mask function, where packed rows come with their expansion."""
 
-    def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+    def masks_of(self, rows: TokenRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
         if rows.expansion is None:
             return super().masks_of(rows, rule, *args, **kwargs)
         if kwargs.get("use_vmap"):

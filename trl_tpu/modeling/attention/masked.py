@@ -27,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import CompileableContextVar
 
 from ...errors import UserError
-from ...packing.rows import PackedRows
-from ..score_head import score_head_of, score_wide
+from ...packing.rows import TokenRows
+from ..score_head import score_head_of
 from .tree_by_tree import TreeByTree, TreeMasks
 from .unmodified import PackingImpossible
 
@@ -53,11 +53,11 @@ def tree_rule(
 
 @dataclass(frozen=True)
 class Reading:
-    """Packed rows while a model reads them, the mask rules that it has used, and the hidden states that it scored."""
+    """Packed rows while a model reads them, the mask rules that it has used, and what its score head returned."""
 
-    rows: PackedRows[torch.Tensor]
+    rows: TokenRows[torch.Tensor]
     rules: list[MaskRule] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
 
 
 #: The `Reading` of this thread, if any; torch.compile cannot trace torch's own kind.
@@ -81,9 +81,11 @@ class TreeMask:
         reading.rules.append(rule)
         return self.masks_of(reading.rows, rule, *args, **kwargs)
 
-    def masks_of(self, rows: PackedRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+    def masks_of(self, rows: TokenRows[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
         """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
-        in_trees = tree_rule(rows.subtree_end_RL, rows.position_ids_RL, rule)
+        subtree_end_RL: Any = rows.subtree_end_RL
+        position_ids_RL: Any = rows.position_ids_RL
+        in_trees = tree_rule(subtree_end_RL, position_ids_RL, rule)
         tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
         if rows.trees is None:
             return self.plain(*args, **tree_wise)
@@ -140,29 +142,26 @@ def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def packed_rewards(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
-    """Compute the rewards of packed rows, in float32 or wider, equal to those of the padded forward.
+def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+    """Compute what the score head says of each token of packed rows, [R, L, outputs].
 
     The model is called as a whole, so whatever wraps it (LoRA, data parallelism, autocast) takes part.
 
     Args:
-        model: A decoder with a `score` head over its hidden states, as transformers' sequence classifiers, after
+        model: A decoder with a `score` head over its hidden states, as transformers' classifiers, after
             `use_tree_masks`.
         rows: Their expansion is used after `use_expanded_attention`.
-        kwargs: Handed on to the model.
-
-    Returns:
-        A reward for each last token of the rows, [P, 2].
+        kwargs: Passed on to the model.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
     with read_rows(model, rows, **kwargs) as reading:
-        return score_wide(score_head_of(model), reading.states[0][rows.last])
+        return reading.scores[0]
 
 
 @contextmanager
-def read_rows(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
+def read_rows(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
     """Call ``model`` with packed rows, and give what it has done.
 
     The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
@@ -173,7 +172,7 @@ def read_rows(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any) -
     reading = Reading(rows)
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
-    note_scored_states(model)
+    note_scores(model)
     outside = _READING.set(reading)
     try:
         # the scores that the model itself picks, one a row, mean nothing here
@@ -188,13 +187,13 @@ def read_rows(model: nn.Module, rows: PackedRows[torch.Tensor], **kwargs: Any) -
         _READING.reset(outside)
 
 
-def note_scored_states(model: nn.Module) -> None:
-    """Let the score head of ``model`` note what it is given while packed rows are read, for as long as it lives."""
+def note_scores(model: nn.Module) -> None:
+    """Let the score head of ``model`` note what it returns while packed rows are read, for as long as it lives."""
     head = score_head_of(model)
-    if _note_states not in head._forward_pre_hooks.values():  # which is no news to a program that is traced
-        head.register_forward_pre_hook(_note_states)
+    if _note_scores not in head._forward_hooks.values():  # which is no news to a program that is traced
+        head.register_forward_hook(_note_scores)
 
 
-def _note_states(_head: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+def _note_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
     if (reading := _READING.get()) is not None:
-        reading.states.append(args[0])
+        reading.scores.append(scores)

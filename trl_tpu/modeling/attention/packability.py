@@ -7,7 +7,6 @@ and linear attention), look both ways (encoders), or make masks of their own. Th
 without a word, so packing needs proof.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ...data.collators import DataCollatorForPreference, PlannedRows, UnpaddedRow
-from ...data.packed_batch import PackedBatch
+from ...data.batch import Batch
+from ...data.collators import OwnRows, Padded, PlannedRows, Unpadded
 from ...packing.schedule import RowPlan
 from ...packing.shapes import RowShape
 from ..adapters import without_adapters
-from ..score_head import score_head_of, score_wide
-from .masked import MaskRule, note_scored_states, read_rows, use_tree_masks
+from ..score_head import score_head_of
+from .masked import MaskRule, note_scores, read_rows, use_tree_masks
 from .unmodified import PackingImpossible, check_unmodified
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
@@ -50,7 +49,7 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
         use_tree_masks(base)
     else:
         check_packing_is_exact(model, pad_token_id)
-    note_scored_states(model)
+    note_scores(model)
 
 
 def _is_proven(model: PreTrainedModel) -> bool:
@@ -85,7 +84,8 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
         # under the name that it had, which a model's own code may ask for
         base.set_attn_implementation(attention)
         examples = _tiny_batch(pad_token_id)
-        padded = _padded(model, examples, pad_token_id)
+        (batch,) = OwnRows(Padded(pad_token_id, 2, 2), pad_token_id)(examples).parts
+        padded, _ = _read(model, batch.map_tensors(lambda tensor: tensor.to(next(model.parameters()).device)))
         use_tree_masks(base)
         _compare(model, examples, pad_token_id, padded)
     except Exception as error:  # whatever a model's own code does with inputs that it does not expect
@@ -97,33 +97,28 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
         model.train(was_training)
 
 
-def _tiny_batch(pad_token_id: int) -> list[dict[str, list[int]]]:
-    """Make pairs that share prefixes of different lengths, nothing, and one dialogue that is a prefix of the other."""
+def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
+    """Make pairs that share prefixes of different lengths, nothing, and one sequence that is a prefix of the other."""
     ids = [token for token in range(1, 42) if token != pad_token_id]
     pairs = [
         *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
         *((ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])),
     ]
-    return [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs]
+    return [{"answers": list(pair)} for pair in pairs]
 
 
 def _compare(
-    model: nn.Module, examples: list[dict[str, list[int]]], pad_token_id: int, padded: dict[str, torch.Tensor]
+    model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int, padded: dict[str, torch.Tensor]
 ) -> None:
     parameter = next(model.parameters())
     plan = RowPlan((RowShape(2, 32),))
-    collators: list[Callable[[Any], dict[str, PackedBatch]]] = [
+    for collate in (
         PlannedRows(plan, len(examples), pad_token_id),
-        UnpaddedRow(pad_token_id, attention_crossover_length=100),
-    ]
-    base = without_adapters(model)
-    for collate in collators:
-        (rows,) = collate(examples)["packed"].to(parameter.device).micro_batches
-        with read_rows(model, rows) as reading:
-            packed_P2H = reading.states[0][rows.last]
-        _refuse_hidden_windows(base, reading.rules)
-        # hidden states too, since a small head hides what they differ by
-        packed = {"hidden states": packed_P2H, "rewards": score_wide(score_head_of(base), packed_P2H)}
+        OwnRows(Unpadded(pad_token_id, 2, attention_crossover_length=100), pad_token_id),
+    ):
+        (batch,) = collate(examples).parts
+        packed, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
+        _refuse_hidden_windows(without_adapters(model), rules)
         for what, in_packed_rows in packed.items():
             difference = (in_packed_rows - padded[what]).abs().max()
             if not difference <= _ROUNDING * padded[what].abs().max():
@@ -132,6 +127,24 @@ def _compare(
                     f"{parameter.dtype} does not explain: its attention or positions do not follow the mask and "
                     "position ids that it is given, or its scores are not of the last token"
                 )
+
+
+def _read(model: nn.Module, batch: Batch) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:
+    """Return the scores at the scored tokens, and the hidden states that they are computed from; and the mask rules.
+
+    Hidden states are compared too, since a small head hides what they differ by. The scores of padded rows are the
+    model's own.
+    """
+    rows, rules, seen = batch.rows, list[MaskRule](), list[torch.Tensor]()
+    at = rows.score_row_S, rows.score_column_S
+    with score_head_of(model).register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        if rows.is_packed:
+            with read_rows(model, rows) as reading:
+                scores, rules = reading.scores[0][at], reading.rules
+        else:
+            logits = model(input_ids=rows.input_ids_RL, attention_mask=rows.attention_mask_RL).logits
+            scores = logits[at] if logits.dim() == 3 else logits[rows.score_row_S]
+    return {"hidden states": seen[0][at], "rewards": scores}, rules
 
 
 def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
@@ -145,17 +158,3 @@ def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> Non
             f"the config of {type(model).__name__} has {listed}, but it asked for causal masks only: its window may "
             "count columns of a row"
         )
-
-
-def _padded(model: nn.Module, examples: list[dict[str, list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Return the model's own rewards [P, 2], and the hidden states [P, 2, H] that they are read from."""
-    batch = DataCollatorForPreference(pad_token_id)(examples)
-    device = next(model.parameters()).device
-    seen: list[torch.Tensor] = []
-    with score_head_of(model).register_forward_pre_hook(lambda _, args: seen.append(args[0])):
-        logits = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits
-    last_R = batch["attention_mask"].sum(dim=1) - 1
-    at_last = torch.arange(len(last_R)), last_R.to(seen[0].device)
-    read = {"hidden states": seen[0][at_last], "rewards": logits[at_last] if logits.dim() == 3 else logits}
-    by_pair = {name: values.view(2, len(examples), -1).transpose(0, 1) for name, values in read.items()}
-    return by_pair | {"rewards": by_pair["rewards"].squeeze(-1)}

@@ -1,0 +1,317 @@
+"""A batch travels whole, and means the same loss, rewards and gradients in every layout."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from decoders import PAD, PROMPT, StayInFloat64, random_decoder
+from tiny import tiny_tokenizer
+from tokenized import in_columns
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
+from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
+
+from trl_tpu.data.batch import CollatedBatch, DictReader, apart, batches_in
+from trl_tpu.data.collators import (
+    DataCollatorForPreference,
+    ForUsersCode,
+    OwnRows,
+    Padded,
+    Part,
+    PlannedRows,
+    RewardDataCollatorWithPadding,
+    Table,
+    Unpadded,
+)
+from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
+from trl_tpu.modeling.attention.expanded import use_expanded_attention
+from trl_tpu.modeling.attention.masked import use_tree_masks
+from trl_tpu.modeling.losses import Loss
+from trl_tpu.packing.schedule import RowPlan
+from trl_tpu.packing.shapes import RowShape
+from trl_tpu.training.step import training_step
+
+Rows = list[dict[str, Any]]
+
+
+# ---- forms of data
+
+
+@dataclass(frozen=True)
+class Form:
+    """Rows with `answers` and labels, and how they are compared."""
+
+    rows: Rows
+    table: Table = Table()
+    loss: Loss = Loss()
+    outputs: int = 1
+
+    @property
+    def has_steps(self) -> bool:
+        return "step_ends" in self.rows[0]
+
+    @property
+    def examples(self) -> Rows:
+        """The rows in the columns of a prepared dataset, which collators are given."""
+        return list(map(in_columns, self.rows))
+
+
+_ANSWERS = [
+    [PROMPT + [1, 2, 3, 4], PROMPT + [4, 3]],
+    [PROMPT + [1, 2, 12], PROMPT + [13]],  # another pair of that prompt
+    [PROMPT, PROMPT + [14, 15, 16]],  # one a prefix of the other
+    [[22] * 9, [23] * 11],
+    [[24, PAD, 25, PAD, PAD], [24, PAD, PAD]],  # the pad token in the text
+]
+_MORE = [*([PROMPT + [5, at], [at, 3]] for at in range(1, 5)), []]
+RANKED = [{"answers": pair + more} for pair, more in zip(_ANSWERS, _MORE, strict=True)]
+_STEPS = [([1, 4, 8], [1.0, 0.0, 1.0]), ([9], [0.25]), ([], []), ([0, 2], [1.0, 1.0]), ([3, 5], [0.0, 1.0])]
+FORMS = {
+    "pairs": Form(
+        [{"answers": pair, "margin": at / 2} for at, pair in enumerate(_ANSWERS)],
+        loss=Loss(center_rewards_coefficient=0.1),
+    ),
+    "probabilities": Form([{"answers": pair, "chosen_probability": at / 4} for at, pair in enumerate(_ANSWERS)]),
+    "rankings": Form(
+        [row | {"grades": [2.0, 0.0, 1.0, 2.0][: len(row["answers"])]} for row in RANKED],
+        Table(ComparisonRule(learns_ties=True, counts_comparisons=True), 4),
+        Loss(ties="davidson"),
+    ),
+    "whole rankings": Form(
+        [row | {"grades": [3.0, 0.0, 1.0, 2.0][: len(row["answers"])]} for row in RANKED],
+        Table(answers=4),
+        Loss(loss_type="plackett_luce"),
+    ),
+    "attributes": Form(
+        [
+            row | {"grades": [None if at == 1 else [1.0, 0.0, 2.0, 0.0][: len(row["answers"])], [0.0, 1.0, 1.0, 3.0]]}
+            for at, row in enumerate(RANKED[:4])
+        ],
+        Table(ComparisonRule(attribute_weights=[2.0, 1.0]), 4, 2),
+        outputs=2,
+    ),
+    "steps": Form(
+        [
+            {"answers": [PROMPT + [1, 2, 3, 4 + at]], "step_ends": ends, "grades": grades}
+            for at, (ends, grades) in enumerate(_STEPS)
+        ],
+        Table(answers=3),
+        outputs=2,
+    ),
+}
+
+
+@cache
+def model_of(outputs: int, has_steps: bool, expands: bool) -> PreTrainedModel:
+    model = random_decoder("Llama", num_labels=outputs)
+    if has_steps:
+        torch.manual_seed(0)
+        model = AutoModelForTokenClassification.from_config(model.config, dtype=torch.float64)
+    (use_expanded_attention if expands else use_tree_masks)(model)
+    return model.eval()
+
+
+# ---- layouts: the collators of all processes
+
+TOKENIZER = tiny_tokenizer(["text"], vocab_size=258)
+assert TOKENIZER.pad_token_id == PAD
+MOST = 6  # P of one process, more than there are rows of the data; of two processes 3 each
+PLAN = RowPlan((RowShape(2, 16), RowShape(2, 64)), (RowShape(2, 32), RowShape(2, 64)))
+WHOLE = RowPlan((RowShape(1, 160),))
+
+
+def own(lay_out: Callable[[Form], Any], parts: int = 1) -> Callable[[Form], list[Any]]:
+    """Rows of a process's own: of all examples, or of its part of them."""
+
+    def make(form: Form) -> list[Any]:
+        own_parts = [Part(-(-MOST // parts), index, parts) for index in range(parts)] if parts > 1 else [None]
+        return [OwnRows(lay_out(form), PAD, form.table, part) for part in own_parts]
+
+    return make
+
+
+def planned(plan: RowPlan, parts: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
+    return lambda form: [PlannedRows(plan, MOST, PAD, form.table, expands, (index, parts)) for index in range(parts)]
+
+
+def in_trls_form(parts: int = 1, **settings: Any) -> Callable[[Form], list[Any]]:
+    def make(form: Form) -> list[Any]:
+        collate: Any = DataCollatorForPreference(PAD, answers=form.table.answers)
+        if form.has_steps:
+            collate = DataCollatorForTokenClassification(TOKENIZER)
+        own_parts = [Part(-(-MOST // parts), index, parts) for index in range(parts)] if parts > 1 else [None]
+        return [ForUsersCode(collate, False, form.table, PAD, part=part, **settings) for part in own_parts]
+
+    return make
+
+
+def old_dict(_: Form) -> list[Any]:
+    collate = RewardDataCollatorWithPadding(TOKENIZER)
+    return [ForUsersCode(collate, True, Table(), PAD, TOKENIZER.padding_side)]
+
+
+def padded(form: Form, **settings: Any) -> Padded:
+    return Padded(PAD, form.table.answers, 1 if form.has_steps else form.table.answers, **settings)
+
+
+def unpadded(form: Form) -> Unpadded:
+    return Unpadded(PAD, form.table.answers, 20)
+
+
+LAYOUTS: dict[str, Callable[[Form], list[Any]]] = {
+    "padded": own(padded),
+    "padded, planned": own(partial(padded, lengths=(4, 20, 64))),
+    "unpadded": own(unpadded),
+    "planned": planned(WHOLE),
+    "planned, micro-batches": planned(PLAN),
+    "expanded": planned(PLAN, expands=True),
+    "TRL's dict": in_trls_form(),
+    "TRL's dict, planned": in_trls_form(lengths=(4, 20, 64)),
+    "TRL's own collator": lambda form: [TrlCollator(PAD)],
+    "old dict": old_dict,
+    "two processes, padded": own(padded, 2),
+    "two processes, unpadded": own(unpadded, 2),
+    "four processes, unpadded": own(unpadded, 4),  # of which the last has none
+    "two processes, planned": planned(PLAN, 2),
+    "two processes, TRL's dict": in_trls_form(2),
+}
+OF_PAIRS = ("expanded", "TRL's own collator", "old dict")
+CASES = [
+    (form, layout)
+    for form in FORMS
+    for layout in LAYOUTS
+    if layout not in OF_PAIRS or form == "pairs" or (form == "probabilities" and layout != "TRL's own collator")
+]
+
+
+def by_hand(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The loss, the rewards [S, A] and the tokens [S], of each sequence computed alone."""
+    answers, attributes = form.table.answers, form.table.attributes
+    rewards = torch.zeros(len(form.rows), answers, attributes or 1, dtype=torch.float64)
+    tokens = torch.zeros(len(form.rows), answers, dtype=torch.int32)
+    for at, row in enumerate(form.rows):
+        logits = [model(torch.tensor([ids])).logits[0] for ids in row["answers"]]
+        values, counts = logits, list(map(len, row["answers"]))
+        if form.has_steps:
+            ends = row["step_ends"]
+            values = [logits[0][end, 1:] - logits[0][end, :1] for end in ends]
+            stops = [0, *(end + 1 for end in ends[:-1]), counts[0]]  # the last reward counts what follows, too
+            counts = [stop - start for start, stop in pairwise(stops)][: len(ends)]
+        for place, (value, count) in enumerate(zip(values, counts, strict=True)):
+            rewards[at, place], tokens[at, place] = value, count
+    table = compare(Labels.of(form.rows, answers, attributes), form.table.rule).map_tensors(torch.from_numpy)
+    rewards_SA = rewards.flatten(0, 1)
+    loss = form.loss.per_row(rewards_SA, table).sum() / table.weight_sum_1.squeeze()
+    return loss, rewards_SA * (tokens.flatten() > 0)[:, None], tokens.flatten()
+
+
+def gradients(model: PreTrainedModel, loss: torch.Tensor) -> list[torch.Tensor]:
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [each for each in found if each is not None]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_loss_rewards_and_gradients_are_the_same_in_every_layout(name: str, layout: str) -> None:
+    form = FORMS[name]
+    model = model_of(form.outputs, form.has_steps, layout == "expanded")
+    collators = LAYOUTS[layout](form)
+    with StayInFloat64():
+        expected, rewards_SA, tokens_S = by_hand(form, model)
+        results = []
+        for collate in collators:
+            batches = batches_in(collate(form.examples), DictReader(PAD, TOKENIZER.padding_side))
+            results.append(training_step(model, batches, form.loss))
+        loss = torch.stack([result.loss for result in results]).mean()  # as processes average gradients
+        for ours, theirs in zip(gradients(model, loss), gradients(model, expected), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+    masked = [torch.where(each.tokens_S[:, None] > 0, each.rewards_SA, 0.0) for each in results]
+    if "planned" in layout and "two processes" in layout:  # which share the rows of tokens, and not those of the data
+        found_SA, found_S = torch.stack(masked).sum(0), torch.stack([each.tokens_S for each in results]).sum(0)
+    else:
+        found_SA, found_S = torch.cat(masked), torch.cat([each.tokens_S for each in results])
+    assert found_S[: len(tokens_S)].tolist() == tokens_S.tolist() and not found_S[len(tokens_S) :].any()
+    torch.testing.assert_close(found_SA[: len(rewards_SA)], rewards_SA, rtol=1e-9, atol=1e-9)
+
+
+# ---- on the way to the device
+
+PAIRS, UNUSED = FORMS["pairs"].examples, 30
+COLLATORS: dict[str, Any] = {  # with a pad token that is not in the text, and so is last in no sequence
+    "padded": OwnRows(Padded(UNUSED, 2, 2), UNUSED),
+    "unpadded": OwnRows(Unpadded(UNUSED, 2, 20), UNUSED),
+    "planned": PlannedRows(PLAN, MOST, UNUSED),
+    "expanded": PlannedRows(PLAN, MOST, UNUSED, expands=True),
+}
+
+
+def tensors_of(batch: CollatedBatch) -> dict[str, torch.Tensor]:
+    """All tensors of all micro-batches."""
+    return {f"{at} {name}": each for at, part in enumerate(batch.parts) for name, each in part.tensors().items()}
+
+
+def assert_equal(one: CollatedBatch, other: CollatedBatch) -> None:
+    torch.testing.assert_close(tensors_of(one), tensors_of(other), rtol=0, atol=0, equal_nan=True)
+    assert [part.rows.trees for part in one.parts] == [part.rows.trees for part in other.parts]
+
+
+@pytest.mark.parametrize("kind", COLLATORS)
+def test_workers_pinning_and_accelerate_hand_a_batch_over_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    collate = COLLATORS[kind]
+    batch = collate(PAIRS)
+    (from_worker,) = DataLoader(PAIRS, batch_size=5, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
+    assert_equal(from_worker, batch)
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    assert_equal(pin_memory(batch), batch)
+    assert len(pinned) == len(tensors_of(batch))
+    assert_equal(send_to_device(batch, "cpu"), batch)
+    moved = send_to_device(batch, torch.device("meta"), non_blocking=True)
+    assert {tensor.device.type for tensor in tensors_of(moved).values()} == {"meta"}
+    assert len(tensors_of(moved)) == len(pinned)
+
+
+@pytest.mark.parametrize("kind", COLLATORS)
+def test_a_batch_is_trls_where_a_script_reads_it(kind: str) -> None:
+    theirs = TrlCollator(UNUSED)(PAIRS)
+    batch = send_to_device(COLLATORS[kind](PAIRS), "cpu")
+    for key in ("input_ids", "attention_mask"):
+        assert batch[key].dtype == theirs[key].dtype and torch.equal(batch[key], theirs[key])
+    with pytest.raises(KeyError):
+        batch["labels"]
+
+
+@pytest.mark.parametrize("layout", ["padded", "unpadded"])
+def test_a_solution_is_one_row_where_a_script_reads_it(layout: str) -> None:
+    form = FORMS["steps"]
+    batch = LAYOUTS[layout](form)[0](form.examples)
+    read = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    assert read == [row["answers"][0][: row["step_ends"][-1] + 1] for row in form.rows if row["step_ends"]]
+
+
+def test_micro_batches_may_be_computed_one_at_a_time() -> None:
+    form, model = FORMS["pairs"], model_of(1, False, False)
+    batch = COLLATORS["planned"](PAIRS)
+    whole = training_step(model, batch.parts, form.loss).loss
+    parts = [training_step(model, batches_in(each, DictReader(PAD)), form.loss).loss for each in apart(batch)]
+    assert len(parts) > 1
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+    padded = TrlCollator(PAD)(PAIRS)
+    assert list(apart(padded)) == [padded]
+
+
+def test_keys_of_a_users_batch_go_to_the_model_and_never_change_the_loss() -> None:
+    model, read = model_of(1, False, False), DictReader(PAD)
+    plain = TrlCollator(PAD)(PAIRS)
+    keys = ("comparisons", "micro_batches", "grades", "step_ends", "chosen_probability", "weight", "answers", "rows")
+    own = dict.fromkeys(keys, torch.arange(5.0))
+    (batch,) = batches_in(plain | own, read)
+    assert batch.extras == own
+    assert training_step(model, [batch], Loss()).loss == training_step(model, [read(plain)], Loss()).loss

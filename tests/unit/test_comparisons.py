@@ -1,0 +1,244 @@
+"""Every loss is its paper's formula in float64, gradients too, and depends on no reward that is padding."""
+
+from collections.abc import Callable
+from itertools import combinations, permutations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
+from trl_tpu.modeling.losses import Loss
+
+K, A = 4, 3
+PLAIN = ComparisonRule()
+Ranking = list[tuple[float, Any]]
+rewards = st.floats(-20, 20, width=32)
+rankings = st.lists(st.lists(st.tuples(rewards, st.integers(0, 3)), min_size=2, max_size=K), min_size=1, max_size=4)
+shares = st.floats(0, 1, width=32)
+
+
+def losses(
+    rows: list[dict[str, Any]], rewards_PAK: Any, loss: Loss, rule: ComparisonRule, attributes: int = 0
+) -> tuple[list[float], torch.Tensor, float]:
+    """The weighted loss of each row, the gradients of their sum [P, A, K], and what the sum is divided by.
+
+    The table has two rows more than there are, and a reward that is padding is 7.5 or infinite.
+    """
+    answers = max(len(values_K) for values_AK in rewards_PAK for values_K in values_AK)
+    table = compare(Labels.of(rows, answers, attributes), rule, len(rows) + 2).map_tensors(torch.from_numpy)
+    padded = torch.full((len(rows) + 2, max(attributes, 1), answers), 7.5)
+    padded[len(rows) :] = float("inf")
+    for padded_AK, values_AK in zip(padded, rewards_PAK, strict=False):
+        for padded_K, values_K in zip(padded_AK, values_AK, strict=True):
+            padded_K[: len(values_K)] = torch.tensor(values_K)
+    padded.requires_grad_()
+    losses_P = loss.per_row(padded.transpose(1, 2).flatten(0, 1), table)
+    (gradient_PAK,) = torch.autograd.grad(losses_P.sum(), padded)
+    assert not losses_P[len(rows) :].any() and not gradient_PAK[len(rows) :].any()
+    return losses_P[: len(rows)].tolist(), gradient_PAK[: len(rows)], table.weight_sum_1.item()
+
+
+def slopes(formula: Callable[[Ranking], float], each: Ranking) -> list[float]:
+    """Differentiate a formula by each reward, in float64."""
+    step = 1e-6
+    moved = lambda n, by: [(r + by * (n == i), g) for i, (r, g) in enumerate(each)]  # noqa: E731
+    return [(formula(moved(n, step)) - formula(moved(n, -step))) / (2 * step) for n in range(len(each))]
+
+
+def assert_equal(
+    some: list[Ranking], formula: Callable[[Ranking], float], loss: Loss, rule: ComparisonRule = PLAIN
+) -> None:
+    rows = [{"grades": [grade for _, grade in each]} for each in some]
+    found, gradient_PAK, _ = losses(rows, [[[reward for reward, _ in each]] for each in some], loss, rule)
+    for loss_of_one, gradient_K, each in zip(found, gradient_PAK[:, 0].tolist(), some, strict=True):
+        assert loss_of_one == pytest.approx(formula(each), rel=1e-5, abs=1e-5)
+        expected = slopes(formula, each) + [0.0] * (len(gradient_K) - len(each))
+        assert gradient_K == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+# ---- pairs and steps
+
+
+@given(st.lists(st.tuples(rewards, rewards, st.floats(-5, 5, width=32), shares), min_size=1, max_size=5))
+def test_a_pair_is_the_cross_entropy_of_its_probability_with_a_margin(some: Any) -> None:
+    rows = [{"margin": margin, "chosen_probability": share} for _, _, margin, share in some]
+    found, gradient_PAK, total = losses(
+        rows,
+        [[pair[:2]] for pair in some],
+        Loss(label_smoothing=0.1, center_rewards_coefficient=0.5),
+        ComparisonRule(),
+    )
+    assert total == len(some)
+    for loss, gradient, (chosen, rejected, margin, share) in zip(
+        found, gradient_PAK[:, 0].tolist(), some, strict=True
+    ):
+        target, difference = share + 0.1 * (1 - 2 * share), chosen - rejected - margin
+        cross_entropy = target * np.logaddexp(0, -difference) + (1 - target) * np.logaddexp(0, difference)
+        assert loss == pytest.approx(cross_entropy + 0.5 * (chosen + rejected) ** 2, rel=1e-5, abs=1e-5)
+        slope, center = target - 1 / (1 + np.exp(-difference)), chosen + rejected
+        assert gradient == pytest.approx([center - slope, center + slope], rel=1e-4, abs=1e-4)
+
+
+def test_large_differences_neither_overflow_nor_vanish() -> None:
+    found, *_ = losses([{}, {}], [[[1000.0, -1000.0]], [[-1000.0, 1000.0]]], Loss(), PLAIN)
+    assert found == [0.0, 2000.0]
+
+
+@given(st.lists(st.lists(st.tuples(rewards, shares), max_size=K), min_size=1, max_size=4).filter(any))
+def test_each_step_is_compared_with_0_and_counts_once(some: list[Ranking]) -> None:
+    rows = [{"grades": [label for _, label in each], "step_ends": [1] * len(each)} for each in some]
+    found, gradient_PAK, total = losses(rows, [[[reward for reward, _ in each]] for each in some], Loss(), PLAIN)
+    assert total == sum(map(len, some))
+    for loss, gradient_K, each in zip(found, gradient_PAK[:, 0], some, strict=True):
+        expected = [label * np.logaddexp(0, -reward) + (1 - label) * np.logaddexp(0, reward) for reward, label in each]
+        assert loss == pytest.approx(sum(expected), rel=1e-5, abs=1e-5)
+        slopes_K = [1 / (1 + np.exp(-reward)) - label for reward, label in each]
+        assert gradient_K[: len(each)].tolist() == pytest.approx(slopes_K, rel=1e-4, abs=1e-4)
+
+
+# ---- rankings
+
+
+def instruct_gpt(each: Ranking, scale: float = 0, smoothing: float = 0, center: float = 0) -> float:
+    """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over a prompt's comparisons."""
+    losses = [
+        (1 - smoothing) * np.logaddexp(0, -d) + smoothing * np.logaddexp(0, d) + center * (r + s) ** 2
+        for (r, a), (s, b) in permutations(each, 2)
+        if a > b
+        for d in [r - s - scale * (a - b)]
+    ]
+    return float(np.mean(losses)) if losses else 0.0
+
+
+def plackett_luce(each: Ranking, top_k: int) -> float:
+    """Draw the best of those that are left, by the softmax of their rewards."""
+    left, total = sorted(each, key=lambda one: -one[1]), 0.0
+    for _ in range(min(top_k, len(left))):
+        total += float(np.logaddexp.reduce([reward for reward, _ in left]) - left[0][0])
+        left = left[1:]
+    return total
+
+
+def with_ties(each: Ranking, model: str, threshold: float) -> float:
+    """Rao and Kupper 1967, theta = exp(threshold); Davidson 1970, nu = threshold; both of strengths exp(reward)."""
+    likely = []
+    for (r, a), (s, b) in combinations(each, 2):
+        one, other = (np.exp(x, dtype=np.float64) for x in ((r, s) if a >= b else (s, r)))
+        if model == "davidson":
+            tied = threshold * np.sqrt(one * other)
+            likely.append((tied if a == b else one) / (one + other + tied))
+        else:
+            theta = np.exp(threshold)
+            product = (theta**2 - 1) * one * other / ((one + theta * other) * (theta * one + other))
+            likely.append(product if a == b else one / (one + theta * other))
+    return float(np.mean([-np.log(each) for each in likely]))
+
+
+@given(rankings, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.01]))
+def test_a_ranking_is_the_mean_over_its_comparisons(some: Any, scale: float, smoothing: float, center: float) -> None:
+    loss = Loss(label_smoothing=smoothing, center_rewards_coefficient=center or None)
+    rule = ComparisonRule(margin_scale=scale or None)
+    assert_equal(some, lambda each: instruct_gpt(each, scale, smoothing, center), loss, rule)
+
+
+@given(rankings, st.sampled_from([None, 1, 2]))
+def test_plackett_luce_draws_answer_by_answer(some: Any, top_k: int | None) -> None:
+    ordered = [[(reward, -place) for place, (reward, _) in enumerate(each)] for each in some]
+    loss = Loss(loss_type="plackett_luce", ranking_top_k=top_k)
+    assert_equal(ordered, lambda each: plackett_luce(each, top_k or K), loss)
+
+
+@given(rankings, st.sampled_from(["davidson", "rao_kupper"]), st.sampled_from([0.3, 1.0]))
+def test_ties_are_learned_from(some: Any, model: str, threshold: float) -> None:
+    loss = Loss(ties=model, tie_threshold=threshold)
+    assert_equal(some, lambda each: with_ties(each, model, threshold), loss, ComparisonRule(learns_ties=True))
+
+
+@given(rankings, st.sampled_from([0.0, 0.1]))
+def test_regression_fits_rewards_to_grades(some: Any, center: float) -> None:
+    loss = Loss(loss_type="regression", center_rewards_coefficient=center or None)
+
+    def formula(each: Ranking) -> float:
+        compared = [(r + s) ** 2 for (r, a), (s, b) in permutations(each, 2) if a > b]
+        return float(np.mean([(r - g) ** 2 for r, g in each]) + center * np.mean(compared or [0]))
+
+    assert_equal(some, formula, loss)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "plackett_luce"])
+def test_answers_of_one_grade_are_not_compared(loss_type: str) -> None:
+    _, gradient_PAK, _ = losses([{"grades": [1, 0, 0]}], [[[0.3, 2.0, -1.0]]], Loss(loss_type=loss_type), PLAIN)
+    wrong = np.exp(np.array([2.0, -1.0]) - 0.3)
+    by_pairs = wrong / (1 + wrong) / 2
+    expected = by_pairs if loss_type == "sigmoid" else wrong / (1 + wrong.sum())
+    assert gradient_PAK[0, 0].tolist() == pytest.approx([-float(expected.sum()), *expected.tolist()], abs=1e-6)
+
+
+@pytest.mark.parametrize("ties", ["skip", "davidson"])
+def test_each_comparison_may_count_once(ties: str) -> None:
+    some: list[Ranking] = [[(0.5, 2), (-1.0, 1), (2.0, 2)], [(1.0, 0), (0.0, 1)]]
+    rows = [{"grades": [grade for _, grade in each]} for each in some]
+    rule = ComparisonRule(learns_ties=ties != "skip", counts_comparisons=True)
+    found, _, total = losses(rows, [[[reward for reward, _ in each]] for each in some], Loss(ties=ties), rule)
+    one = [instruct_gpt(each) if ties == "skip" else with_ties(each, ties, 1.0) for each in some]
+    counts = (2, 1) if ties == "skip" else (3, 1)
+    assert total == sum(counts)
+    assert found == pytest.approx([count * each for count, each in zip(counts, one, strict=True)], rel=1e-5)
+
+
+# ---- attributes
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K)), min_size=A, max_size=A
+        ).filter(any),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([None, [2.0, 0.5, 1.0]]),
+    st.sampled_from(["sigmoid", "regression"]),
+    st.integers(0, 9),
+)
+def test_attributes_are_a_weighted_mean_of_rankings_that_are_there(
+    some: Any, weights: list[float] | None, loss_type: str, seed: int
+) -> None:
+    rewards_PAK = np.random.default_rng(seed).normal(size=(len(some), A, K)).tolist()
+    found, gradient_PAK, total = losses(
+        [{"grades": each} for each in some],
+        rewards_PAK,
+        Loss(loss_type=loss_type),
+        ComparisonRule(attribute_weights=weights),
+        A,
+    )
+    assert total == len(some)
+    formula = instruct_gpt if loss_type == "sigmoid" else lambda each: float(np.mean([(r - g) ** 2 for r, g in each]))
+    for loss, gradient_AK, rewards_AK, grades_AK in zip(found, gradient_PAK, rewards_PAK, some, strict=True):
+        there = [place for place in range(A) if grades_AK[place] is not None]
+        share = {place: (weights or [1.0] * A)[place] for place in there}
+        of = {place: list(zip(rewards_AK[place], grades_AK[place], strict=True)) for place in there}
+        expected = sum(share[place] * formula(of[place]) for place in there) / sum(share.values())
+        assert loss == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        for place in range(A):
+            slopes_K = (
+                [share[place] * each / sum(share.values()) for each in slopes(formula, of[place])]
+                if place in of
+                else [0.0] * K
+            )
+            assert gradient_AK[place].tolist() == pytest.approx(slopes_K, rel=1e-4, abs=1e-4)
+
+
+@given(rankings)
+def test_a_ranking_of_two_with_different_grades_is_a_pair(some: Any) -> None:
+    two = [each[:2] for each in some if each[0][1] > each[1][1]]
+    if not two:
+        return
+    values = [[[reward for reward, _ in each]] for each in two]
+    ranked = losses([{"grades": [g for _, g in each]} for each in two], values, Loss(), PLAIN)
+    paired = losses([{} for _ in two], values, Loss(), PLAIN)
+    assert ranked[0] == paired[0] and torch.equal(ranked[1], paired[1]) and ranked[2] == paired[2]

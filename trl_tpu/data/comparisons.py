@@ -1,0 +1,212 @@
+"""The table of comparisons: what the labels of a batch say about its rewards.
+
+Every form of data is trained on comparisons of two rewards, so losses, metrics and evaluation need only this table:
+
+====================  =========================  ========================================  =========================
+row                   rewards                    comparisons                               probability
+====================  =========================  ========================================  =========================
+pair                  chosen, rejected           chosen with rejected                      1 or `chosen_probability`
+ranking               one for each answer        any two answers with different grades     1, or 0.5 for a tie
+ranking, attributes   answers times attributes   those of a ranking, for each attribute    the same
+solution with steps   one for each step          the step with the constant 0              the step's label
+====================  =========================  ========================================  =========================
+
+Letters: P rows of a batch, K answers or steps of a row, A attributes, G = P A rankings, M comparisons of a ranking,
+S = P K scored positions, C = G M comparisons.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+Array = TypeVar("Array")  # numpy's in a collator, torch's afterwards
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ComparisonRule:
+    """Settings of `RewardConfig` that decide which comparisons labels make, and how much each counts.
+
+    Args:
+        learns_ties: Whether answers with equal grades are compared, with probability 0.5.
+        counts_comparisons: Whether each comparison counts once in the mean, instead of each row.
+        margin_scale: The target margin is this times the difference of the grades; None asks for no margin.
+        attribute_weights: Weight of each attribute's loss; None weighs them alike.
+    """
+
+    learns_ties: bool = False
+    counts_comparisons: bool = False
+    margin_scale: float | None = None
+    attribute_weights: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of some rows, one grade for each reward.
+
+    Args:
+        grade_PAK: Higher is better; NaN where there is no answer, or no grade. Of a pair (1, 0), or its
+            `chosen_probability` and the remainder; of steps the probability that each is right.
+        margin_P: Target margin of each pair; None if the data has none.
+        are_rankings: Whether grades only order answers, and are not probabilities.
+        has_baseline: Whether rewards are compared with the constant 0, as those of steps are.
+    """
+
+    grade_PAK: np.ndarray
+    margin_P: np.ndarray | None = None
+    are_rankings: bool = False
+    has_baseline: bool = False
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], answers: int, attributes: int = 0) -> "Labels":
+        """Read the labels of prepared rows.
+
+        Args:
+            rows: Of one form.
+            answers: K. A row may have fewer.
+            attributes: A; 0 where `grades` are of no attribute.
+        """
+        grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan, np.float32)
+        if answers == 1 and "grades" not in rows[0]:
+            return cls(grade_PAK)  # single answers that are only to be scored
+        if "grades" not in rows[0]:
+            chosen_P = np.array([row.get("chosen_probability", 1.0) for row in rows])
+            grade_PAK[:, 0] = np.stack([chosen_P, 1 - chosen_P], axis=-1)
+            margin_P = np.array([row["margin"] for row in rows], np.float32) if "margin" in rows[0] else None
+            return cls(grade_PAK, margin_P)
+        for grade_AK, row in zip(grade_PAK, rows, strict=True):
+            for grade_K, grades in zip(grade_AK, row["grades"] if attributes else [row["grades"]], strict=True):
+                if grades is not None:
+                    grade_K[: len(grades)] = grades
+        return cls(grade_PAK, None, "step_ends" not in rows[0], "step_ends" in rows[0])
+
+
+@dataclass(frozen=True)
+class Comparisons(Generic[Array]):
+    """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
+
+    Rewards are numbered row by row, answer by answer, attribute by attribute: ``(p K + k) A + a``. Number -1 is the
+    constant 0.
+    """
+
+    better_C: Array
+    """Number of the reward that should be higher, int32."""
+    worse_C: Array
+    probability_C: Array
+    """Probability that `better_C` is the better one, 0.5 to 1."""
+    margin_C: Array
+    """Target margin, subtracted from the difference of the rewards."""
+    weight_C: Array
+    """Weight in the sum that is divided by `weight_sum_1`; 0 for padding."""
+    grade_SA: Array
+    """Grade of each reward, NaN for padding: for losses of whole rankings, and for evaluation."""
+    ranking_weight_G: Array
+    """Weight of each ranking in losses of whole rankings; 0 for padding."""
+    row_weight_P: Array
+    """Weight of each row of the data in the mean; 0 for padding."""
+    weight_sum_1: Array
+    """What the loss is divided by: the row weights of the global batch, or a process's share of them."""
+    answers: int
+    """K."""
+    are_rankings: bool = False
+    has_baseline: bool = False
+    """As in `Labels`."""
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays by name."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if hasattr(value, "dtype")}
+
+    def map_tensors(self, function: Callable[[Any], Any]) -> "Comparisons[Any]":
+        """Return the same table with ``function`` of each array."""
+        return replace(self, **{name: function(value) for name, value in self.arrays().items()})
+
+    def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
+        """Return the same table without the comparisons of rows that are elsewhere (numpy only)."""
+        weights: Any = {name: getattr(self, name) for name in ("weight_C", "ranking_weight_G", "row_weight_P")}
+        rows = len(here_P)
+        return replace(self, **{name: each * np.repeat(here_P, len(each) // rows) for name, each in weights.items()})
+
+    def by_ranking(self, values_SA: Any) -> Any:
+        """Return values of rewards [G, K], for each ranking those of its answers."""
+        attributes = values_SA.shape[-1]
+        return values_SA.reshape(-1, self.answers, attributes).swapaxes(1, 2).reshape(-1, self.answers)
+
+
+def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Comparisons[np.ndarray]:
+    """Make the comparisons of a batch.
+
+    Args:
+        labels: Of the batch's rows.
+        rule: Settings of the loss.
+        rows: P, if the table is padded beyond the rows that there are.
+
+    Returns:
+        The table, with the weights of all of these rows as `weight_sum_1`.
+    """
+    count, attributes, answers = labels.grade_PAK.shape
+    grade_PAK = np.pad(labels.grade_PAK, ((0, (rows or count) - count), (0, 0), (0, 0)), constant_values=np.nan)
+    grade_GK = grade_PAK.reshape(-1, answers)
+    if labels.has_baseline:
+        first_M, second_M = np.arange(answers), np.full(answers, -1)
+        first_GM, second_GM = grade_GK, 1 - grade_GK
+    else:
+        first_M, second_M = np.triu_indices(answers, 1)
+        first_GM, second_GM = grade_GK[:, first_M], grade_GK[:, second_M]
+    compared_GM = ~np.isnan(first_GM + second_GM)
+    probability_GM = np.maximum(first_GM, second_GM)
+    if labels.are_rankings:
+        probability_GM = np.where(first_GM == second_GM, 0.5, 1.0)
+        compared_GM &= (first_GM != second_GM) | rule.learns_ties
+
+    ranking_weight_PA = (~np.isnan(grade_PAK)).any(-1) * np.array(rule.attribute_weights or [1.0] * attributes)
+    total_P1 = ranking_weight_PA.sum(-1, keepdims=True)
+    ranking_weight_G = (ranking_weight_PA / np.where(total_P1 > 0, total_P1, 1)).reshape(-1, 1)
+    row_weight_P = (np.arange(len(grade_PAK)) < count).astype(np.float32)
+    weight_GM = compared_GM * ranking_weight_G / compared_GM.sum(1, keepdims=True).clip(1)
+    if labels.has_baseline or rule.counts_comparisons:
+        weight_GM, row_weight_P = compared_GM, compared_GM.reshape(len(grade_PAK), -1).sum(1, dtype=np.float32)
+
+    is_first_GM = first_GM >= second_GM
+    margin_GM = np.zeros(compared_GM.shape)
+    if labels.margin_P is not None:
+        margin_GM[:count] = np.where(is_first_GM[:count], 1, -1) * labels.margin_P[:, None]
+    elif rule.margin_scale is not None and labels.are_rankings:
+        margin_GM = rule.margin_scale * np.abs(first_GM - second_GM)
+
+    def numbers(answer_GM: np.ndarray) -> np.ndarray:
+        place_GM = np.arange(len(grade_GK))[:, None]
+        number_GM = (place_GM // attributes * answers + answer_GM) * attributes + place_GM % attributes
+        return np.where(compared_GM & (answer_GM >= 0), number_GM, -1).astype(np.int32).ravel()
+
+    def values(value_GM: np.ndarray) -> np.ndarray:
+        return np.where(compared_GM, value_GM, 0).astype(np.float32).ravel()
+
+    return Comparisons(
+        better_C=numbers(np.where(is_first_GM, first_M, second_M)),
+        worse_C=numbers(np.where(is_first_GM, second_M, first_M)),
+        probability_C=values(probability_GM),
+        margin_C=values(margin_GM),
+        weight_C=values(weight_GM),
+        grade_SA=grade_PAK.swapaxes(1, 2).reshape(-1, attributes),
+        ranking_weight_G=ranking_weight_G.ravel().astype(np.float32),
+        row_weight_P=row_weight_P,
+        weight_sum_1=row_weight_P.sum(keepdims=True).clip(1),
+        answers=answers,
+        are_rankings=labels.are_rankings,
+        has_baseline=labels.has_baseline,
+    )
+
+
+def compared_rewards(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rewards that should be higher, and those that they are compared with, [C] each."""
+    rewards = rewards_SA.flatten()
+
+    def of(number_C: torch.Tensor) -> torch.Tensor:
+        # no 0 is put before the rewards: TorchTPU 0.2 confuses gradients that are parts of larger ones
+        return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0).long()])
+
+    return of(table.better_C), of(table.worse_C)
