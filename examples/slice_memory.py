@@ -1,23 +1,19 @@
 """What a model's training state takes of each chip's memory, by mesh: `python examples/slice_memory.py`.
 
-The arithmetic of `trl-tpu plan`: models without weights, and the plan that the trainer itself makes. Counted are
-weights and optimizer state in float32 (4 bytes a parameter, and 8 for Adam's two moments, of trained parameters),
-gradients (4), and what activation checkpointing keeps of each layer (its input, in float32 as the weights). What a
-layer needs while it is computed comes on top: leave a fifth of a chip free.
+Models have no weights, and the sharding plan is the trainer's own. Counted are weights and optimizer state in float32
+(4 bytes per parameter, and 8 for Adam's two moments, of trained parameters), gradients (4), and what activation
+checkpointing keeps of each layer (its input, in float32 as the weights). What a layer needs while it is computed comes
+on top: leave a fifth of a chip free.
 """
 
+from math import prod
 from typing import Any
 
 from transformers import AutoConfig
 
-from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.modeling.model_shape import model_without_weights
-from trl_tpu.packing.lengths import PairLengths
-from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
-from trl_tpu.plan.needs import least_memory
-from trl_tpu.plan.workload import Layout, Workload
-from trl_tpu.runtime import Remat
+from trl_tpu.parallel.shard import plan_model
 
 # the sizes that the models' own configs have
 MODELS: dict[str, dict[str, Any]] = {
@@ -69,12 +65,12 @@ def gigabytes_a_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> 
     Raises:
         UserError: The mesh does not fit the chips, or the model's heads.
     """
-    args = RewardConfig("unused", report_to="none")
-    workload = Workload(model, args, PairLengths.of_size(TOKENS_A_DEVICE_GROUP))
-    some_slice = parse_topology("v6e:1x1")  # memory is the same on all
-    memory = least_memory(Layout(workload, some_slice, parse_mesh(mesh_spec, chips), Remat.FULL, 1))
-    state = memory.weights + trained * (memory.gradients + memory.optimizer)
-    return state / 1e9, memory.activations / 1e9
+    mesh = parse_mesh(mesh_spec, chips)
+    plan = plan_model(model, mesh)
+    weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    numbers = sum(prod(shape) // plan.place(name, shape).parts(mesh) for name, shape in weights.items())
+    inputs = TOKENS_A_DEVICE_GROUP * model.config.hidden_size * model.config.num_hidden_layers
+    return (4 + 12 * trained) * numbers / 1e9, 4 * inputs / 1e9
 
 
 def table() -> list[tuple[str, str, str, float, float, float, int]]:

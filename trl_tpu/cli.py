@@ -8,7 +8,7 @@ import signal
 import sys
 
 from trl_tpu.errors import UserError
-from trl_tpu.plan.virtual_devices import pretend_devices
+from trl_tpu.plan.compile import pretend_devices
 from trl_tpu.runtime.device_choice import settle
 from trl_tpu.scripts.config_file import take_config
 

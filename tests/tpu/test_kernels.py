@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ahead import AT_ONCE, asked_for
 
-from trl_tpu.plan.child_process import WITHOUT_A_TPU
+from trl_tpu.plan.compile import WITHOUT_A_TPU
 
 
 def count_of_kernels(topology: str, rows: int, length: int) -> int:

@@ -1,7 +1,6 @@
-"""``trl-tpu plan`` with the real compiler: what is compiled agrees with the formulas."""
+"""``trl-tpu plan`` with the real compiler."""
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,23 +12,15 @@ from ahead import AT_ONCE
 from places import EXAMPLES, ROOT
 from transformers import AutoConfig
 
-ROWS = "--row_length {} --per_device_train_batch_size 1"
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": (
         "llama",
         {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
         | {"num_attention_heads": 4, "num_key_value_heads": 2},
     ),
-    # with heads of 64 features and a table of 112 a chip, which fill no 128 lanes
-    "odd": (
-        "qwen2",
-        {"hidden_size": 448, "intermediate_size": 2432, "num_hidden_layers": 6, "vocab_size": 32768}
-        | {"num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True},
-    ),
 }
 COMMANDS = {
-    "odd": f"--topology v5e:2x2 {ROWS.format(2048)} --gradient_checkpointing false --all_layers true",
-    "small": f"--topology v6e:2x2 {ROWS.format(256)}",
+    "small": "--topology v6e:2x2 --row_length 256 --per_device_train_batch_size 1",
     "data": f"--config {EXAMPLES / 'quickstart.yaml'} --topology v5e:2x2",
 }
 
@@ -60,25 +51,10 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Fut
 
 def test_a_config_alone_is_planned(plans: Mapping[str, Future[str]]) -> None:
     said = plans["small"].result()
-    assert "IT FITS" in said and "over fsdp" in said
-    assert times_the_least(said) > 1
+    assert "IT FITS" in said and "limited by" in said and "received at 400 GB/s" in said
 
 
 def test_a_training_with_data_is_planned_in_the_rows_that_the_trainer_packs(plans: Mapping[str, Future[str]]) -> None:
     said = plans["data"].result()
     assert "128 pairs in 28 rows of 64 tokens" in said
     assert "2,048 pairs of 15 unique tokens, 15 at most" in said
-
-
-def test_without_checkpointing_memory_is_what_the_backward_waits_for(plans: Mapping[str, Future[str]]) -> None:
-    """The odd model takes 1.22 of it, with jax's splash attention as it is.
-
-    It was 1.15 with a backward of our own around the kernel, which kept less, in 150 lines more.
-    """
-    assert 0.9 <= times_the_least(plans["odd"].result()) <= 1.23
-
-
-def times_the_least(said: str) -> float:
-    found = re.search(r"as compiled, ([\d.]+) times the least", said)
-    assert found is not None, said
-    return float(found[1])

@@ -6,7 +6,7 @@ import pytest
 
 from trl_tpu.parallel.chips import GiB, parse_topology
 from trl_tpu.plan.compile import TracedProgram, compile_for
-from trl_tpu.plan.search import attempt
+from trl_tpu.plan.layouts import attempt
 
 SQUARES = """HloModule step
 ENTRY %main (x: bf16[{n},1024], y: bf16[1024,{n}]) -> bf16[{n},1024] {{

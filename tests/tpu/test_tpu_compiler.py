@@ -1,6 +1,6 @@
 """Programs of the trainer are taken by the real TPU compiler, for every kind of chip and the layouts of a mesh.
 
-Their memory is held against what the plan says by formula, and against what the compiler does with less.
+Their memory is compared with the state that the sharding plan gives a chip, and with what the compiler does with less.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,18 +9,14 @@ from typing import NamedTuple
 
 import pytest
 from ahead import AT_ONCE, asked_for
-from planned import workload
 from tpu_programs import LENGTH, SETTINGS, config_of, lora, trace
 
 from trl_tpu.modeling.adapters import add_adapters
 from trl_tpu.modeling.model_shape import model_without_weights
-from trl_tpu.packing.lengths import PairLengths
-from trl_tpu.parallel.chips import parse_topology
 from trl_tpu.parallel.mesh import parse_mesh
+from trl_tpu.parallel.shard import plan_model
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, compile_for
-from trl_tpu.plan.needs import Memory, least_memory
-from trl_tpu.plan.search import attempt
-from trl_tpu.plan.workload import Layout
+from trl_tpu.plan.layouts import attempt
 from trl_tpu.runtime import libtpu
 
 CASES = [
@@ -51,30 +47,51 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, str]
         yield {(name, topology): pool.submit(compile_one, traced[name], topology) for name, topology in asked}
 
 
-def memory_by_formula(name: str) -> Memory:
+def state_of_a_chip(name: str) -> tuple[int, int]:
+    """Bytes of weights and Adam's moments by the sharding plan, and bytes of matrices in bfloat16 before sharding."""
     chips, settings = SETTINGS[name]
     model = model_without_weights(config_of(name), "float32")
     if "adapters" in settings:
         model = add_adapters(model, lora(), gradient_checkpointing=True)
-    planned = workload(model, PairLengths.of_size(LENGTH))
-    mesh = parse_mesh(settings.get("mesh", "fsdp=-1"), chips)
-    return least_memory(Layout(planned, parse_topology("v6e:1x1"), mesh, "full", 1))
+    mesh, state, matrices = parse_mesh(settings.get("mesh", "fsdp=-1"), chips), 0, 0
+    plan = plan_model(model, mesh)
+    for weight_name, weight in model.named_parameters():
+        numbers = weight.numel() // plan.place(weight_name, tuple(weight.shape)).parts(mesh)
+        state += 4 * numbers * (3 if weight.requires_grad else 1)
+        matrices += 2 * weight.numel() if "layers" in weight_name and weight.dim() > 1 else 0
+    return state, matrices
 
 
 @pytest.mark.parametrize(("name", "topology"), CASES, ids=[f"{name}, {topology}" for name, topology in CASES])
-def test_the_compilers_arguments_are_the_state_by_formula_and_are_overwritten(
+def test_the_compilers_arguments_are_the_sharded_state_and_are_overwritten(
     name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
 ) -> None:
     chips, settings = SETTINGS[name]
-    (traced, compiled), least = programs[name, topology].result(), memory_by_formula(name)
+    (traced, compiled), (state, _) = programs[name, topology].result(), state_of_a_chip(name)
     # the compiler pads small arrays to tiles, so that it may need more; but never the whole of what is split
-    state, batch = least.weights + least.optimizer, 32 * chips * settings.get("length", LENGTH)
+    batch = 32 * chips * settings.get("length", LENGTH)
     assert state <= compiled.arguments <= 1.1 * (state + batch) + 4096 * len(traced.shardings)
     # what changes is overwritten in place; beside it a few numbers are returned, each padded to a tile
     assert compiled.results < 2**13
     assert compiled.temporary > 0
     assert (b"annotate_device_placement" in traced.hlo) == ("activation_offloading" in settings)
     assert (b"tpu_custom_call" in traced.hlo) == ("packed_attention" in settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology"), [("packed, two axes", "v6e:16x16"), ("loop, tensor parallel", "v6e:2x4")]
+)
+def test_a_chip_receives_weights_twice_and_gradients_once_over_fsdp(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+) -> None:
+    """The compiler counts a loop once, so that nothing is known of a program with loops."""
+    compiled = programs[name, topology].result().compiled
+    if "scan_layers" in SETTINGS[name][1]:
+        assert (compiled.flops, compiled.received) == (0, 0)
+        return
+    matrices, shards = state_of_a_chip(name)[1], 64
+    assert 3 * matrices * (1 - 1 / shards) <= compiled.received <= 2 * 3 * matrices
+    assert compiled.flops > 0
 
 
 @pytest.mark.parametrize(("name", "topology"), [("long rows", "v5e:2x2")])

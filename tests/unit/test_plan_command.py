@@ -18,11 +18,10 @@ from transformers import AutoConfig, dynamic_module_utils
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import Outputs
 from trl_tpu.modeling.padding import reads_padding
-from trl_tpu.plan import layers
-from trl_tpu.plan.child_process import call_in_child
-from trl_tpu.plan.compile import CompiledProgram
-from trl_tpu.plan.trace import StepRequest, TracedProgram
-from trl_tpu.plan.workload import Layout
+from trl_tpu.plan import layouts
+from trl_tpu.plan.compile import CompiledProgram, TracedProgram, call_in_child
+from trl_tpu.plan.layouts import Layout
+from trl_tpu.plan.trace import StepRequest
 from trl_tpu.scripts import plan
 
 
@@ -39,20 +38,19 @@ def planned(model: str, more: str = "") -> list[Layout]:
     """What is compiled."""
     seen: list[Layout] = []
 
-    def compile_layout(layout: Layout) -> CompiledProgram:
+    def compile_one(layout: Layout) -> CompiledProgram:
         seen.append(layout)
         return compiled(layout)
 
     words = ["--model_name_or_path", model, "--report_to", "none", "--topology", "v6e:1x1", *more.split()]
-    assert plan.main(words, compile_layout) == 0
+    assert plan.main(words, compile_one) == 0
     return seen
 
 
 def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pytest.CaptureFixture) -> None:
     words = "--per_device_train_batch_size 4 --row_length 512 --pairs_in_dataset 1000 --remat dots"
     (layout,) = planned(model, words)
-    assert (layout.pairs, layout.shape, layout.remat, layout.workload.compute_bytes) == (4, (4, 512), "dots", 4)
-    assert layout.workload.attends_with_masks(512)
+    assert (layout.pairs, layout.shape, layout.remat) == (4, (4, 512), "dots")
     printed = capsys.readouterr()
     assert "IT FITS" in printed.out
     assert "3,000 pairs: at least" in printed.out  # transformers' default of epochs is 3
@@ -68,21 +66,37 @@ def test_the_number_of_steps_goes_before_the_dataset(model: str, capsys: pytest.
 
 
 def test_what_does_not_fit_is_followed_by_what_would(model: str, capsys: pytest.CaptureFixture) -> None:
-    def compile_layout(layout: Layout) -> CompiledProgram:
-        if layout.pairs > 2:
+    seen: list[tuple[str, str, int]] = []
+
+    def compile_one(layout: Layout) -> CompiledProgram:
+        seen.append((str(layout.mesh), layout.remat, layout.pairs_per_device))
+        if layout.pairs_per_device > 2:
             raise RuntimeError(REFUSAL)
         return compiled(layout)
 
-    words = f"--model_name_or_path {model} --report_to none --topology v6e:1x1 --per_device_train_batch_size 8"
-    assert plan.main(words.split(), compile_layout) == 1
+    words = f"--model_name_or_path {model} --report_to none --topology v6e:1x1 --per_device_train_batch_size 8 --remat"
+    assert plan.main([*words.split(), "dots"], compile_one) == 1
+    one_chip = "data=1,fsdp=1"
+    assert seen == [(one_chip, "dots", 8), *((one_chip, "full", pairs) for pairs in (8, 4, 2))]
     out = capsys.readouterr().out
-    assert out.index("IT DOES NOT FIT") < out.index("What would fit:")
-    assert out.count("--per_device_train_batch_size") <= 6
+    assert out.index("IT DOES NOT FIT") < out.index("What would fit:") < out.index("--per_device_train_batch_size 2")
+    seen.clear()
+    assert plan.main([*words.split(), "full", "--compiles", "1"], compile_one) == 1
+    assert seen == [(one_chip, "full", 8), (one_chip, "full", 4)]
+    assert "None of these fits" in capsys.readouterr().out
 
 
-def test_a_search_prints_flags_to_use(model: str, capsys: pytest.CaptureFixture) -> None:
-    assert len(planned(model, "--search true --compiles 2")) == 2
-    assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 2
+def test_a_search_compiles_what_its_flags_name_and_prints_flags_to_use(
+    model: str, capsys: pytest.CaptureFixture
+) -> None:
+    choices = [(each.pairs, each.remat) for each in planned(model, "--search true --compiles 5")]
+    assert choices == [(8, "none"), (8, "full"), (8, "dots"), (4, "none"), (4, "full")]
+    assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 5
+    named = planned(model, "--meshes fsdp=1 tensor=1 --batch_sizes 2")
+    assert [each.pairs for each in named] == [2] * 6
+    for words in ("--batch_sizes 0", "--compiles 0"):
+        with pytest.raises(UserError, match=words.split()[-2].lstrip("-")):
+            planned(model, words)
 
 
 @pytest.fixture
@@ -95,8 +109,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
         return TracedProgram(b"", (), (), 1)
 
     monkeypatch.setattr(plan, "missing", lambda: None)
-    monkeypatch.setattr(layers, "trace_step", trace)
-    monkeypatch.setattr(layers, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
+    monkeypatch.setattr(layouts, "trace_step", trace)
+    monkeypatch.setattr(layouts, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
     return requests
 
 
@@ -109,7 +123,6 @@ def test_rankings_are_planned_with_all_their_answers(
     assert [(each.rows, each.length, each.answers) for each in traced] == [(rows, length, 4)]
     (layout,) = planned("synthetic:tiny", f"--dataset_name synthetic:rankings --packing {packing}")
     assert layout.shape == (rows or 8 * 4, length)  # of 8 prompts
-    assert layout.workload.attends_with_masks(2**20)  # of however long rows, as they train
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -148,15 +161,15 @@ def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, traced: 
 def test_a_named_dataset_gives_lengths_and_pairs(capsys: pytest.CaptureFixture) -> None:
     (layout,) = planned("synthetic:tiny", "--dataset_name synthetic:numbers --max_length 16 --bf16 false")
     # a dialogue has 13 tokens, and the answers differ in the last two
-    assert set(layout.workload.lengths.sizes_P.tolist()) == {15}
+    assert set(layout.lengths.sizes_P.tolist()) == {15}
     assert "6,144 pairs: at least" in capsys.readouterr().out
 
 
 def test_adapters_are_planned_without_weights(model: str) -> None:
     (layout,) = planned(model, "--use_peft true --lora_r 4 --lora_target_modules q_proj v_proj")
     adapters = 2 * 2 * (256 * 4 + 4 * 256)
-    assert layout.workload.model.trained_parameters == adapters + 256  # and the score head
-    assert all(parameter.device.type == "meta" for parameter in layout.workload.module.parameters())
+    assert layout.model.trained_parameters == adapters + 256  # and the score head
+    assert all(parameter.device.type == "meta" for parameter in layout.module.parameters())
 
 
 def test_a_model_that_is_not_named_or_not_there_is_refused(model: str, tmp_path: Path) -> None:
@@ -203,14 +216,14 @@ def test_a_model_with_code_of_its_own_is_planned_where_that_is_trusted(
     with pytest.raises(UserError, match="trust_remote_code"):
         planned(own_code)
     (layout,) = planned(own_code, "--trust_remote_code true")
-    assert type(layout.workload.module).__name__ == "OwnForSequenceClassification"
+    assert type(layout.module).__name__ == "OwnForSequenceClassification"
     words = ["--model_name_or_path", own_code, "--report_to", "none", "--topology", "v6e:1x1"]
     assert plan.main([*words, "--trust_remote_code", "true"]) == 0
     (request,) = traced
     assert request.arguments["trust_remote_code"] is True
     assert call_in_child(getattr, request.model, "model_type", environment={}) == "own"  # the child finds the class
     (layout,) = planned(model)
-    assert reads_padding(layout.workload.module, 0)  # what the trainer asks of such code; here there are no weights
+    assert reads_padding(layout.module, 0)  # what the trainer asks of such code; here there are no weights
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from trl_tpu.data.chat import apply_template, date_written
 from trl_tpu.plan.compile import CompiledProgram
-from trl_tpu.plan.workload import Layout
+from trl_tpu.plan.layouts import Layout
 from trl_tpu.scripts import plan, reward
 
 FOLDER = EXAMPLES / "recipes"
@@ -63,9 +63,9 @@ def test_a_recipe_is_planned_as_its_head_says(recipe: Path, tmp_path: Path) -> N
 
     assert plan.main([*words, "--model_name_or_path", str(tmp_path), "--report_to", "none"], compile_layout) == 0
     (layout,) = seen
-    planned = {name: getattr(layout.workload.args, name) for name in OF_THE_TRAINING}
+    planned = {name: getattr(layout.args, name) for name in OF_THE_TRAINING}
     assert planned == {name: settings[name] for name in OF_THE_TRAINING}
-    assert layout.workload.args.gradient_accumulation_steps * layout.pairs == settings["total_batch_size"]
+    assert layout.args.gradient_accumulation_steps * layout.pairs == settings["total_batch_size"]
 
 
 def test_the_template_without_a_date_is_llamas_format_and_has_none() -> None:

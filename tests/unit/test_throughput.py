@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.evaluation.reward_sums import RewardSums
 from trl_tpu.modeling.model_shape import read_model
-from trl_tpu.modeling.work import work_of, work_of_a_pair
+from trl_tpu.modeling.work import needed_flops, work_of_a_pair
 from trl_tpu.packing.lengths import PairLengths
 from trl_tpu.runtime import current
 from trl_tpu.training.throughput import Throughput
@@ -61,7 +61,7 @@ def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:
     model = model_of("llama")
     rows = [([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])]
     dataset = dataset_of(rows)
-    expected = work_of(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])).needed / 2
+    expected = needed_flops(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
     assert work_of_a_pair(model, dataset) == expected > 0
     for model_type in ("gpt2", "qwen3", "gemma2", "phi3"):
         assert work_of_a_pair(model_of(model_type), dataset), model_type

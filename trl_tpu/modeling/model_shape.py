@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..parallel.sharding_plan import bare_name
 from .outputs import Outputs
@@ -19,29 +18,21 @@ class Weight:
 
     Args:
         name: As the model has it.
-        itemsize: Bytes of a number.
         trained: Whether it gets a gradient.
         kind: "embedding" (looked up), "matrix" (multiplied with every token), "experts" (with the tokens that are
             routed to them) or "vector".
         used: The share of it that multiplies a token: of experts those that it is routed to.
-        in_layer: Whether it belongs to a decoder layer.
     """
 
     name: str
     shape: tuple[int, ...]
-    itemsize: int
     trained: bool
     kind: str
     used: float
-    in_layer: bool
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -51,7 +42,6 @@ class ModelShape:
     Args:
         weights: All parameters, tied ones once.
         hidden: Features of a token between layers.
-        layers: How many decoder layers there are.
         heads: Attention heads of queries.
         head_dims: Features of a query with a key, and with a value.
         windows: For each layer how many tokens a token sees; None: all before it.
@@ -59,7 +49,6 @@ class ModelShape:
 
     weights: tuple[Weight, ...]
     hidden: int
-    layers: int
     heads: int
     head_dims: tuple[int, int]
     windows: tuple[int | None, ...]
@@ -71,11 +60,6 @@ class ModelShape:
     @property
     def trained_parameters(self) -> int:
         return sum(weight.numel for weight in self.weights if weight.trained)
-
-    @property
-    def residual_bytes(self) -> int:
-        """Bytes of a number that goes from layer to layer: it has the type of the embeddings."""
-        return next((weight.itemsize for weight in self.weights if weight.kind == "embedding"), 4)
 
 
 def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_code: bool = False) -> Any:
@@ -94,7 +78,6 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
 def read_model(model: Any) -> ModelShape:
     """Return the shapes of a reward model, which may be on torch's meta device and have adapters."""
     config = model.config.get_text_config()
-    layers = [f"{name}." for name, each in model.named_modules() if isinstance(each, GradientCheckpointingLayer)]
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     weights = []
@@ -103,13 +86,10 @@ def read_model(model: Any) -> ModelShape:
         used = _routed_share(config) if kind == "experts" else 1.0
         if ".original_module." in name:  # what PEFT keeps of a module that it trains a copy of
             used = 0.0
-        in_layer = name.startswith(tuple(layers))
-        size, trained = parameter.element_size(), parameter.requires_grad
-        weights.append(Weight(name, tuple(parameter.shape), size, trained, kind, used, in_layer))
+        weights.append(Weight(name, tuple(parameter.shape), parameter.requires_grad, kind, used))
     return ModelShape(
         tuple(weights),
         config.hidden_size,
-        config.num_hidden_layers,
         config.num_attention_heads,
         (getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim),
         _windows(config),

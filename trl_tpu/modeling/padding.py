@@ -14,8 +14,8 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     """Return whether a tiny batch gets other rewards when it is padded further.
 
     So it is where a forward averages over all columns, or reads the last one: as transformers does for the embeddings
-    that prompt tuning gives it. True also where it is unknown: weights on the meta device
-    or coarser than float32, a forward that fails.
+    that prompt tuning gives it. True also where it is unknown: weights on the meta
+    device or coarser than float32, a forward that fails.
     """
     parameter = next(model.parameters())
     if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):

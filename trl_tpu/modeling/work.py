@@ -1,6 +1,5 @@
-"""The operations that training needs of a model, by formula: what a compiler or a kernel does beyond is no work."""
+"""Operations that training needs, by formula. What a compiler or a kernel computes beyond them does not count."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset
@@ -11,42 +10,26 @@ from ..packing.lengths import PairLengths
 from .model_shape import ModelShape, read_model
 
 
-@dataclass(frozen=True)
-class Work:
-    """Operations on some pairs: matrix products, two for each multiply-add.
+def needed_flops(model: ModelShape, pairs: PairLengths) -> float:
+    """Return the operations that ``pairs`` need, forward and backward: each unique token once, without padding.
 
-    Args:
-        needed: Forward and backward, which model FLOPs utilization counts.
-        layers: The forward of decoder layers, without attention.
-        attention: Queries with keys and what they weigh with values, forward.
-    """
-
-    needed: float
-    layers: float
-    attention: float
-
-
-def work_of(model: ModelShape, pairs: PairLengths) -> Work:
-    """Return the operations that ``pairs`` need: each unique token is computed once, padding never.
-
-    Counted as in the literature on model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): 2 N a token
-    in the forward of N weights, twice that in the backward; attention by the tokens that it really sees. Looking up
-    embeddings, norms and activations are not counted. Frozen weights need no gradient, but pass the one of their input
-    on; so is counted what lies below the first trained weight, too.
+    Counted as for model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): 2 N per token in the
+    forward of N weights, twice that in the backward; attention by the tokens that are attended to. Embedding lookups,
+    norms and activations are not counted. No weight gradient is counted for frozen weights. Input gradients are
+    counted for every layer, an overestimate below the first trainable weight.
     """
     products = [weight for weight in model.weights if weight.kind in ("matrix", "experts")]
     forward = {weight: 2.0 * weight.numel * weight.used * pairs.tokens for weight in products}
     trained = sum(forward[weight] for weight in products if weight.trained)
-    layers = sum(forward[weight] for weight in products if weight.in_layer)
-    seen = {window: pairs.attended(window) for window in set(model.windows)}
-    attention = sum(2.0 * model.heads * sum(model.head_dims) * seen[window] for window in model.windows)
-    return Work(2 * sum(forward.values()) + trained + 3 * attention, layers, attention)
+    attended = {window: pairs.attended(window) for window in set(model.windows)}
+    attention = sum(2.0 * model.heads * sum(model.head_dims) * attended[window] for window in model.windows)
+    return 2 * sum(forward.values()) + trained + 3 * attention
 
 
 def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
     """Return the operations that an average pair of ``dataset`` needs, forward and backward.
 
-    None where that is not known: of a stream, of a model that is no causal decoder of transformers, or is quantized.
+    None if unknown: for a stream, a quantized model, or a model that is no causal decoder of transformers.
     """
     if not isinstance(dataset, Dataset) or getattr(model, "is_quantized", False):
         return None
@@ -55,9 +38,9 @@ def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
         if not _attends_in_every_layer(model):
             return None
         pairs = measure(dataset).lengths
-    except (AttributeError, TypeError, ValueError):  # of the user's own: no such config, or no such columns
+    except (AttributeError, TypeError, ValueError):  # a user's own config or columns
         return None
-    return work_of(shape, pairs).needed / len(pairs) if len(pairs) else None
+    return needed_flops(shape, pairs) / len(pairs) if len(pairs) else None
 
 
 def _attends_in_every_layer(model: Any) -> bool:

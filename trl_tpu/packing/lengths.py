@@ -35,11 +35,6 @@ class PairLengths:
         answer = max(1, size // 4)
         return cls.of([(size - 2 * answer, answer, answer)])
 
-    def drawn(self, count: int) -> "PairLengths":
-        """Return ``count`` pairs, drawn from these with replacement and always alike."""
-        drawn_P = np.random.default_rng(0).integers(0, len(self), count)
-        return PairLengths(self.prefix_P[drawn_P], self.tails_PK[drawn_P])
-
     def __len__(self) -> int:
         return len(self.prefix_P)
 

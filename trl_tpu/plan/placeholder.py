@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ class Sharding:
     """torch_xla's `OpSharding`; None is replicated."""
     text: str = "{replicated}"
     """The same in HLO's notation."""
+
+    @property
+    def parts(self) -> int:
+        """The number of different shards."""
+        found = re.match(r"\{devices=\[([\d,]+)\]", self.text)
+        sizes = [int(size) for size in found[1].split(",")] if found else []
+        return prod(sizes[:-1] if "last_tile_dim_replicate" in self.text else sizes)
 
 
 class PlaceholderRuntime(XlaRuntime):
@@ -81,7 +89,7 @@ class PlaceholderRuntime(XlaRuntime):
         return tensor
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if not _pending():
+        if not _pending(_live_tensors()):
             return self.place(tensor, (None,) * tensor.dim(), device)
         # in the middle of a step nothing may be cleared; what comes then, learning rates, needs no layout
         placeholder: torch.Tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
@@ -93,10 +101,11 @@ class PlaceholderRuntime(XlaRuntime):
     # ---- programs
 
     def step_boundary(self) -> None:
-        pending = _pending()
+        tensors = _live_tensors()
+        pending = _pending(tensors)
         if not pending:
             return
-        self.programs.append(self._record(pending))
+        self.programs.append(self._record(pending, tensors))
         for tensor in pending:
             sharding = self._sharding_of_result(tensor)
             self._shardings[_C._xla_get_tensor_id(tensor)] = sharding
@@ -105,15 +114,17 @@ class PlaceholderRuntime(XlaRuntime):
                 _C._xla_mark_sharding(tensor, sharding.op or self._mesh.get_op_sharding((None,)))
         _C._clear_pending_irs(str(torch_xla.device()))
 
-    def _record(self, outputs: list[torch.Tensor]) -> TracedProgram:
+    def _record(self, outputs: list[torch.Tensor], tensors: dict[int, torch.Tensor]) -> TracedProgram:
         overwritten = {self._overwritten(tensor) for tensor in outputs}
         numbers, _ = _C._get_tensors_xla_device_data_node(outputs)
+        idle = tensors.keys() - {*numbers, *map(_C._xla_get_tensor_id, outputs)}
         return TracedProgram(
             hlo=_C._get_xla_tensors_hlo_proto(outputs),
             # numbers that torch_xla makes arguments itself are not known here
             shardings=tuple(self._shardings.get(number, Sharding()).text for number in numbers),
             donated=tuple(number in overwritten for number in numbers),
             chips=self._chips,
+            idle=sum(tensors[n].nbytes // self._shardings.get(n, Sharding()).parts for n in idle),
         )
 
     def _overwritten(self, tensor: torch.Tensor) -> int:
@@ -146,16 +157,20 @@ def _marked(tensor: torch.Tensor) -> Sharding:
     return Sharding(_C._get_xla_op_sharding(tensor), _C._get_xla_sharding_spec(tensor))
 
 
-def _pending() -> list[torch.Tensor]:
-    """Return every tensor that a boundary would compute, once, by number: in torch_xla's order."""
+def _live_tensors() -> dict[int, torch.Tensor]:
+    """Return every tensor on the device, by number: in torch_xla's order."""
     found: dict[int, torch.Tensor] = {}
     for each in gc.get_objects():
         # type(), since isinstance would wake up lazy modules and proxies
         if issubclass(type(each), torch.Tensor) and each.device.type == "xla":
             found[_C._xla_get_tensor_id(each)] = each
-    tensors = [found[number] for number in sorted(found)]
-    needed = _C._check_tensor_need_materialization(tensors) if tensors else []
-    return [tensor for tensor, is_needed in zip(tensors, needed, strict=True) if is_needed]
+    return dict(sorted(found.items()))
+
+
+def _pending(tensors: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that a boundary would compute."""
+    needed = _C._check_tensor_need_materialization([*tensors.values()]) if tensors else []
+    return [tensor for tensor, is_needed in zip(tensors.values(), needed, strict=True) if is_needed]
 
 
 def _memory(tensor: torch.Tensor) -> int:

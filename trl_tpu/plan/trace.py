@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
@@ -25,10 +24,9 @@ from ..modeling.outputs import Outputs
 from ..packing.schedule import RowPlan
 from ..packing.shapes import RowShape
 from ..trainer.reward_trainer import RewardTrainer
-from .child_process import call_in_child
-from .compile import TracedProgram
+from .compile import TracedProgram, call_in_child
 
-# what a trace cannot do is turned off: evaluations, saving, other shapes
+# Settings that a trace replaces: evaluations, saving, other shapes, and those of a real tokenizer.
 _FIXED = {
     "max_steps": 2,
     "eval_strategy": "no",
@@ -38,6 +36,9 @@ _FIXED = {
     "push_to_hub": False,
     "max_length": None,
     "row_length": None,
+    "eos_token": None,
+    "pad_token": None,
+    "chat_template_path": None,
 }
 
 
@@ -100,11 +101,11 @@ def trace_here(request: StepRequest) -> TracedProgram:
 
 
 class _Traced(Exception):
-    """Ends the trainer's run: the first micro-batch is traced."""
+    """Ends the trainer's run once the micro-batch is traced."""
 
 
 class _FirstMicroBatch(TrainerCallback):
-    """Keeps the programs of the first micro-batch, which is a whole step if no gradients accumulate."""
+    """Keep the programs of the first micro-batch, which is a whole step unless gradients accumulate."""
 
     def __init__(self, placeholders: Any) -> None:
         self._placeholders = placeholders
@@ -136,7 +137,7 @@ def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> Rew
     trainer: RewardTrainer = type(trainer_type.__name__, (trainer_type,), {"fixed_rows": rows})(
         model=model,
         args=args,
-        train_dataset=_full_pairs(request, pairs, 2 * accumulation),
+        train_dataset=_pairs(request, 2 * accumulation * pairs),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         peft_config=request.peft,
     )
@@ -146,20 +147,21 @@ def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> Rew
     return trainer
 
 
-def _full_pairs(request: StepRequest, pairs: int, batches: int) -> Dataset:
-    """Make token pairs, or rankings, that fill the rows of batches of ``pairs``: all rows of packed ones alike."""
-    in_a_row, answers = -(-pairs // request.rows) if request.rows else 0, request.answers or 2
-    size = request.length // max(in_a_row, 1)
-    answer = max(1, size // (2 * answers))
-    prompt = size - (answers if in_a_row else 1) * answer
-    rows, outputs = list[dict[str, Any]](), Outputs.of(request.model)
-    for number in range(pairs * batches):  # pairs share no first token, nor do answers
-        begin = [2 + number % 2, *([4 + number // 2 % 2] * (prompt - 1))]
-        ids = [begin + [6 + place] * answer for place in range(answers)]
+def _pairs(request: StepRequest, count: int) -> Dataset:
+    """Make token pairs, rankings or solutions: in padded rows of full length, in packed rows short ones.
+
+    What packed rows hold does not change their program.
+    """
+    answers, outputs = request.answers or 2, Outputs.of(request.model)
+    rows = list[dict[str, Any]]()
+    for number in range(count):  # neither pairs nor answers share their first token
+        prompt = [2 + number % 2, *[4 + number // 2 % 2] * (1 if request.rows else request.length - 2)]
+        ids = [[*prompt, 6 + place] for place in range(answers)]
         grades = [[*range(answers)]] * len(outputs.attributes) or [*range(answers)]
         if outputs.step_separator is not None:
-            labels = np.where(np.arange(size) < size - answers, NO_LABEL, 1)
-            rows.append(dict(zip(SOLUTION, (np.resize(begin, size), labels), strict=True)))
+            solution = prompt + [4] * (answers if request.rows else 1)
+            labels = [NO_LABEL] * (len(solution) - answers) + [1] * answers
+            rows.append(dict(zip(SOLUTION, (solution, labels), strict=True)))
         elif request.answers is not None:
             rows.append(dict(zip(RANKING, (ids, grades), strict=True)))
         else:

@@ -7,7 +7,6 @@ traced and compiled by the TPU's compiler; see `trl_tpu.plan`.
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.data.measure import measure
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.experimental.prm import PRMConfig
-from trl_tpu.modeling.adapters import add_adapters, get_peft_config
+from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.chat_template import set_chat_template
 from trl_tpu.modeling.frozen import freeze
@@ -29,10 +28,10 @@ from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import write_outputs
 from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
 from trl_tpu.parallel.chips import parse_topology
-from trl_tpu.plan import layers, report
+from trl_tpu.parallel.mesh import MeshShape, parse_mesh
+from trl_tpu.plan import layouts, report
 from trl_tpu.plan.compile import CompiledProgram, missing
-from trl_tpu.plan.search import attempt, search
-from trl_tpu.plan.workload import Layout, Workload, assumed_pair
+from trl_tpu.plan.layouts import Layout
 from trl_tpu.runtime import Remat
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import pick_split
@@ -42,27 +41,36 @@ from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
 from trl_tpu.trainer.model_config import ModelConfig
 
-_DECIDED_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}
+_SET_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}
 
 
 @help_from_docstring
 @dataclass
 class PlanArguments:
-    """What to plan for, beside the arguments of the training.
+    """What to plan for, in addition to the arguments of the training.
 
     Args:
         topology: The slice: chip and shape, such as v5e:2x4, v5p:2x2x4 or v6e:4x4.
         pairs_in_dataset: Pairs to train on, for the hours. By default those of the dataset, if named.
-        search: Look for the best mesh, remat policy and batch size for the slice.
+        search: Compile the training on each of `meshes`, with each of `batch_sizes` and each remat policy. Either of
+            these two flags asks for it too.
+        meshes: Meshes of a search, such as fsdp=-1 fsdp=4,tensor=2. By default the training's own.
+        batch_sizes: Batch sizes per device of a search. By default the training's own and half of it.
         compiles: How many layouts a search, or a training that does not fit, may compile.
-        all_layers: Compile all layers of a deep model, which takes long, and not two depths of it.
+        all_layers: Compile all layers of a deep model instead of two depths: minutes, and tens of GB of memory.
     """
 
     topology: str
     pairs_in_dataset: int | None = None
     search: bool = False
+    meshes: list[str] | None = None
+    batch_sizes: list[int] | None = None
     compiles: int = 6
     all_layers: bool = False
+
+    def __post_init__(self) -> None:
+        if min([self.compiles, *(self.batch_sizes or ())]) < 1:
+            raise UserError(f"compiles ({self.compiles}) and batch_sizes ({self.batch_sizes}) must be 1 or more.")
 
 
 def make_parser(config: type[RewardConfig] = RewardConfig) -> TrlParser:
@@ -78,24 +86,24 @@ def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu plan``; returns the exit status."""
     try:
         return main(argv)
-    except RuntimeError as error:  # of the processes that trace and compile, which say what failed
+    except RuntimeError as error:  # from the child processes that trace and compile
         print(f"trl-tpu plan: error: {error}", file=sys.stderr)
         return 2
 
 
-def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | None = None) -> int:
-    """Plan, and print what was found.
+def main(argv: list[str], compile_one: layouts.Compile | None = None) -> int:
+    """Plan, and print the report.
 
     Args:
         argv: The words after the command's name; ``prm`` before the flags plans process rewards.
-        compile_layout: What compiles; by default the TPU's compiler.
+        compile_one: The compiler; by default the TPU's.
 
     Returns:
-        The exit status: 0 if it fits, or of a search anything does, else 1.
+        The exit status: 0 if the layout fits, or any layout of a search, else 1.
 
     Raises:
-        UserError: No model, a mesh that the slice or the model does not fit, several slices, and what the training
-            itself would refuse.
+        UserError: No model, a mesh that does not fit the slice or the model, several slices, and what the training
+            itself would reject.
         RuntimeError: The compiler fails for another reason than memory.
     """
     config = PRMConfig if argv[:1] == ["prm"] else RewardConfig
@@ -104,15 +112,17 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
         raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
-    if compile_layout is None and (reason := missing()) is not None:
+    if compile_one is None and (reason := missing()) is not None:
         raise UserError(reason)
     with tempfile.TemporaryDirectory() as folder:
-        workload = read_workload(script, args, model_args, data, folder)
-    depths = None if plan_args.all_layers or args.scan_layers else layers.two_depths(workload.config)
+        model, tokens = read_inputs(script, args, model_args, data, folder)
+    lengths = layouts.typical_pair(args) if tokens is None else measure(tokens).lengths
+    planned = Layout(model, args, lengths, tokens, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
+    depths = layouts.depths_of(without_adapters(model).config, plan_args.all_layers or args.scan_layers)
     given = parser.parse_known_args(take_config(argv)[1])[0]  # before `RewardConfig` has read it
-    fields = {each.name for each in dataclasses.fields(config) if each.init} - _DECIDED_BY_REMAT
-    compile_layout = compile_layout or partial(
-        layers.compile_layout,
+    fields = {each.name for each in dataclasses.fields(config) if each.init} - _SET_BY_REMAT
+    compile_one = compile_one or partial(
+        layouts.compile_layout,
         arguments={name: value for name, value in vars(given).items() if name in fields}
         | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None}
         | {"trust_remote_code": model_init_kwargs(model_args, args)["trust_remote_code"]},
@@ -122,34 +132,42 @@ def main(argv: list[str], compile_layout: Callable[[Layout], CompiledProgram] | 
 
     def say_and_compile(layout: Layout) -> CompiledProgram:
         print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
-        return compile_layout(layout)
+        return compile_one(layout)
 
-    if plan_args.search:
-        attempts = search(workload, [topology], say_and_compile, plan_args.compiles)
+    most, size = plan_args.compiles, planned.pairs_per_device
+    if plan_args.search or plan_args.meshes or plan_args.batch_sizes:
+        meshes = [parse_mesh(each, topology.chips) for each in plan_args.meshes or [str(mesh)]]
+        # layers in a loop are always recomputed
+        policies = [each for each in Remat if each != Remat.NONE or not args.scan_layers]
+        sizes = plan_args.batch_sizes or dict.fromkeys([size, -(-size // 2)])
+        attempts = layouts.search(planned, meshes, sizes, policies, say_and_compile, most)
         parts = [report.found(attempts)]
     else:
-        layout = Layout(workload, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
-        attempts = [attempt(layout, say_and_compile)]
-        parts = [report.report(attempts[0], pairs_to_train(layout, plan_args))]
-        if not attempts[0].fits:
-            slices = [topology, *topology.larger()]
-            others = search(workload, slices, say_and_compile, plan_args.compiles, until_one_fits=True)
+        attempts = [layouts.attempt(planned, say_and_compile)]
+        parts = [report.report(attempts[0], pairs_to_train(planned, plan_args))]
+        if not attempts[0].fits:  # full remat, weights over all chips, and halves of the batch
+            thrifty = [MeshShape(fsdp=mesh.batch_shards, tensor=mesh.tensor)]
+            is_thrifty = planned.remat == Remat.FULL and thrifty == [mesh]
+            sizes = [size // 2**halved for halved in range(is_thrifty, size.bit_length())]
+            others = layouts.search(planned, thrifty, sizes, [Remat.FULL], say_and_compile, most, until_one_fits=True)
             parts.append(f"What would fit:\n\n{report.found(others)}")
-    print("\n\n".join([*parts, report.notes(workload, depths)]))
+    print("\n\n".join([*parts, report.notes(planned, depths)]))
     return 0 if any(each.fits for each in attempts) else 1
 
 
 def pairs_to_train(layout: Layout, plan_args: PlanArguments) -> float | None:
     """Return the pairs of all steps; None if neither their number nor a dataset is known."""
-    workload, args = layout.workload, layout.workload.args
+    args = layout.args
     if args.max_steps > 0:
         return args.max_steps * layout.pairs * args.gradient_accumulation_steps
-    pairs = plan_args.pairs_in_dataset or (None if workload.tokens is None else len(workload.lengths))
+    pairs = plan_args.pairs_in_dataset or (None if layout.tokens is None else len(layout.lengths))
     return pairs and pairs * args.num_train_epochs
 
 
-def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data: Any, folder: str) -> Workload:
-    """Return the model without weights, and the pairs of the dataset if one is named.
+def read_inputs(
+    script: Any, args: RewardConfig, model_args: ModelConfig, data: Any, folder: str
+) -> tuple[Any, Dataset | None]:
+    """Return the model without weights, and the tokens of the dataset if one is named.
 
     Args:
         script: The dataset, by name.
@@ -184,4 +202,4 @@ def read_workload(script: Any, args: RewardConfig, model_args: ModelConfig, data
     if (peft_config := get_peft_config(model_args)) is not None:
         model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
     freeze(model, args.frozen_parameters)
-    return Workload(model, args, assumed_pair(args) if tokens is None else measure(tokens).lengths, tokens)
+    return model, tokens

@@ -1,0 +1,205 @@
+"""Layouts of a plan: their rows, their bounds against arithmetic, the report, and what is compiled for a search."""
+
+import os
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from planned import REFUSAL, compiled, layout_of
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from trl_tpu.data.measure import measure
+from trl_tpu.modeling.model_shape import model_without_weights
+from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.parallel.chips import GiB
+from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.plan.compile import CompiledProgram, call_in_child, received
+from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, search, with_layers
+from trl_tpu.plan.report import found, report, scaled, sized
+from trl_tpu.runtime import Remat
+
+FSDP16 = MeshShape(fsdp=16)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A Llama of 1.2 billion parameters, without weights."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+    config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8, **sizes)
+    return model_without_weights(config, "float32")
+
+
+@pytest.fixture
+def layout(model: Any) -> Layout:
+    return layout_of(model, PairLengths.of_size(2048), mesh=FSDP16, pairs=2)
+
+
+# ---- bounds
+
+
+def test_times_are_the_compilers_operations_and_received_bytes_at_published_speeds(layout: Layout) -> None:
+    assert Attempt(layout, compiled(layout, flops=90e12)).seconds == {
+        "arithmetic": 90e12 / 918e12,
+        "links": 4e9 / 400e9,
+    }
+    # the compiler counts no operations of kernels, and a loop once: a step needs no less than the model
+    least = layout.needed_flops / 16
+    assert Attempt(layout, compiled(layout, flops=0.0)).seconds["arithmetic"] == least / 918e12
+    assert Attempt(layout, compiled(layout)).most_pairs_per_second == 32 / max(4e9 / 400e9, least / 918e12)
+
+
+def test_the_report_says_whether_it_fits_what_takes_memory_and_what_limits_it(layout: Layout) -> None:
+    tried = Attempt(layout, compiled(layout, flops=40e12))
+    hours = 64_000 / 32 * 40e12 / 918e12 / 3600
+    text = " ".join(report(tried, 64_000).split())
+    for part in (
+        "1.24 Gparameters, 1.24 Gtrained, on v6e:4x4: 16 chip(s) as mesh data=1,fsdp=16, remat full",
+        "32 pairs in 32 rows of 2,048 tokens",
+        f"IT FITS: {sized(3 * GiB + 2**20 + 10)} are needed, each chip has 31.25 GiB",
+        "40 TFLOP at 918 TFLOP/s in bfloat16",
+        f"{scaled(layout.needed_flops / 16)}FLOP are needed by the model",
+        "limited by arithmetic",
+        f"at most {layout.needed_flops / 16 / 40e12:.0%} of the chips' arithmetic",
+        "https://cloud.google.com/tpu/docs/v6e",
+        f"{hours * 16:,.4g} chip-hours",
+    ):
+        assert part in text, part
+    assert "IT DOES NOT FIT: " in report(Attempt(layout, compiled(layout, temporary=40 * GiB)))
+    looped = report(Attempt(layout, compiled(layout, flops=0.0, received=0.0)))
+    assert "unknown" in looped and "limited by arithmetic" in looped
+
+
+def test_collectives_count_what_a_chip_receives_once_per_channel() -> None:
+    lines = [
+        " %a = bf16[8,128]{1,0:T(8,128)} all-gather(%x), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}",
+        " %again = bf16[8,128]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}",
+        " %b = (f32[100]{0}, f32[]) all-reduce(%y, %z), channel_id=2, replica_groups=[2,4]<=[8], to_apply=%add",
+        " %c = f32[25]{0} reduce-scatter(%y), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}",
+        " %d = (s8[64], s8[64], u32[], u32[]) collective-permute-start(%w), channel_id=4, source_target_pairs={{0,1}}",
+        " %e = f32[8] add(%b, %c), metadata={op_name=all-gather}",
+    ]
+    assert received("\n".join(lines)) == 2 * 8 * 128 / 2 + 4 * 101 * 3 / 4 + 4 * 25 * 4 * 3 / 4 + 64
+
+
+# ---- the compiler
+
+
+def refuses(layout: Layout) -> CompiledProgram:
+    raise RuntimeError(REFUSAL)
+
+
+def test_a_layout_that_needs_too_much_memory_does_not_fit_and_the_compilers_words_are_kept(layout: Layout) -> None:
+    refused = attempt(layout, refuses)
+    assert not refused.fits
+    assert "IT DOES NOT FIT: Used 49.22G of 31.25G hbm" in report(refused)
+
+
+def test_another_error_of_the_compiler_is_raised(layout: Layout) -> None:
+    def fails(layout: Layout) -> CompiledProgram:
+        raise RuntimeError("Ran out of memory in memory space vmem. Used 32.42M of 16.00M vmem.")
+
+    with pytest.raises(RuntimeError, match="vmem"):
+        attempt(layout, fails)
+
+
+def test_an_error_in_a_child_process_says_why_or_with_which_signal_it_ended() -> None:
+    with pytest.raises(RuntimeError, match="status -6"):
+        call_in_child(os.abort, environment={})
+    with pytest.raises(RuntimeError, match="TypeError: .* not int"):
+        call_in_child(Path, 4, environment={})
+    assert call_in_child(Path, "given", environment={}) == Path("given")
+
+
+# ---- deep models
+
+
+def tiny(model_type: str, layers: int, **settings: Any) -> Any:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64, "num_labels": 1}
+    return AutoConfig.for_model(model_type, num_hidden_layers=layers, **sizes, **settings)
+
+
+def test_few_layers_are_compiled_as_they_are_and_of_many_two_depths_with_whole_periods() -> None:
+    assert depths_of(tiny("llama", 24)) == (24,)
+    assert depths_of(tiny("llama", 80), compiles_all=True) == (80,)
+    assert depths_of(tiny("llama", 32)) == (2, 4)
+    assert depths_of(tiny("llama", 35)) == (3, 5)
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 10
+    assert depths_of(tiny("gemma3_text", 26, layer_types=kinds[:26])) == (8, 14)
+    assert depths_of(tiny("gemma3_text", 60, layer_types=kinds)) == (6, 12)
+
+
+def test_two_depths_are_extended_in_a_straight_line_and_never_below_zero() -> None:
+    def program(layers: int) -> CompiledProgram:
+        return CompiledProgram(10 + 3 * layers, 1, 1000 + 7 * layers, 5 + layers, 2.0 * layers, 8.0 + layers)
+
+    assert extend([program(4), program(8)], (4, 8), 48) == program(48)
+    assert extend([program(8)], (8,), 8) == program(8)
+    assert extend([program(8), replace(program(4), results=0)], (4, 8), 480).results == 0
+    assert min(astuple(extend([program(8), program(4)], (4, 8), 4800))) == 0
+
+
+def test_a_config_with_fewer_layers_makes_such_a_model_and_leaves_the_config_alone() -> None:
+    whole = tiny("gemma3_text", 12, layer_types=["sliding_attention", "full_attention"] * 6, head_dim=8)
+    assert len(AutoModelForSequenceClassification.from_config(with_layers(whole, 4)).model.layers) == 4
+    assert whole.num_hidden_layers == len(whole.layer_types) == 12
+
+
+# ---- search
+
+
+def test_a_search_compiles_the_candidates_in_turn_and_puts_the_fastest_that_fits_first(layout: Layout) -> None:
+    asked: list[Layout] = []
+
+    def says(layout: Layout) -> CompiledProgram:
+        asked.append(layout)
+        program = compiled(layout, received=4e10 if layout.mesh.tensor == 1 else 8e10)
+        return replace(program, temporary=40 * GiB) if layout.remat == Remat.NONE else program
+
+    meshes = [FSDP16, MeshShape(fsdp=8, tensor=2)]
+    attempts = search(layout, meshes, [2, 1], [Remat.NONE, Remat.FULL], says, most=7)
+    assert [(each.mesh.tensor, each.pairs_per_device, each.remat) for each in asked] == [
+        *((1, 2, "none"), (1, 2, "full"), (1, 1, "none"), (1, 1, "full")),
+        *((2, 2, "none"), (2, 2, "full"), (2, 1, "none")),
+    ]
+    assert [each.fits for each in attempts] == [True] * 3 + [False] * 4
+    rates = [each.most_pairs_per_second for each in attempts[:3]]
+    assert rates == sorted(rates, reverse=True)
+    assert attempts[0].layout.mesh == FSDP16
+    assert "--mesh data=1,fsdp=16 --remat full --per_device_train_batch_size 2" in found(attempts)
+
+
+def test_a_search_for_what_fits_ends_with_it(layout: Layout) -> None:
+    def fits_from_one(layout: Layout) -> CompiledProgram:
+        return compiled(layout) if layout.pairs_per_device == 1 else refuses(layout)
+
+    attempts = search(layout, [FSDP16], [4, 2, 1, 1], [Remat.FULL], fits_from_one, 6, until_one_fits=True)
+    assert [each.layout.pairs_per_device for each in attempts] == [1, 4, 2]
+    assert "None of these fits" in found(search(layout, [FSDP16], [4], [Remat.FULL], refuses, 6))
+
+
+# ---- rows
+
+
+def pairs_of(*lengths: tuple[int, int, int]) -> Dataset:
+    rows = [
+        {"chosen_ids": [number] * prefix + [-1] * chosen, "rejected_ids": [number] * prefix + [-2] * rejected}
+        for number, (prefix, chosen, rejected) in enumerate(lengths)
+    ]
+    return Dataset.from_list(rows)
+
+
+def test_rows_are_those_that_the_trainer_plans(model: Any) -> None:
+    def shape(tokens: Any, pairs: int, **settings: Any) -> tuple[int, int]:
+        lengths = PairLengths.of_size(2048) if tokens is None else measure(tokens).lengths
+        return layout_of(model, lengths, tokens, mesh=MeshShape(fsdp=4), pairs=pairs, **settings).shape
+
+    rows, length = shape(pairs_of(*[(30, 20, 50)] * 10, *[(100, 10, 10)] * 10), 2)
+    assert rows % 4 == 0 and rows * length >= 8 * 100
+    long = pairs_of(*[(1000, 700, 700)] * 10)
+    assert shape(long, 1, packed_attention="masks") == (4, 2400)
+    assert shape(long, 1) == (4, 2560)  # the kernel's multiple of 256
+    assert shape(None, 4) == (16, 2048)
+    assert shape(None, 4, row_length=8192) == (4, 8192)  # full rows
+    assert shape(None, 4, packing=False) == (32, 1536)  # a sequence per row

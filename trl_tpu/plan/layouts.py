@@ -1,0 +1,253 @@
+"""Layouts of a training on a TPU slice: which rows a micro-batch has, and what the compiler makes of it."""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from itertools import islice, product
+from math import ceil, prod
+from typing import Any
+
+from datasets import Dataset
+
+from ..batching.batch_plan import LONG_ROW
+from ..batching.planned_shapes import plan_rows_of
+from ..config.reward_config import RewardConfig
+from ..data.measure import PAIR, has_form, measure
+from ..modeling.adapters import without_adapters
+from ..modeling.model_shape import ModelShape, read_model
+from ..modeling.work import needed_flops
+from ..packing.lengths import PairLengths
+from ..packing.shapes import round_up
+from ..parallel.chips import Topology
+from ..parallel.mesh import MeshShape
+from ..runtime import Remat
+from .compile import CompiledProgram, compile_for
+from .trace import StepRequest, trace_step
+
+_DEEP = 24
+"""Layers up to which all are compiled: 32 layers of an 8B model need more than 24 GB of host memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One way to train a model on one slice.
+
+    Args:
+        module: The model on torch's meta device, with its adapters.
+        args: The settings of the training.
+        lengths: The pairs of the dataset, or one typical pair.
+        tokens: The dataset's pairs of token ids; None without a dataset, when rows are assumed to be full.
+        topology: The slice.
+        mesh: In place of that of ``args``, as the following two.
+        remat: What the backward recomputes.
+        pairs_per_device: `per_device_train_batch_size`.
+    """
+
+    module: Any
+    args: RewardConfig
+    lengths: PairLengths
+    tokens: Dataset | None
+    topology: Topology
+    mesh: MeshShape
+    remat: Remat
+    pairs_per_device: int
+
+    @cached_property
+    def model(self) -> ModelShape:
+        return read_model(self.module)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a micro-batch, over all chips."""
+        return self.pairs_per_device * self.mesh.batch_shards
+
+    @property
+    def answers(self) -> int | None:
+        """The most answers of a prompt, or steps of a solution; None for pairs."""
+        if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
+            return 2
+        is_many = self.tokens is not None and not has_form(self.tokens, PAIR)
+        return measure(self.tokens).answers if is_many else None
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Rows of the largest micro-batch, over all chips, and their length."""
+        args, shards = self.args, self.mesh.batch_shards
+        if args.packing == "false":
+            rows = 1 if args.step_separator is not None else self.answers or 2  # a solution is one row
+            return rows * self.pairs, int(self.lengths.longest_P.max())
+        if self.tokens is None:
+            size = int(self.lengths.sizes_P[0])
+            length = args.row_length or int(round_up(size, 128))
+            return ceil(self.pairs / (length // size) / shards) * shards, length
+        plan = plan_rows_of(self.tokens, self.model.hidden, self.pairs, shards, args)
+        is_long = args.packed_attention == "auto" and plan.longest >= LONG_ROW
+        if self.answers is None and (is_long or args.packed_attention == "expanded"):
+            plan = plan_rows_of(self.tokens, self.model.hidden, self.pairs, shards, args, expands=True, multiple=256)
+        return max(((each.rows, each.length) for each in plan.shapes), key=prod)
+
+    @property
+    def needed_flops(self) -> float:
+        """Operations that the model needs for a micro-batch, over all chips."""
+        return needed_flops(self.model, self.lengths) / len(self.lengths) * self.pairs
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `RewardConfig` that choose this layout."""
+        return {"mesh": str(self.mesh), "remat": self.remat, "per_device_train_batch_size": self.pairs_per_device}
+
+    def __str__(self) -> str:
+        rows, length = self.shape
+        return f"mesh {self.mesh}, remat {self.remat}, {self.pairs} pairs in {rows} rows of {length}"
+
+
+def typical_pair(args: RewardConfig) -> PairLengths:
+    """Return the pair that stands for all without a dataset.
+
+    Both sequences have `max_length` tokens. In packed rows they share half of them; a padded row holds one of them.
+    """
+    if args.packing == "false":
+        length = args.row_length or args.max_length or LONG_ROW
+        return PairLengths.of_size(4 * length // 3)  # a sequence has three quarters of a pair's unique tokens
+    usual = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW
+    length = args.row_length or int(round_up(usual, 128))
+    return PairLengths.of_size(length // max(1, length // usual))
+
+
+# ---- compiling
+
+
+def compile_layout(
+    layout: Layout, arguments: Mapping[str, Any], peft_config: Any, depths: Sequence[int]
+) -> CompiledProgram:
+    """Trace the trainer's step of ``layout`` and compile it.
+
+    Args:
+        layout: The layout.
+        arguments: The user's arguments of `RewardConfig`; those of the layout replace them.
+        peft_config: A `peft.LoraConfig`, or None.
+        depths: From `depths_of`.
+
+    Raises:
+        RuntimeError: The trainer or the compiler rejects it.
+    """
+    config, (rows, length) = without_adapters(layout.module).config, layout.shape
+    request = StepRequest(
+        config,
+        layout.topology.chips,
+        length,
+        None if layout.args.packing == "false" else rows,
+        {**arguments, **layout.arguments},
+        peft_config,
+        str(layout.module.dtype).removeprefix("torch."),
+        layout.answers,
+    )
+    requests = [replace(request, model=with_layers(config, depth)) for depth in depths]
+    programs = [compile_for(trace_step(each), layout.topology.compiled_as) for each in requests]
+    return extend(programs, depths, config.num_hidden_layers)
+
+
+def depths_of(config: Any, compiles_all: bool = False) -> tuple[int, ...]:
+    """Return the numbers of layers to compile: all, or two depths of a deep model.
+
+    Kinds of layers repeat with a period: whole periods lie between the two depths, and from there to all layers.
+    """
+    layers = config.num_hidden_layers
+    if compiles_all or layers <= _DEEP:
+        return (layers,)
+    kinds = getattr(config, "layer_types", None) or ["layer"] * layers
+    period = next(size for size in range(1, layers + 1) if all(kinds[i] == kinds[i % size] for i in range(layers)))
+    more = max(period, 2)
+    first = more + layers % more
+    return (first, first + more) if first + more < layers else (layers,)
+
+
+def extend(programs: Sequence[CompiledProgram], depths: Sequence[int], layers: int) -> CompiledProgram:
+    """Return the program of ``layers`` layers: the last one, extended in a straight line from the first."""
+    first, last = map(astuple, (programs[0], programs[-1]))
+    times = (layers - depths[-1]) / max(depths[-1] - depths[0], 1)
+    return CompiledProgram(*(max(round(b + (b - a) * times), 0) for a, b in zip(first, last, strict=True)))
+
+
+def with_layers(config: Any, layers: int) -> Any:
+    """Return a copy of a model's config with its first ``layers`` layers."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    return config
+
+
+# ---- attempts
+
+#: Compiles a layout. It raises a RuntimeError with the compiler's message if the program needs too much memory.
+Compile = Callable[[Layout], CompiledProgram]
+
+# libtpu 0.0.21's message about a program, and about a single array that is larger than the memory
+_OUT_OF_MEMORY = re.compile(
+    r"Used [\d.]+[KMGT]? of [\d.]+[KMGT]? hbm|Allocation \(size=\d+\) would exceed memory \(size=\d+\)", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A layout, and its program or the compiler's out-of-memory message."""
+
+    layout: Layout
+    program: CompiledProgram | None = None
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.program is not None and self.program.peak <= self.layout.topology.chip.memory
+
+    @property
+    def flops(self) -> float:
+        """Operations of one chip in a micro-batch, at least: the compiler counts kernels and loops too low."""
+        counted = 0.0 if self.program is None else self.program.flops
+        return max(counted, self.layout.needed_flops / self.layout.topology.chips)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The least time of a micro-batch for each part of a chip, at its published speed."""
+        chip, received = self.layout.topology.chip, 0.0 if self.program is None else self.program.received
+        return {"arithmetic": self.flops / chip.peak_flops, "links": received / chip.link_bandwidth}
+
+    @property
+    def most_pairs_per_second(self) -> float:
+        """The rate if arithmetic and links work at the same time."""
+        return self.layout.pairs / max(self.seconds.values())
+
+
+def attempt(layout: Layout, compile_one: Compile) -> Attempt:
+    """Compile a layout.
+
+    Raises:
+        RuntimeError: The compiler fails for another reason than memory.
+    """
+    try:
+        return Attempt(layout, compile_one(layout))
+    except RuntimeError as error:
+        if (found := _OUT_OF_MEMORY.search(str(error))) is None:
+            raise
+        return Attempt(layout, refusal=found[0])
+
+
+def search(
+    layout: Layout,
+    meshes: Iterable[MeshShape],
+    batch_sizes: Iterable[int],
+    policies: Iterable[Remat],
+    compile_one: Compile,
+    most: int,
+    until_one_fits: bool = False,
+) -> list[Attempt]:
+    """Compile ``layout`` with each mesh, batch size per device and remat policy, in this order: at most ``most``."""
+    attempts: list[Attempt] = []
+    for mesh, pairs, remat in islice(product(meshes, batch_sizes, policies), most):
+        attempts.append(attempt(replace(layout, mesh=mesh, pairs_per_device=pairs, remat=remat), compile_one))
+        if until_one_fits and attempts[-1].fits:
+            break
+    return sorted(attempts, key=lambda each: (each.fits, each.most_pairs_per_second), reverse=True)
