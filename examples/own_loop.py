@@ -21,7 +21,6 @@ from accelerate.data_loader import SeedableRandomSampler
 from transformers import get_scheduler, set_seed
 
 from trl_tpu import ModelConfig, RewardConfig, ScriptArguments, TrlParser
-from trl_tpu.batching.batch_plan import BatchPlan
 from trl_tpu.checkpoint.state_dict import whole_weights
 from trl_tpu.data.loader import host_batches
 from trl_tpu.modeling.build import build_dataset, build_reward_model
@@ -30,9 +29,10 @@ from trl_tpu.parallel.mesh import BATCH_AXES
 from trl_tpu.parallel.shard import keep_activations_split, place_model, plan_model
 from trl_tpu.runtime import current
 from trl_tpu.scripts import synthetic, utils
-from trl_tpu.training.metrics import RewardMetrics, on_host
+from trl_tpu.training.batch_plan import BatchPlan
+from trl_tpu.training.optimizer import StepState
+from trl_tpu.training.statistics import RewardMetrics, on_host
 from trl_tpu.training.step import evaluation_step, training_step
-from trl_tpu.training.step_state import StepState
 
 
 def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, float]]:

@@ -1,3 +1,3 @@
-"""TRL's path for `trl_tpu.modeling.chat_template.clone_chat_template`."""
+"""TRL's path for `trl_tpu.modeling.tokenizer.clone_chat_template`."""
 
-from .modeling.chat_template import clone_chat_template as clone_chat_template
+from .modeling.tokenizer import clone_chat_template as clone_chat_template

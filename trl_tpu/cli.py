@@ -10,7 +10,7 @@ import sys
 from trl_tpu.errors import UserError
 from trl_tpu.plan.compile import pretend_devices
 from trl_tpu.runtime.device_choice import settle
-from trl_tpu.scripts.config_file import take_config
+from trl_tpu.scripts.parser import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
@@ -85,7 +85,7 @@ def environment() -> str:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         lines.append(f"{package}: {version}")
-    from trl_tpu import runtime  # imports torch
+    from trl_tpu import runtime
 
     choice = runtime.choice()
     return "\n".join([*lines, f"runtime: {choice.name} ({choice.reason})"])

@@ -34,8 +34,7 @@ from datasets import Dataset, disable_progress_bars
 import trl_tpu
 from trl_tpu.data.measure import read_row
 from trl_tpu.evaluation.verdict import Verdict, judge_pairs
-from trl_tpu.report.pictures import pictures_of
-from trl_tpu.report.run_history import RunHistory, read_run
+from trl_tpu.report.page import RunHistory, pictures_of, read_run
 
 from .bench_real_model import package_of, tokens_in
 

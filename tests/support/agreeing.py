@@ -21,7 +21,7 @@ from stopping import At, later, sigterm
 from timings import untimed
 
 import trl_tpu
-from trl_tpu.training.preemption import Unfinished
+from trl_tpu.training.stopping import Unfinished
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,

@@ -20,8 +20,7 @@ from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.config.checks import LIMITS, XLA_LIMITS
-from trl_tpu.config.removed_arguments import RemovedArguments
+from trl_tpu.config.checks import LIMITS, XLA_LIMITS, RemovedArguments
 from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.adapters import is_peft_model
@@ -69,10 +68,11 @@ ELSEWHERE = {
     "transformers/trainer_optimizer.py": "optim_target_modules",
     "trl_tpu/scripts/reward.py": "do_eval",
     "trl_tpu/trainer/reward_trainer.py": "eval_accumulation_steps",
-    "trl_tpu/batching/batch_plan.py": "attribute_loss_weights average_over margin_scale packed_attention",
+    "trl_tpu/training/batch_plan.py": (
+        "attribute_loss_weights average_over margin_scale max_shapes packed_attention pad_to_multiple_of row_length"
+    ),
     "trl_tpu/modeling/build.py": "attributes attribute_weights ties",
     "trl_tpu/modeling/losses.py": "label_smoothing loss_type ranking_top_k tie_threshold",
-    "trl_tpu/batching/planned_shapes.py": "max_shapes pad_to_multiple_of row_length",
 }
 LISTED = _names("""
     average_tokens_across_devices do_predict do_train eval_use_gather_object label_names

@@ -22,7 +22,7 @@ import torch
 from allocator import give_back_at_once
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
-from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
 
 # 94 million float32 weights: 380 MB, of which the embedding and a layer are a tenth each

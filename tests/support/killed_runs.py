@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.checkpoint.storage import reader_of, tensors_in
+from trl_tpu.checkpoint.state_dict import reader_of, tensors_in
 
 STEPS = 12
 

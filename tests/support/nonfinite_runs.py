@@ -77,7 +77,7 @@ def make(
 
 def state_of(trainer: Any) -> dict[str, torch.Tensor]:
     """Weights and the optimizer's tensors on the host."""
-    from trl_tpu.checkpoint.storage import to_host
+    from trl_tpu.checkpoint.state_dict import to_host
 
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     names = {parameter: name for name, parameter in trainer.model.named_parameters()}

@@ -27,11 +27,7 @@ xr.process_count = lambda: 2  # type: ignore[assignment]
 from tiny import made_up_pairs, save_tiny  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
-from trl_tpu import (  # noqa: E402
-    RewardConfig,
-    RewardTrainer,
-    runtime,  # noqa: E402
-)
+from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
 from trl_tpu.checkpoint.manifest import find_faults  # noqa: E402
 
 

@@ -4,9 +4,8 @@ import dataclasses
 from typing import Any
 
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.packing.lengths import PairLengths
-from trl_tpu.parallel.chips import GiB, parse_topology
-from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.packing.trees import PairLengths
+from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.runtime import Remat

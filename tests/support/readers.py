@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 from transformers.utils import find_adapter_config_file
 
-from trl_tpu.modeling.engines import BASE_CONFIG
+from trl_tpu.modeling.outputs import BASE_CONFIG
 
 Ids = list[list[int]]
 

@@ -14,7 +14,7 @@ from layouts import DUMPS
 from tiny import made_up_pairs, tiny_tokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.checkpoint.storage import to_host
+from trl_tpu.checkpoint.state_dict import to_host
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"pad_to_multiple_of": 64, "packing": False},

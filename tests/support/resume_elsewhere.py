@@ -13,7 +13,7 @@ import tiny
 import torch
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.checkpoint.storage import to_host
+from trl_tpu.checkpoint.state_dict import to_host
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from timings import untimed
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.training import preemption
+from trl_tpu.training import stopping as preemption
 
 STEPS = 6  # two epochs of three
 

@@ -21,10 +21,10 @@ from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.manifest import find_faults
-from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.checkpoint.run_folder import RemoteRun
 from trl_tpu.errors import UserError
-from trl_tpu.training import agreement
-from trl_tpu.training.preemption import Unfinished
+from trl_tpu.training import stopping as agreement
+from trl_tpu.training.stopping import Unfinished
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,

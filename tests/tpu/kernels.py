@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from trl_tpu.plan.placeholder import write_kernels_for_libtpu
-from trl_tpu.runtime.kernels import splash
+from trl_tpu.runtime import splash
 
 HEADS, SIZE = 4, 64
 

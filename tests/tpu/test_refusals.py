@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from trl_tpu.parallel.chips import GiB, parse_topology
+from trl_tpu.parallel.mesh import GiB, parse_topology
 from trl_tpu.plan.compile import TracedProgram, compile_for
 from trl_tpu.plan.layouts import attempt
 

@@ -17,7 +17,7 @@ from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.parallel.shard import plan_model
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, compile_for
 from trl_tpu.plan.layouts import attempt
-from trl_tpu.runtime import libtpu
+from trl_tpu.runtime import device_choice as libtpu
 
 CASES = [
     ("packed", "v5p:2x2x1"),

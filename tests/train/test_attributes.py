@@ -13,10 +13,9 @@ from timings import untimed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer, score
-from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.errors import UserError
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import RowPlan, RowShape
 
 
 class FixedRows(RewardTrainer):

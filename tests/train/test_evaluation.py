@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.config.metric_names import METRICS
+from trl_tpu.config.reward_config import METRICS
 from trl_tpu.errors import UserError
 from trl_tpu.training.evaluation import EvaluatedPairs
 

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.aside import STAGING_FOLDER
+from trl_tpu.checkpoint.manifest import STAGING_FOLDER
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.batch import DictReader, batches_in
 from trl_tpu.data.measure import read_row
 from trl_tpu.modeling.losses import Loss
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.training.step import evaluation_step
 
 LAYOUTS = ("tight", "micro-batches")

@@ -20,9 +20,8 @@ from trl_tpu import RewardConfig
 from trl_tpu.data.measure import read_row
 from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
-from trl_tpu.modeling.engines import BASE_CONFIG
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.modeling.outputs import BASE_CONFIG
+from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.scoring.forms import REASON
 from trl_tpu.scoring.stream import score
 from trl_tpu.scripts import prm

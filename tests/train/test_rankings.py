@@ -15,8 +15,7 @@ from tiny import made_up_rankings as rankings
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
 from trl_tpu.errors import UserError
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import RowPlan, RowShape
 
 LOSSES: list[dict[str, Any]] = [
     {"margin_scale": 0.3, "label_smoothing": 0.1, "center_rewards_coefficient": 0.1},

@@ -22,8 +22,8 @@ from transformers import (
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.checkpoint.consolidate import export_checkpoint
-from trl_tpu.modeling.engines import BASE_CONFIG, IDENTITY
+from trl_tpu.checkpoint.export import export_checkpoint
+from trl_tpu.modeling.outputs import BASE_CONFIG, IDENTITY
 
 ASKED = ["Count on from 3:", "Count on from 11:", "Say something about the weather, please:", "Stop."]
 ANSWERED = [" 4 5 6", " 12", " rain", " stop stop"]

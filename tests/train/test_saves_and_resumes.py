@@ -26,7 +26,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.checkpoint import saver
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
-from trl_tpu.checkpoint.remote import RemoteRun
+from trl_tpu.checkpoint.run_folder import RemoteRun
 from trl_tpu.errors import UserError
 from trl_tpu.scripts import reward, synthetic
 from trl_tpu.training import components

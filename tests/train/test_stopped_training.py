@@ -15,12 +15,12 @@ import torch
 from places import SUPPORT
 from stopping import STEPS, At, later, logged, make_trainer, sigterm
 
-from trl_tpu.checkpoint.aside import STAGING_FOLDER
+from trl_tpu.checkpoint.manifest import STAGING_FOLDER
 from trl_tpu.cli import main as command
 from trl_tpu.errors import NOT_SAVED, UNFINISHED
 from trl_tpu.scripts import reward
-from trl_tpu.training import preemption
-from trl_tpu.training.preemption import SIGTERM, TIME_LIMIT, Unfinished
+from trl_tpu.training import stopping as preemption
+from trl_tpu.training.stopping import SIGTERM, TIME_LIMIT, Unfinished
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from scipy.stats import binomtest
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.judge import check_eval_by
-from trl_tpu.report.run_history import read_run
+from trl_tpu.report.page import read_run
 
 LABELS = ["web", "book", None]
 

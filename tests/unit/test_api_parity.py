@@ -21,7 +21,7 @@ import pytest
 import trl
 
 import trl_tpu
-from trl_tpu.config.removed_arguments import RemovedArguments
+from trl_tpu.config.checks import RemovedArguments
 from trl_tpu.errors import UserError
 
 _OLD = "scripts for older versions of TRL give it, or import it"

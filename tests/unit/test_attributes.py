@@ -19,7 +19,7 @@ from trl_tpu.data.row_formats import Rankings
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.evaluation.reward_sums import sums_on_host
 from trl_tpu.modeling.outputs import Outputs, write_outputs
-from trl_tpu.scoring.summary import Summary
+from trl_tpu.scoring.stream import Summary
 
 A, K = 3, 4
 grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K))

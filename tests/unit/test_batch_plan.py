@@ -10,9 +10,9 @@ from datasets import Dataset
 from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
-from trl_tpu.batching.batch_plan import BatchPlan
 from trl_tpu.data.collators import DataCollatorForPreference, ForUsersCode, OwnRows, Padded, PlannedRows, Unpadded
 from trl_tpu.runtime.native import Runtime
+from trl_tpu.training.batch_plan import BatchPlan
 
 
 class Compiling(Runtime):

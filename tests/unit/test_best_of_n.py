@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.best_of_n import Answers, judge_best_of_n, ties_score
+from trl_tpu.evaluation.judge import Answers, judge_best_of_n, ties_score
 
 few = st.integers(-3, 3).map(float)
 

@@ -19,13 +19,11 @@ from transformers import AutoModelForSequenceClassification
 from trl_tpu.checkpoint import saver
 from trl_tpu.checkpoint.loader import CheckpointLoader
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, find_faults
-from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.checkpoint.run_folder import RunFolder
+from trl_tpu.checkpoint.run_folder import RemoteRun, RunFolder
 from trl_tpu.checkpoint.saver import Checkpointer, Contents
-from trl_tpu.checkpoint.state_dict import optimizer_numbers, write_progress
-from trl_tpu.checkpoint.storage import older_weights
+from trl_tpu.checkpoint.state_dict import older_weights, optimizer_numbers, write_progress
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.engines import RewardScale, set_scale
+from trl_tpu.modeling.outputs import RewardScale, set_scale
 from trl_tpu.runtime import Topology
 from trl_tpu.runtime.native import Runtime
 

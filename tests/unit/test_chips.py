@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_tpu.parallel.chips import parse_topology
+from trl_tpu.parallel.mesh import parse_topology
 
 
 @pytest.mark.parametrize(("text", "chips"), [("v5e:2x4", 8), ("v5p:4x8x8", 256), ("v6e:4x4", 16), ("V6E:1x1", 1)])

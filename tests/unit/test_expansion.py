@@ -9,11 +9,9 @@ from drawn_pairs import pair
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.packing.expand import expand_rows
 from trl_tpu.packing.pack import pack
-from trl_tpu.packing.rows import TokenRows
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.rows import TokenRows, expand_rows
+from trl_tpu.packing.shapes import RowPlan, RowShape
 
 Rows = TokenRows[np.ndarray]
 batches = st.lists(pair, min_size=1, max_size=7)

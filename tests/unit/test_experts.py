@@ -11,7 +11,7 @@ from transformers import (
     set_seed,
 )
 
-from trl_tpu.modeling.experts import use_static_experts
+from trl_tpu.modeling.layers import use_static_experts
 
 SIZE = {
     "vocab_size": 60,

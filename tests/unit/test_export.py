@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 from trl_tpu import cli
-from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
-from trl_tpu.modeling.engines import write_old_names
+from trl_tpu.modeling.outputs import write_old_names
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
 
@@ -308,7 +308,7 @@ sys.exit(status)
 KILLED = """
 import os, signal, sys
 from transformers import PreTrainedModel
-from trl_tpu.checkpoint.consolidate import export_checkpoint
+from trl_tpu.checkpoint.export import export_checkpoint
 save = PreTrainedModel.save_pretrained
 def save_and_die(*args, **kwargs):
     save(*args, **kwargs)

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES
-from trl_tpu.parallel.rules import Rules
+from trl_tpu.parallel.sharding_plan import Rules
 from trl_tpu.scripts import export, plan, prm, report, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"

@@ -13,9 +13,9 @@ from meeting import Meeting
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
-from trl_tpu.training import agreement
-from trl_tpu.training.agreement import HostAgreement
-from trl_tpu.training.same_run import check_alike
+from trl_tpu.training import stopping as agreement
+from trl_tpu.training.components import check_alike
+from trl_tpu.training.stopping import HostAgreement
 
 # ---- decisions: hosts are threads, which meet as processes do
 

@@ -148,18 +148,17 @@ BELOW = {
     "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
     "report": {"data", "evaluation", "modeling"},
     "checkpoint": {"config", "modeling", "parallel", "runtime"},
-    "batching": {"config", "data", "modeling", "packing", "parallel", "runtime"},
     "training": {
-        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "parallel", "report", "runtime",
+        "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel", "report", "runtime",
     },
     "trainer": {
-        "batching", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
+        "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
     },
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
-    "plan": {"batching", "config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer"},
+    "plan": {"config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {
-        "batching", "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",
-        "experimental", "plan", "report", "runtime", "scoring", "trainer",
+        "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",
+        "experimental", "plan", "report", "runtime", "scoring", "trainer", "training",
     },
     "import_utils": set(),
     "cli": {"plan", "scripts", "runtime"},

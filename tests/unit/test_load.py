@@ -27,7 +27,9 @@ from trl.trainer.utils import create_model_from_path
 import trl_tpu
 from trl_tpu import chat_template_utils, runtime
 from trl_tpu.errors import UserError
-from trl_tpu.modeling import chat_template, load, special_tokens
+from trl_tpu.modeling import load
+from trl_tpu.modeling import tokenizer as chat_template
+from trl_tpu.modeling import tokenizer as special_tokens
 from trl_tpu.modeling.build import build_reward_model
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import Outputs

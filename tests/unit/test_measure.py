@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
-from trl_tpu.batching.planned_shapes import plan_rows_of
 from trl_tpu.data.measure import NO_LABEL, Measured, measure, measure_tables, read_row, read_table
-from trl_tpu.packing.schedule import plan_rows
+from trl_tpu.packing.shapes import plan_rows
+from trl_tpu.training.batch_plan import plan_rows_of
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))

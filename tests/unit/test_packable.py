@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from trl_tpu.data.collators import OwnRows, Padded, PlannedRows, Unpadded
 from trl_tpu.modeling.attention.packability import make_packable
-from trl_tpu.modeling.attention.unmodified import PackingImpossible
+from trl_tpu.modeling.attention.packed import PackingImpossible
 from trl_tpu.modeling.rewards import rewards_of
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import RowPlan, RowShape
 
 PAD = 0
 TINY: dict[str, Any] = {

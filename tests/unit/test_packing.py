@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from trl_tpu.data.collators import scored
 from trl_tpu.packing.pack import Scored, pack, pack_unpadded, pad
 from trl_tpu.packing.rows import TokenRows
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape, plan_shapes, zigzag
+from trl_tpu.packing.shapes import RowPlan, RowShape, plan_shapes, zigzag
 
 PAD = 0
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length

@@ -13,8 +13,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from trl_tpu.parallel import sharding_plan
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.parallel.shard import place_model, plan_model
-from trl_tpu.parallel.shard_report import ShardReport
+from trl_tpu.parallel.shard import ShardReport, place_model, plan_model
 from trl_tpu.parallel.sharding_plan import Plan, bare_name
 from trl_tpu.runtime import PartitionSpec
 from trl_tpu.runtime.native import Runtime

@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.data.measure import measure
 from trl_tpu.modeling.model_shape import model_without_weights
-from trl_tpu.packing.lengths import PairLengths
-from trl_tpu.parallel.chips import GiB
-from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.packing.trees import PairLengths
+from trl_tpu.parallel.mesh import GiB, MeshShape
 from trl_tpu.plan.compile import CompiledProgram, call_in_child, received
 from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, search, with_layers
 from trl_tpu.plan.report import found, report, scaled, sized

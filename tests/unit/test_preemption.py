@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu import forks
-from trl_tpu.config.duration import parse_duration
-from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.training.preemption import Preemption
+from trl_tpu.config.reward_config import RewardConfig, parse_duration
+from trl_tpu.training.stopping import Preemption
 
 PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 

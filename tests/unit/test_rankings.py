@@ -19,11 +19,11 @@ from trl_tpu.data.measure import PAIR, form_of, measure, read_row
 from trl_tpu.data.row_formats import Rankings
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.ranking import judge_rankings, rankings_of
+from trl_tpu.evaluation.judge import judge_rankings, rankings_of
 from trl_tpu.evaluation.reward_sums import sums_on_host
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.pack import pack_unpadded
-from trl_tpu.scoring.summary import Summary
+from trl_tpu.scoring.stream import Summary
 
 K = 5
 answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # reward, grade

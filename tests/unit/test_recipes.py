@@ -12,7 +12,7 @@ from planned import compiled
 from preference_forms import assistant, tiny_tokenizer, user
 from transformers import AutoConfig
 
-from trl_tpu.data.chat import apply_template, date_written
+from trl_tpu.data.formats import apply_template, date_written
 from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.scripts import plan, reward

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 
 from trl_tpu import cli
 from trl_tpu.errors import UserError
-from trl_tpu.report import pictures
-from trl_tpu.report.run_history import read_run
-from trl_tpu.report.verdict_file import verdict_name
+from trl_tpu.report import page as pictures
+from trl_tpu.report.page import read_run
+from trl_tpu.report.scored_rows import verdict_name
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenized import dataset_of
 
-from trl_tpu.batching.planned_shapes import bucket_lengths
 from trl_tpu.data.collators import scored
 from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack, pack_unpadded
-from trl_tpu.packing.schedule import plan_rows
+from trl_tpu.packing.shapes import plan_rows
+from trl_tpu.training.batch_plan import bucket_lengths
 
 
 @settings(max_examples=30)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from trl_tpu.parallel.mesh import MeshShape
-from trl_tpu.parallel.rules import Rules
-from trl_tpu.parallel.sharding_plan import Plan
+from trl_tpu.parallel.sharding_plan import Plan, Rules
 
 MESH = MeshShape(fsdp=4, tensor=2)
 SHAPES = {

@@ -12,11 +12,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trl_tpu.checkpoint.aside import STAGING_FOLDER
-from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, publish
-from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, RunFolder
-from trl_tpu.config.urls import private_folder
+from trl_tpu.checkpoint.manifest import MANIFEST_FILE, STAGING_FOLDER, describe_files, files_in, publish
+from trl_tpu.checkpoint.run_folder import EARLIER_FOLDER, RUN_FILE, RemoteRun, RunFolder
+from trl_tpu.config.reward_config import private_folder
 from trl_tpu.errors import UserError
 
 HOLDS = """

@@ -21,8 +21,7 @@ import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
 from trl_tpu.scoring import stream
-from trl_tpu.scoring.batches import Batches
-from trl_tpu.scoring.scorer import Scorer
+from trl_tpu.scoring.scorer import Batches, Scorer
 
 PAIRS = tiny.made_up_pairs(40).to_list()
 TOKENIZER = tiny.tiny_tokenizer([text for row in PAIRS for text in row.values()], vocab_size=320)

@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.best_of_n import BestOfN
+from trl_tpu.evaluation.judge import BestOfN
 from trl_tpu.evaluation.verdict import Verdict
 from trl_tpu.report.scored_rows import read_scored, text_of
-from trl_tpu.scoring.summary import Summary
+from trl_tpu.scoring.stream import Summary
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}]
 PAIR = {"chosen": "abc", "rejected": "a", "reward_chosen": 1.0, "reward_rejected": 0.5}

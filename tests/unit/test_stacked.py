@@ -14,8 +14,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 from transformers.optimization import Adafactor
 
-from trl_tpu.modeling.layers import ScanImpossible
-from trl_tpu.modeling.stacked import LayerStack, by_layer
+from trl_tpu.modeling.layers import LayerStack, ScanImpossible, by_layer
 from trl_tpu.runtime.native import Runtime
 
 LAYERS = 3

@@ -13,11 +13,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.evaluation.reward_sums import RewardSums
-from trl_tpu.modeling.model_shape import read_model
-from trl_tpu.modeling.work import needed_flops, work_of_a_pair
-from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.modeling.model_shape import needed_flops, read_model, work_of_a_pair
+from trl_tpu.packing.trees import PairLengths
 from trl_tpu.runtime import current
-from trl_tpu.training.throughput import Throughput
+from trl_tpu.training.statistics import Throughput
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

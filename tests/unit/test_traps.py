@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from preference_forms import assistant, rows_of_every_form, stream, tiny_tokenizer, user
 from tokenizers.processors import TemplateProcessing
 
-from trl_tpu.data.chat import apply_template
+from trl_tpu.data.formats import apply_template
 from trl_tpu.data.measure import PAIR
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
@@ -148,7 +148,7 @@ def test_other_forms_are_trained_and_scored_as_messages(form: str, caplog: pytes
             (found,) = prepare([row], streaming=streaming)
         assert [found[key] for key in PAIR] == [expected[key] for key in PAIR]
         is_told = form not in ("a null prompt", "single messages")
-        assert [each.name for each in caplog.records] == ["trl_tpu.data.traps"] * is_told
+        assert [each.name for each in caplog.records] == ["trl_tpu.data.checks"] * is_told
     scored = all_of(Form.of(GOOD).read(Dataset.from_list([row])[0], "Row 0", tokenizer))
     texts = [item.dialogue and apply_template(tokenizer, item.dialogue) for item in scored]  # type: ignore[arg-type]
     assert texts == [apply_template(tokenizer, CHAT[half]) for half in GOOD]

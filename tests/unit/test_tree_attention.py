@@ -26,11 +26,10 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_tpu.modeling.attention.masked import tree_rule, use_tree_masks
 from trl_tpu.modeling.attention.packability import PROVEN_TYPES, check_packing_is_exact
+from trl_tpu.modeling.attention.packed import tree_rule, use_tree_masks
 from trl_tpu.packing.pack import pack, pack_unpadded
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import RowPlan, RowShape
 
 EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}
 ALL = [*FAMILIES, *EAGER]

@@ -8,12 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from trl_tpu.evaluation.calibration import calibration_of
-from trl_tpu.evaluation.distribution import distribution_of
-from trl_tpu.evaluation.length_bias import length_bias_of
-from trl_tpu.evaluation.proportion import proportion
-from trl_tpu.evaluation.verdict import judge_pairs
-from trl_tpu.report.sentences import sentences_of
+from trl_tpu.evaluation.reward_sums import distribution_of, proportion
+from trl_tpu.evaluation.verdict import calibration_of, judge_pairs, length_bias_of
+from trl_tpu.report.tables import sentences_of
 
 margins = st.lists(st.floats(-40, 40) | st.just(0.0), min_size=1, max_size=60).map(np.array)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.best_of_n import Answers, judge_best_of_n
+from trl_tpu.evaluation.judge import Answers, judge_best_of_n
 from trl_tpu.evaluation.verdict import Verdict, judge_pairs
+from trl_tpu.report.scored_rows import read_verdict, write_verdict
 from trl_tpu.report.tables import as_markdown, markdown_text, printable, tables_of
-from trl_tpu.report.verdict_file import read_verdict, write_verdict
 
 HOSTILE = "\x1b[31m[bold]<script>|`x`*\n![a](b)"
 

@@ -12,9 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from trl_tpu.modeling.model_shape import read_model
-from trl_tpu.modeling.work import needed_flops
-from trl_tpu.packing.lengths import PairLengths
+from trl_tpu.modeling.model_shape import needed_flops, read_model
+from trl_tpu.packing.trees import PairLengths
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

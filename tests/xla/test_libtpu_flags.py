@@ -9,7 +9,7 @@ import torch_xla
 from torch_xla._internal import tpu
 
 from trl_tpu.plan.compile import flags_for
-from trl_tpu.runtime import libtpu
+from trl_tpu.runtime import device_choice as libtpu
 
 TorchXla = Callable[[int, str], list[str]]
 

@@ -10,8 +10,7 @@ from counters import CountAtSteps, Counts, count
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardTrainer
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import RowPlan, RowShape
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from counters import CountAtSteps, count
 
 from trl_tpu import RewardTrainer, runtime
 from trl_tpu.data.loader import skip_batches
-from trl_tpu.packing.schedule import RowPlan
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import RowPlan, RowShape
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import torch_xla
 import torch_xla.debug.metrics as met
 from transformers import PreTrainedModel
 
-from trl_tpu.checkpoint.storage import to_host
-from trl_tpu.modeling.attention.static import use_static_attention
+from trl_tpu.checkpoint.state_dict import to_host
+from trl_tpu.modeling.attention.packed import use_static_attention
 from trl_tpu.runtime import current
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from timings import untimed
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.storage import to_host
+from trl_tpu.checkpoint.state_dict import to_host
 
 _SCORE = """
 import json, sys, torch

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCal
 
 from trl_tpu import RewardTrainer
 from trl_tpu.modeling.layers import ScanImpossible, find_layers
-from trl_tpu.runtime import current, scan
+from trl_tpu.runtime import current
+from trl_tpu.runtime import layer_loop as scan
 
 CASES = {
     "llama:padded": {},

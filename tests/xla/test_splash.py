@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_tpu import runtime
-from trl_tpu.runtime.kernels.plain import segment_attention
+from trl_tpu.runtime.base import segment_attention
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="kernels in Pallas need jax")
 
@@ -18,7 +18,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     runtime.current()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-    from trl_tpu.runtime.kernels import splash
+    from trl_tpu.runtime import splash
 
     make = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mha", make)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from stopping import STEPS, At, logged, make_trainer, sigterm
 
-from trl_tpu.training.preemption import Unfinished
+from trl_tpu.training.stopping import Unfinished
 
 
 def test_a_run_that_was_stopped_in_an_evaluation_goes_on_without_it(model_folder: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
-from trl_tpu.parallel.chips import peak_flops_of
+from trl_tpu.parallel.mesh import peak_flops_of
 from trl_tpu.runtime import current
 from trl_tpu.runtime.device_choice import PCI_DEVICES, PCI_VENDOR
 

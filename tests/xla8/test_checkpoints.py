@@ -15,7 +15,7 @@ from timings import untimed
 from torch import nn
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.storage import to_host
+from trl_tpu.checkpoint.state_dict import to_host
 
 SETTINGS = {
     "max_steps": 8,

@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.state_dict import trained_weights, whole_weights
-from trl_tpu.checkpoint.storage import write_state
+from trl_tpu.checkpoint.state_dict import trained_weights, whole_weights, write_state
 
 OFFLINE = """
 import sys

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.storage import tensors_in, to_host
+from trl_tpu.checkpoint.state_dict import tensors_in, to_host
 from trl_tpu.runtime import current
 
 SETTINGS: dict[str, Any] = {

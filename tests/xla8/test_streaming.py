@@ -26,7 +26,7 @@ from transformers import (
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import whole_weights
-from trl_tpu.modeling.chat_template import clone_chat_template
+from trl_tpu.modeling.tokenizer import clone_chat_template
 
 # ---- what the host holds
 

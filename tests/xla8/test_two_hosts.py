@@ -14,7 +14,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 
 from trl_tpu import runtime
-from trl_tpu.checkpoint.storage import to_host
+from trl_tpu.checkpoint.state_dict import to_host
 from trl_tpu.parallel.mesh import MeshShape
 
 

@@ -1,24 +1,23 @@
-"""What makes a folder a checkpoint: a manifest, written last, of every file with its size and SHA-256.
+"""The files of a checkpoint and their sizes, by which a whole one is told; folders that are moved aside."""
 
-A checkpoint is written in the staging folder, sealed, flushed to disk and renamed: it is complete or invisible. All
-files are checked before a checkpoint is loaded.
-"""
-
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
+import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..errors import UserError
-from .aside import retire
 from .state_dict import PROGRESS_FILE, STATE_FOLDER
+
+logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 2
@@ -28,8 +27,6 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 Files = dict[str, dict[str, Any]]
 """Size and SHA-256 of each file, by its path below the folder."""
-
-logger = logging.getLogger(__name__)
 
 
 # ---- writing
@@ -202,3 +199,54 @@ def _file_fault(folder: Path, name: str, size: int, sha256: str) -> str | None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+STAGING_FOLDER = "_unfinished"
+
+#: without these nothing loads a model's folder, so they are moved to it last
+_LAST = ("config.json", "adapter_config.json")
+
+
+def staging_of(target: Path) -> Path:
+    """Return where a folder is written before it is complete."""
+    return target.parent / STAGING_FOLDER / target.name
+
+
+def discard(staging: Path) -> None:
+    """Remove what is in staging, and the staging folder where nothing else is in it."""
+    shutil.rmtree(staging, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        staging.parent.rmdir()
+
+
+def retire(folder: Path) -> None:
+    """Delete a folder, invisible first: a kill leaves none with some of its files."""
+    retired = staging_of(folder.with_name(f"{folder.name}.retired"))
+    discard(retired)
+    retired.parent.mkdir(exist_ok=True)
+    folder.rename(retired)
+    discard(retired)
+
+
+@contextlib.contextmanager
+def fill_aside(folder: Path) -> Iterator[Path]:
+    """Give a folder to write a model's files in, which are in ``folder`` when all are written.
+
+    A new one appears then. One that is there stays, and they are moved to it: a mount point cannot be replaced, and a
+    shell may be in it.
+    """
+    is_new = not folder.is_dir()
+    staging = staging_of(folder if is_new else folder / "model")
+    discard(staging)  # of a process that was killed
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        if is_new:
+            staging.rename(folder)
+        else:
+            for path in sorted(staging.iterdir(), key=lambda path: path.name in _LAST):
+                if (target := folder / path.name).is_dir() and not target.is_symlink():
+                    shutil.rmtree(target)  # another adapter's
+                path.replace(target)
+    finally:
+        discard(staging)

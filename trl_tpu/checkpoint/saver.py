@@ -20,17 +20,24 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ..modeling.stacked import by_layer
+from ..modeling.layers import by_layer
 from ..runtime import Runtime
-from .aside import discard, staging_of
-from .manifest import MANIFEST_FILE, Files, describe_files, files_in, publish, seal
+from .manifest import MANIFEST_FILE, Files, describe_files, discard, files_in, publish, seal, staging_of
 from .run_folder import RunFolder
-from .state_dict import STATE_FOLDER, are_in_model_files, state_tensors, trained_weights
-from .storage import join_shards, tensors_in, write_model, write_state
-
-T = TypeVar("T")
+from .state_dict import (
+    STATE_FOLDER,
+    are_in_model_files,
+    join_shards,
+    state_tensors,
+    tensors_in,
+    trained_weights,
+    write_model,
+    write_state,
+)
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Processes(Protocol):

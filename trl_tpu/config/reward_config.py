@@ -1,11 +1,17 @@
-"""RewardConfig: TRL 1.16's fields and defaults, plus the mesh; what a device cannot honor is refused here."""
+"""`RewardConfig`: the settings of a training, TRL's names first."""
 
 import copy
+import dataclasses
+import inspect
 import os
+import re
+import tempfile
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from transformers import TrainingArguments
@@ -16,14 +22,81 @@ from transformers.utils import is_torch_bf16_gpu_available
 from .. import runtime
 from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
-from ..parallel.rules import Rules
+from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
-from .checks import RANK_LIMITS, TORCHTPU_LIMITS, XLA_LIMITS, check_limits, check_remat, check_trackers, check_values
-from .duration import parse_duration
-from .field_help import help_from_docstring
-from .metric_names import ERRORS
-from .removed_arguments import RemovedArguments
-from .urls import is_url, private_folder
+from .checks import (
+    RANK_LIMITS,
+    TORCHTPU_LIMITS,
+    XLA_LIMITS,
+    RemovedArguments,
+    check_limits,
+    check_remat,
+    check_trackers,
+    check_values,
+)
+
+_DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
+
+
+def parse_duration(text: object, setting: str) -> timedelta:
+    """Return a duration such as "2h30m", "1d" or "90m", the value of ``setting``.
+
+    Raises:
+        UserError: Any other spelling.
+    """
+    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
+    if not match or not match[0]:
+        raise UserError(
+            f"{setting}: {text!r} is no duration: write whole numbers of days, hours and minutes with d, h and m, in "
+            "this order and without spaces, and leave out what is 0: '2h30m', '1d', '90m'."
+        )
+    days, hours, minutes = (int(part or 0) for part in match.groups())
+    return timedelta(days=days, hours=hours, minutes=minutes)
+
+
+T = TypeVar("T")
+
+
+def help_from_docstring(cls: type[T]) -> type[T]:
+    """Give each of a dataclass's own fields, as its ``help``, what the docstring's list of parameters says of it."""
+    described = inspect.cleandoc(cls.__doc__ or "")
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a dataclass
+        found = re.search(rf"^ {{4}}{field.name}(?: \(.*\))?:(.*(?:\n {{8}}.*)*)", described, re.MULTILINE)
+        if found and field.name in cls.__annotations__:
+            text = " ".join(found[1].split()).replace("%", "%%")  # argparse formats it
+            field.metadata = MappingProxyType({**field.metadata, "help": text})
+    return cls
+
+
+REWARD_METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "tie_rate")
+#: Of a verdict; the second ones where pairs have lengths of both kinds.
+VERDICT_METRICS = ("accuracy_low", "accuracy_high", "ece", "brier")
+LENGTH_METRICS = ("length_only_accuracy", "length_controlled_accuracy")
+#: Of which less is better.
+ERRORS = ("ece", "brier")
+#: Of every evaluation; the last three are transformers'.
+METRICS = (
+    *("loss", "num_tokens", *REWARD_METRICS, *VERDICT_METRICS),
+    *("runtime", "samples_per_second", "steps_per_second"),
+)
+
+
+_PRIVATE: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def is_url(folder: str) -> bool:
+    """Return whether ``folder`` is a URL rather than a folder of this machine."""
+    return "://" in folder
+
+
+def private_folder(url: str) -> str:
+    """Make a folder below TMPDIR through which files of ``url`` pass: nobody else's, and removed with this process."""
+    _PRIVATE.append(tempfile.TemporaryDirectory(prefix="trl-tpu-", ignore_cleanup_errors=True))
+    place, name = _PRIVATE[-1].name, url.rstrip("/").rpartition("/")[2]
+    folder = Path(place) if name in ("", ".", "..") else Path(place, name)
+    folder.mkdir(exist_ok=True)
+    return str(folder)
+
 
 #: Schedules of transformers that end at a rate, by those that end at 0, and what they call it.
 _ENDING = {
@@ -180,7 +253,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             model is split by transformers (FSDP2 and tensor parallelism); by default each has all of it (DDP).
         sharding_plan (`str`, *optional*):
             A YAML file of patterns of parameter names and the mesh axes that each dimension goes over, which overrules
-            the model's own plan; `"*": auto` keeps the rest of it. See `trl_tpu.parallel.rules`.
+            the model's own plan; `"*": auto` keeps the rest of it. See `trl_tpu.parallel.sharding_plan`.
         remat (`str`, *optional*):
             What each layer's backward computes again, to save memory: `"full"` all of the layer, which is what
             `gradient_checkpointing=True` means; `"dots"` all but the matrix products, scores of attention masks among

@@ -16,8 +16,7 @@ from transformers.utils import PaddingStrategy
 from ..errors import UserError
 from ..packing.pack import Scored, last_scored, pack, pack_unpadded, pad
 from ..packing.rows import TokenRows
-from ..packing.schedule import RowPlan
-from ..packing.shapes import RowShape, round_up
+from ..packing.shapes import RowPlan, RowShape, round_up
 from .batch import OLD_KEYS, TABLE, Batch, CollatedBatch, by_answer, lengthen
 from .comparisons import ComparisonRule, Comparisons, Labels, compare
 from .measure import NO_LABEL, PAIR, form_of, read_row
@@ -98,7 +97,7 @@ class PlannedRows:
         pairs: P, over all processes, which take the rows of a batch and not its pairs.
         pad_token_id: Fills what rows have left.
         table: Compares rewards.
-        expands: Whether attention reads rows of whole sequences: see `trl_tpu.packing.expand`.
+        expands: Whether attention reads rows of whole sequences: see `trl_tpu.packing.rows`.
         part: Index of this process, and how many there are.
     """
 

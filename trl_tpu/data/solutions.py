@@ -9,10 +9,19 @@ from datasets import Dataset, Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from .checks import are_labels, check_ids, check_steps, check_text, column_names, row_of
+from .checks import (
+    TRAPS,
+    are_labels,
+    check_ids,
+    check_steps,
+    check_text,
+    column_names,
+    find_traps,
+    row_of,
+    warn_of_traps,
+)
 from .measure import NO_LABEL, SOLUTION, STEP_ENDS, tables_of
 from .tokenize import keep_fitting, map_rows
-from .traps import TRAPS, find_traps, warn_of_traps
 
 logger = logging.getLogger(__name__)
 

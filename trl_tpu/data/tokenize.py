@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .chat import apply_template, read_tools, template_variables
-from .conversion import convert_row
+from .checks import TRAPS, find_traps, warn, warn_of_traps
+from .formats import apply_template, convert_row, read_tools, template_variables
 from .measure import (
     ANSWERS,
     PAIR,
@@ -34,9 +34,7 @@ from .measure import (
     remember,
     tables_of,
 )
-from .row_formats import Pairs, Rankings, is_ranking
-from .token_columns import OLD_IDS, old_margin, read_old_columns, render_old, token_columns
-from .traps import TRAPS, find_traps, warn, warn_of_traps
+from .row_formats import OLD_IDS, Pairs, Rankings, is_ranking, old_margin, read_old_columns, render_old, token_columns
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,16 @@
-"""Sums over compared rewards, from which accuracy, margin, ties, mean and extremes follow.
+"""Sums over compared rewards, and the statistics of proportions and distributions."""
 
-Training adds them up on the device in float32 (`training.metrics`), evaluation and scoring on the host in float64, by
-the same code. The comparisons of one ranking (of each attribute, where there are several) together count once.
-"""
-
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..data.comparisons import ComparisonRule, Comparisons, Labels, compare, compared_rewards
+from ..errors import UserError
 
 COUNTS = ("pairs", "comparisons", "answers")
 SUMS = ("correct", "ties", "margin", "reward", "deviations")
@@ -140,3 +139,120 @@ def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[fl
 def pairs_of(count: int) -> Labels:
     """Return the labels of pairs, chosen first."""
     return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
+
+
+MOST_GROUPS = 200  # a column of more labels than this names rows rather than groups
+_Z = NormalDist().inv_cdf(0.975)  # of an interval of 95 %
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """``value`` of ``count`` are right; chance leaves the true share between ``low`` and ``high``, 95 times of 100."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def proportion(right: float, count: float) -> Proportion:
+    """Return the share ``right / count`` with its interval of 95 %, by Wilson's score method.
+
+    The formula is that of Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
+    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide. So may
+    ``count``, where some of a prompt's comparisons are counted, which together are one.
+    """
+    value = right / count
+    middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
+    half = _Z / (1 + _Z**2 / count) * (value * (1 - value) / count + _Z**2 / (4 * count**2)) ** 0.5
+    # at the ends rounding would leave the value itself out
+    low, high = max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0)
+    return Proportion(float(value), float(low), float(high), round(count))
+
+
+def by_group(right_N: np.ndarray, groups_N: Sequence[str]) -> dict[str, Proportion]:
+    """Return the share of each group, by its name, in the names' order.
+
+    Args:
+        right_N: How far each answer is right, 0 to 1.
+        groups_N: The group of each.
+
+    Raises:
+        UserError: There are so many groups that the column must name rows.
+    """
+    check_groups(groups_N)
+    names = {name: number for number, name in enumerate(sorted(set(groups_N)))}
+    numbers_N = [names[label] for label in groups_N]  # numpy's texts would lose a null character at their end
+    right, counts = np.bincount(numbers_N, right_N).tolist(), np.bincount(numbers_N).tolist()
+    return {name: proportion(right[number], counts[number]) for name, number in names.items()}
+
+
+def check_groups(groups_N: Sequence[str]) -> None:
+    """Raise UserError if there are so many groups that the column must name rows."""
+    if (count := len(set(groups_N))) > MOST_GROUPS:
+        raise UserError(
+            f"{count} groups are too many to compare, {MOST_GROUPS} are the most: does the column name rows, as "
+            f"{groups_N[0]!r}? Choose one that groups them."
+        )
+
+
+def mean_of(groups: Mapping[str, Proportion]) -> float | None:
+    """Return the mean over groups, each counting the same, whatever its size; None without groups."""
+    return float(np.mean([each.value for each in groups.values()])) if groups else None
+
+
+def label_of(value: Any) -> str:
+    """Return the name of the group that a value puts its row into."""
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_BINS = 40
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Moments, quantiles and a histogram.
+
+    Attributes:
+        quantiles: By the share of the numbers below, such as ``"0.05"``.
+        edges: Of the histogram's B bins, B + 1.
+        counts: Weight of the numbers in each bin, by default their count; the last bin has its upper edge, too.
+    """
+
+    mean: float
+    std: float
+    lowest: float
+    highest: float
+    quantiles: dict[str, float]
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+def is_finite(rewards: np.ndarray) -> np.ndarray:
+    """Tell which rewards are finite in float32, as a model gives them; sums of larger numbers would overflow."""
+    within: np.ndarray = np.abs(rewards) <= np.finfo(np.float32).max
+    return within
+
+
+def distribution_of(values_N: np.ndarray, weights_N: np.ndarray | None = None) -> Distribution:
+    """Return the distribution of finite numbers, [N] with N > 0, which count by their weights.
+
+    The histogram's bins are of equal width on either side of 0, so that no bin of margins has right and wrong ones.
+    """
+    most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bins need a width
+    counts, edges = np.histogram(values_N, bins=_BINS, range=(-most, most), weights=weights_N)
+    mean = np.average(values_N, weights=weights_N)
+    order_N = np.argsort(values_N)
+    sorted_N = np.ones(len(values_N)) if weights_N is None else weights_N[order_N]
+    below_N = np.cumsum(sorted_N) - sorted_N  # with equal weights, numpy's linear quantiles
+    quantiles = np.interp(np.array(QUANTILES) * below_N[-1], below_N, values_N[order_N])
+    return Distribution(
+        mean=float(mean),
+        std=float(np.average((values_N - mean) ** 2, weights=weights_N) ** 0.5),
+        lowest=float(values_N.min()),
+        highest=float(values_N.max()),
+        quantiles=dict(zip(map(str, QUANTILES), quantiles.tolist(), strict=True)),
+        edges=tuple(map(float, edges)),
+        counts=tuple(counts.tolist()),
+    )

@@ -1,4 +1,4 @@
-"""The verdict on a reward model: what its rewards of held-out pairs say about it, in numbers."""
+"""What an evaluation says of a reward model: accuracy with its interval, calibration, length bias."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,147 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UserError
-from .calibration import Calibration, calibration_of
-from .distribution import Distribution, distribution_of, is_finite
-from .length_bias import LengthBias, length_bias_of
-from .proportion import Proportion, by_group, mean_of, proportion
+from .reward_sums import Distribution, Proportion, by_group, distribution_of, is_finite, mean_of, proportion
+
+_BINS = 10
+
+
+@dataclass(frozen=True)
+class ConfidenceBin:
+    """The ``count`` pairs with a confidence from ``low`` up to ``high``: their mean, and the share of right picks."""
+
+    low: float
+    high: float
+    count: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How far confidence is from accuracy, in all and by confidence.
+
+    Attributes:
+        ece: Expected calibration error: the mean over pairs of ``|accuracy - confidence|`` of their bin (Guo et al.
+            2017, "On Calibration of Modern Neural Networks", eq. 3), with ten bins of equal width over [1/2, 1]. A
+            tie, in whose pair the model picks either answer, is half right.
+        brier: The mean of ``(1 - sigmoid(margin))**2``: half the score of Brier (1950), who adds up the same number
+            for either answer. 0.25 is no knowledge.
+        bins: Of the reliability curve; those without pairs are left out.
+    """
+
+    ece: float
+    brier: float
+    bins: tuple[ConfidenceBin, ...]
+
+
+def sigmoid(values_N: np.ndarray) -> np.ndarray:
+    """Return ``1 / (1 + exp(-value))``, which overflows for no value."""
+    result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))
+    return result_N
+
+
+def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray | None = None) -> Calibration:
+    """Return the calibration of finite margins, chosen less rejected reward, [N] with N > 0, by their weights."""
+    weights_N = np.ones(len(margins_N)) if weights_N is None else weights_N
+    confidence_N = sigmoid(np.abs(margins_N))
+    right_N = (np.sign(margins_N) + 1) / 2
+    edges = np.linspace(0.5, 1.0, _BINS + 1)
+    bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _BINS - 1)  # the last one has its upper edge, too
+    bins, ece = [], 0.0
+    for number in np.unique(bin_N):
+        in_bin_N = bin_N == number
+        weight = weights_N[in_bin_N].sum()
+        confidence, right = (float(each[in_bin_N] @ weights_N[in_bin_N] / weight) for each in (confidence_N, right_N))
+        low, high = float(edges[number]), float(edges[number + 1])
+        bins.append(ConfidenceBin(low, high, int(in_bin_N.sum()), confidence, right))
+        ece += float(weight / weights_N.sum()) * abs(right - confidence)
+    return Calibration(ece, float(np.average(sigmoid(-margins_N) ** 2, weights=weights_N)), tuple(bins))
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """The pairs whose chosen answer is longer than the rejected one by ``shortest`` to ``longest``.
+
+    Below 0 it is shorter. ``middle`` is the median.
+    """
+
+    shortest: float
+    middle: float
+    longest: float
+    accuracy: Proportion
+
+
+@dataclass(frozen=True)
+class LengthBias:
+    """Accuracy beside what lengths alone would reach.
+
+    Attributes:
+        longer_wins: Accuracy of preferring the longer answer; equal lengths count half.
+        length_only: Accuracy of preferring the longer answer, or the shorter one, whichever is right more often.
+        controlled: The mean of two accuracies, among the pairs whose chosen answer is longer and among those whose
+            rejected one is; None where there are no pairs of a kind. Any rule that reads lengths alone gets 1/2. The
+            use for length is ours; it is the balanced accuracy of Brodersen et al. (2010), whose two classes are which
+            answer is longer.
+        chosen_is_longer: The first of these two accuracies.
+        rejected_is_longer: The second.
+        bins: By difference in length, from rejected much longer to chosen much longer.
+    """
+
+    longer_wins: float
+    length_only: float
+    controlled: float | None
+    chosen_is_longer: Proportion | None
+    rejected_is_longer: Proportion | None
+    bins: tuple[LengthBin, ...]
+
+    @property
+    def says_something(self) -> bool:
+        """Whether any pair has answers of different lengths."""
+        return self.chosen_is_longer is not None or self.rejected_is_longer is not None
+
+
+def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray, weights_N: np.ndarray | None = None) -> LengthBias:
+    """Return the length bias of pairs, chosen first.
+
+    Args:
+        rewards_N2: Finite rewards, N > 0.
+        lengths_N2: Tokens of the answers. What the two answers of a pair share, such as the prompt, may be counted.
+        weights_N: How much each pair counts; by default alike.
+    """
+    weights_N = np.ones(len(rewards_N2)) if weights_N is None else weights_N
+    right_N = rewards_N2[:, 0] > rewards_N2[:, 1]
+    longer_N = lengths_N2[:, 0] - lengths_N2[:, 1]
+    longer_wins = float(np.average((np.sign(longer_N) + 1) / 2, weights=weights_N))
+    chosen, rejected = (_accuracy(right_N, weights_N * is_longer_N) for is_longer_N in (longer_N > 0, longer_N < 0))
+    return LengthBias(
+        longer_wins=longer_wins,
+        length_only=max(longer_wins, 1 - longer_wins),
+        controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
+        chosen_is_longer=chosen,
+        rejected_is_longer=rejected,
+        bins=tuple(_bins(right_N, longer_N, weights_N)),
+    )
+
+
+def _accuracy(right_N: np.ndarray, weights_N: np.ndarray) -> Proportion | None:
+    return proportion(float(right_N @ weights_N), weights_N.sum()) if weights_N.any() else None
+
+
+def _bins(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray) -> list[LengthBin]:
+    """Divide each side, rejected longer and chosen longer, into thirds; pairs of equal lengths are their own bin."""
+    bins = []
+    for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
+        if not side_N.any():
+            continue
+        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
+        bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences are never in two bins
+        for number in np.unique(bin_N[side_N]):
+            inside_N = side_N & (bin_N == number)
+            low, middle, high = (float(end) for end in np.quantile(longer_N[inside_N], (0, 0.5, 1)))
+            share = proportion(float(right_N[inside_N] @ weights_N[inside_N]), weights_N[inside_N].sum())
+            bins.append(LengthBin(low, middle, high, share))
+    return bins
 
 
 class NothingCompared(UserError):

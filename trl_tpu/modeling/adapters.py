@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError, explaining
-from .engines import save_base_config, write_old_names
+from .outputs import save_base_config, write_old_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel

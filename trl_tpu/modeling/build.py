@@ -13,14 +13,13 @@ from transformers.utils import cached_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.conversion import convert_row
+from ..data.formats import convert_row
 from ..data.measure import is_prepared, measure, read_row
 from ..data.row_formats import Rankings
 from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
-from ..parallel.ranks import distributed_config
-from ..parallel.shard import place_model, plan_model
+from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (
     add_adapters,
     fits_shards,
@@ -32,13 +31,8 @@ from .adapters import (
     warn_if_head_is_frozen,
     without_adapters,
 )
-from .attention.static import use_static_attention
-from .chat_template import set_chat_template
-from .dropout import disable_dropout_in_model
-from .engines import tell_engines
-from .experts import use_static_experts
-from .frozen import freeze
-from .layers import find_layers
+from .attention.packed import use_static_attention
+from .layers import disable_dropout_in_model, find_layers, freeze, use_static_experts
 from .load import (
     OF_FILES,
     check_num_labels,
@@ -50,10 +44,9 @@ from .load import (
     load_tokenizer,
 )
 from .losses import TIES
-from .outputs import Outputs, write_outputs
-from .positions import learned_positions
-from .score_head import keep_heads_in_float32
-from .special_tokens import set_eos_token, set_pad_token
+from .outputs import Outputs, tell_engines, write_outputs
+from .score_head import keep_heads_in_float32, learned_positions
+from .tokenizer import set_chat_template, set_eos_token, set_pad_token
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
-"""What a reward model's outputs are, as its config says: one reward, one of each attribute, or two of each step."""
+"""What the outputs of a reward model mean, by its config, for us and for engines that serve it."""
 
+import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +14,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..errors import UserError
-from .engines import saved_config
 from .score_head import score_head_of
 
 
@@ -108,3 +110,127 @@ def fold_attributes(model: PreTrainedModel, outputs: Outputs) -> None:
     for parameter in score_head_of(model).parameters():
         parameter.data = (weights_A @ parameter.data.double())[None].to(parameter.dtype)
     model.config.num_labels = 1
+
+
+#: For vLLM's `/score` and for sentence-transformers' `CrossEncoder`.
+IDENTITY = "torch.nn.modules.linear.Identity"
+#: Beside adapters. transformers takes a folder with a `config.json` for a whole model, and looks for its weights.
+BASE_CONFIG = "base_model_config.json"
+_OF_PHI3 = {"rope_type", "type", "short_factor", "long_factor", "original_max_position_embeddings"}
+
+
+@dataclass(frozen=True)
+class RewardScale:
+    """How large a model's rewards are: those of an engine that normalizes them are (reward - mean) / std.
+
+    Args:
+        mean: Of the rewards.
+        std: Their standard deviation, over all of them: divided by their number.
+        rewards: How many there are.
+        of: What was rewarded, for the model card.
+    """
+
+    mean: float
+    std: float
+    rewards: int = 0
+    of: str = ""
+
+
+def tell_engines(config: PretrainedConfig) -> None:
+    """Write into the config of a model with one output that this output is the reward, as it is.
+
+    ``problem_type`` is what transformers' pipeline and vLLM's `/classify` read, and does not change training, since
+    nothing passes labels. ``head_dtype`` is vLLM's. What the config's owner has set stays. A model of steps has two.
+    """
+    if getattr(config, "step_separator", None) is not None:
+        return
+    if config.problem_type is None:
+        config.problem_type = "regression"
+    own: Any = getattr(config, "sentence_transformers", None) or {}
+    config.sentence_transformers = {"activation_fn": IDENTITY} | own
+    if getattr(config, "head_dtype", None) is None:
+        config.head_dtype = "float32"
+
+
+def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
+    """Write ``mean`` and ``std`` into a config, by which OpenRLHF normalizes rewards; None removes them.
+
+    The attributes are replaced as a whole, since a thread that saves the model may be iterating over them.
+    """
+    attributes = {name: value for name, value in vars(config).items() if name not in ("mean", "std")}
+    if scale is not None and (config.num_labels == 1 or hasattr(config, "attribute_weights")):
+        attributes |= {"mean": scale.mean, "std": scale.std}
+    config.__dict__ = attributes
+
+
+def saved_config(model: str | Path) -> dict[str, Any]:
+    """Return the config of a saved model, or of that which saved adapters make, in a folder or at the Hub, if any.
+
+    Of adapters that another program has saved it is their own.
+    """
+    names = (BASE_CONFIG, CONFIG_NAME, ADAPTER_CONFIG_NAME)
+    files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in names)
+    return next((json.loads(Path(file).read_text(encoding="utf-8")) for file in files if file), {})
+
+
+def saved_scale(model: str | Path) -> RewardScale | None:
+    """Return what `saved_config` says of a model's rewards; None where that is nothing that can be divided by."""
+    config = saved_config(model)
+    mean, std = config.get("mean"), config.get("std")
+    if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
+        return None
+    return RewardScale(float(mean), float(std))
+
+
+def save_base_config(base: PreTrainedModel, folder: str | Path) -> None:
+    """Write beside adapters the config of the model that they make of their base: `BASE_CONFIG`.
+
+    ``from_pretrained`` takes it as ``config``, read by ``AutoConfig``.
+    """
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
+
+
+def write_old_names(folder: str | Path) -> None:
+    """Write into a folder of a saved model or adapters what transformers before 5 reads, under its names.
+
+    Names in the tokenizer's config that only transformers 5 reads are replaced: it reads the old ones too.
+    """
+    _write_old_rope_names(folder)
+    path = Path(folder, "tokenizer_config.json")
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        # by default the old class also makes token_type_ids, which most models reject
+        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if config:
+        path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_old_rope_names(folder: str | Path) -> None:
+    """Write into a saved config what transformers before 5 read of rotary positions, beside ``rope_parameters``.
+
+    Those versions, as rewardbench has one, would take 10,000 for a base that they do not find, without a word, and
+    compute other rewards. transformers 5 reads either. Bases by kind of layer had no name in common, and are left out.
+    """
+    path = Path(folder, CONFIG_NAME)
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
+        return
+    config["rope_theta"] = rope["rope_theta"]
+    if config.get("model_type") == "gpt_neox":  # it had names of its own
+        config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+    elif "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if rope.get("rope_type", "default") != "default":
+        own = ("rope_theta", "partial_rotary_factor")
+        scaling = {name: value for name, value in rope.items() if name not in own}
+        if config.get("model_type") == "phi3" and scaling.keys() <= _OF_PHI3:
+            # It took these three and no others: one with a factor of its own is refused there, rather than misread.
+            scaling = {"type": rope["rope_type"]} | {name: rope[name] for name in ("short_factor", "long_factor")}
+        config["rope_scaling"] = scaling
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

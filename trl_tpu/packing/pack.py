@@ -28,11 +28,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import UserError
-from .expand import expand_rows
-from .rows import TokenRows
-from .schedule import RowPlan, Schedule
-from .shapes import RowShape, zigzag
-from .trie import common_prefixes, lay_out, tree_sizes
+from .rows import TokenRows, expand_rows
+from .shapes import RowPlan, RowShape, Schedule, zigzag
+from .trees import common_prefixes, lay_out, tree_sizes
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4

@@ -1,23 +1,19 @@
-"""Rows of tokens, from packing to attention on a device: one class, one name for each tensor.
-
-Packing makes them of numpy arrays, the collator maps these to torch tensors, and a loader those to tensors on the
-device. `trl_tpu.packing.pack` and `trl_tpu.packing.expand` tell what the numbers of packed rows mean.
-
-Letters: P rows of the data in a batch, K answers of each, S = P K scored positions, R rows of tokens, L their length,
-2 chosen and rejected.
-"""
+"""Rows of tokens as arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .trie import Tree
+import numpy as np
+
+from ..errors import UserError
+from .trees import Tree
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
 
 
 class Expansion(NamedTuple, Generic[Array]):
-    """Where the tokens of packed rows lie in expanded rows, int32: see `trl_tpu.packing.expand`."""
+    """Where the tokens of packed rows lie in expanded rows, int32: see `trl_tpu.packing.rows`."""
 
     gather_R2L: Array
     """The column of the packed row whose token is copied to each place; -1 for padding."""
@@ -72,3 +68,42 @@ class TokenRows(Generic[Array]):
         own = {name: function(value) for name, value in vars(self).items() if hasattr(value, "dtype")}
         expansion = None if self.expansion is None else Expansion(*map(function, self.expansion))
         return replace(self, **own, expansion=expansion)
+
+
+def expand_rows(packed: TokenRows[np.ndarray]) -> Expansion[np.ndarray]:
+    """Lay out the sequences of packed rows one after the other.
+
+    A sequence's tokens are contiguous and in order, so that indices count positions within it.
+
+    Raises:
+        UserError: If the chosen or the rejected sequences of a row are together longer than the row. It takes pairs
+            that share tokens with other pairs: a pair's own tokens always make room for either of its sequences.
+    """
+    assert packed.subtree_end_RL is not None  # of packed rows
+    rows, length = packed.subtree_end_RL.shape
+    here_P = packed.tokens_S.reshape(-1, 2)[:, 0] > 0
+    half_D = (packed.score_row_S.reshape(-1, 2)[here_P] * 2 + [0, 1]).T.ravel()
+    order = np.argsort(half_D, kind="stable")
+    half_D, last_D = half_D[order], packed.score_column_S.reshape(-1, 2)[here_P].T.ravel()[order]
+
+    sees_DL = packed.subtree_end_RL[half_D // 2] > last_D[:, None]
+    sees_DL &= np.arange(length) <= last_D[:, None]
+    sequence_T, column_T = np.nonzero(sees_DL)
+    longest = np.bincount(half_D[sequence_T], minlength=2 * rows).max()
+    if longest > length:
+        raise UserError(f"The chosen or the rejected sequences of a row have {longest} tokens, but it has {length}.")
+
+    # where each token lies: in all expanded rows, flattened, and in all packed ones
+    first_D = np.searchsorted(sequence_T, np.searchsorted(half_D, half_D))  # where the sequence's half begins
+    place_T = (half_D * length - first_D)[sequence_T] + np.arange(len(sequence_T))
+    token_T = (half_D // 2 * length)[sequence_T] + column_T
+    gather = np.full(2 * rows * length, -1, np.int32)
+    scatter, segment, inverse = gather.copy(), np.zeros_like(gather), np.full(rows * length, -1, np.int32)
+    gather[place_T] = column_T
+    segment[place_T] = sequence_T + 1
+    inverse[token_T] = place_T  # the last of several
+    token_M = np.flatnonzero(inverse >= 0)
+    scatter[inverse[token_M]] = token_M % length
+    inverse[token_M] -= (token_M // length * 2 * length).astype(np.int32)
+    gather, segment, scatter = (index.reshape(rows, 2, length) for index in (gather, segment, scatter))
+    return Expansion(gather, segment, scatter, inverse.reshape(rows, length))

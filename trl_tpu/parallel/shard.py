@@ -1,20 +1,190 @@
-"""Apply a plan to a model: its weights to their devices, and its activations kept where the weights expect them."""
+"""Places a model's parameters in their shards: by annotation on XLA, by transformers between processes."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import align_module_device
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError
 from ..runtime import Runtime
 from .mesh import BATCH_AXES, MeshShape, check_heads, names_of
-from .rules import Rules
-from .shard_report import ShardReport
-from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, bare_name
+from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """The placement of every parameter. Bytes are of the parameters alone, not of gradients or optimizer state."""
+
+    mesh: MeshShape
+    placements: dict[str, Placement]
+    shapes: dict[str, tuple[int, ...]]
+    sizes: dict[str, int]  # bytes of each parameter, whole
+
+    @classmethod
+    def of(cls, model: nn.Module, mesh: MeshShape, placements: dict[str, Placement]) -> "ShardReport":
+        """Report on the parameters of a model, which may be split already."""
+        parameters = dict(model.named_parameters())
+        sizes = {name: each.numel() * each.element_size() for name, each in parameters.items()}
+        return cls(mesh, placements, {name: tuple(each.shape) for name, each in parameters.items()}, sizes)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of the parameters that every device holds whole."""
+        return sum(size for name, size in self.sizes.items() if not self.placements[name].is_sharded)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return sum(size // self.placements[name].parts(self.mesh) for name, size in self.sizes.items())
+
+    def __str__(self) -> str:
+        """Return the totals and, on several devices, a line for each kind of parameter: layers count together."""
+        head = (
+            f"mesh {self.mesh} on {self.mesh.devices} device(s): parameters take {_mib(self.bytes_per_device)} a "
+            f"device of {_mib(self.total_bytes)} in all, {_mib(self.replicated_bytes)} of them replicated"
+        )
+        if self.mesh.devices == 1:
+            return head
+        return "\n".join([head, *_table(self._rows())])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        kinds: dict[tuple[str, ...], list[str]] = {}
+        for name, placement in self.placements.items():
+            shape = "x".join(map(str, self.shapes[name])) or "scalar"
+            axes = ", ".join(_text(each) for each in placement.axes)
+            over = f"[{axes}]" if placement.is_sharded else "replicated"
+            key = (kind_of(name), shape, over, placement.reason)
+            kinds.setdefault(key, []).append(name)
+        rows: list[tuple[str, ...]] = []
+        for (pattern, shape, over, reason), names in kinds.items():
+            held = sum(self.sizes[name] // self.placements[name].parts(self.mesh) for name in names)
+            count = f"{len(names)} x " if len(names) > 1 else ""
+            rows.append((pattern, f"{count}{shape}", over, _mib(held), reason))
+        return rows
+
+
+def kind_of(name: str) -> str:
+    """Return a parameter's name without the number of its layer: ``model.layers.*.mlp.up_proj.weight``."""
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    rows = [("parameter", "shape", "over", "a device", "why"), *rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
+
+
+def _text(axes: str | tuple[str, ...] | None) -> str:
+    return "-" if axes is None else axes if isinstance(axes, str) else "+".join(axes)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f} MiB"
+
+
+#: What transformers calls the axes.
+_AXES = {"dp_replicate": "data", "fsdp": "fsdp", "tp": "tensor"}
+_SPREAD_HERE = "_trl_tpu_spread"  # what a model has that was whole in each process before
+
+
+def distributed_config(mesh: MeshShape) -> DistributedConfig:
+    """Return what transformers takes for ``mesh``."""
+    return DistributedConfig(dp_replicate_size=mesh.data, fsdp_size=mesh.fsdp, tp_size=mesh.tensor)
+
+
+def mesh_of(model: Any) -> MeshShape | None:
+    """Return the mesh that transformers has spread ``model`` over; None where it has not."""
+    if getattr(model, "_device_mesh", None) is None:
+        return None
+    config = model.config.distributed_config
+    return MeshShape(config.dp_replicate_size, config.fsdp_size, config.tp_size)
+
+
+def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.device) -> ShardReport:
+    """Give each process its part of ``model``, in place; one that is spread already stays as it is.
+
+    All parts are of the model that process 0 has, as with DDP. Adapters are spread like what they adapt.
+
+    Raises:
+        UserError: The `tensor` axis would cut through an attention head; or transformers has read the wrong rows.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if mesh_of(base) is None:
+        text, names = base.config.get_text_config(), ("num_attention_heads", "num_key_value_heads")
+        check_heads(mesh, {name: count for name in names if (count := getattr(text, name, None))})
+        for tensor in (*model.parameters(), *model.buffers()):
+            first = tensor.detach().to(device)
+            dist.broadcast(first, src=0)
+            tensor.data.copy_(first)
+        config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
+        base.maybe_distribute_model(base, config, manager)
+        setattr(base, _SPREAD_HERE, True)
+    elif min(mesh.fsdp, mesh.tensor) > 1 and issubclass(_StridedShard, Shard) and not hasattr(base, _SPREAD_HERE):
+        raise UserError(
+            f"The model was loaded with distributed_config=DistributedConfig(fsdp_size={mesh.fsdp}, "
+            f"tp_size={mesh.tensor}), for which transformers reads the wrong rows on torch {torch.__version__}, where "
+            f"it does not tell the two cuts of a dimension apart. Give the trainer the model's name and "
+            f"mesh='{mesh}', or install a newer torch."
+        )
+    reshard(model)  # packed rows may have been tried
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not isinstance(tensor.data, DTensor):  # which no plan names
+            tensor.data = tensor.data.to(device)
+    runtime.set_mesh(mesh.sizes, mesh.slices)
+    placements = {name: _placement(each, mesh) for name, each in model.named_parameters()}
+    return ShardReport.of(model, mesh, placements)
+
+
+def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
+    over: list[list[str]] = [[] for _ in parameter.shape]
+    if isinstance(parameter, DTensor):
+        for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
+            if isinstance(placement, Shard) and mesh.sizes[_AXES[name]] > 1:
+                over[placement.dim].append(_AXES[name])
+    axes = tuple(None if not names else names[0] if len(names) == 1 else tuple(names) for names in over)
+    return Placement(axes, "by transformers")
+
+
+def reshard(model: nn.Module) -> None:
+    """Let each process have its parts alone again: a forward without a backward leaves FSDP2's last weights whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def saves_what_it_is_given(model: Any) -> Iterator[None]:
+    """Make ``save_pretrained`` write the given weights only.
+
+    It does not gather a sharded model at once, and peft does not write its stub of a model card.
+    """
+    spread_by = vars(model.config).pop("distributed_config", None)
+    model.create_or_update_model_card = lambda _: None  # peft's method
+    try:
+        yield
+    finally:
+        vars(model).pop("create_or_update_model_card", None)
+        if spread_by is not None:
+            model.config.distributed_config = spread_by
+
+
+def whole(value: Any) -> Any:
+    """Return a norm over gradients that are spread as a plain tensor, the same in every process."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:

@@ -18,8 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..parallel.chips import parse_topology
-from ..runtime import libtpu
+from ..parallel.mesh import parse_topology
+from ..runtime import device_choice as libtpu
 
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """Environment of the child processes: jax must not look for a TPU, and several processes may use libtpu at once."""

@@ -11,18 +11,15 @@ from typing import Any
 
 from datasets import Dataset
 
-from ..batching.batch_plan import LONG_ROW
-from ..batching.planned_shapes import plan_rows_of
 from ..config.reward_config import RewardConfig
 from ..data.measure import PAIR, has_form, measure
 from ..modeling.adapters import without_adapters
-from ..modeling.model_shape import ModelShape, read_model
-from ..modeling.work import needed_flops
-from ..packing.lengths import PairLengths
+from ..modeling.model_shape import ModelShape, needed_flops, read_model
 from ..packing.shapes import round_up
-from ..parallel.chips import Topology
-from ..parallel.mesh import MeshShape
+from ..packing.trees import PairLengths
+from ..parallel.mesh import MeshShape, Topology
 from ..runtime import Remat
+from ..training.batch_plan import LONG_ROW, plan_rows_of
 from .compile import CompiledProgram, compile_for
 from .trace import StepRequest, trace_step
 

@@ -19,7 +19,7 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 
 from ..runtime import PartitionSpec
-from ..runtime.scan import OnHost
+from ..runtime.layer_loop import OnHost
 from ..runtime.xla import XlaRuntime
 from .compile import TracedProgram
 
@@ -66,7 +66,7 @@ class PlaceholderRuntime(XlaRuntime):
 
     @cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:  # type: ignore[override]
-        from ..runtime.kernels.splash import splash_attention
+        from ..runtime.splash import splash_attention
 
         write_kernels_for_libtpu()
         return splash_attention

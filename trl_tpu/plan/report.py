@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from ..parallel.chips import GiB, MiB
+from ..parallel.mesh import GiB, MiB
 from .layouts import Attempt, Layout
 
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -21,8 +21,7 @@ from ..errors import UserError
 from ..experimental.prm import PRMConfig, PRMTrainer
 from ..modeling.model_shape import model_without_weights
 from ..modeling.outputs import Outputs
-from ..packing.schedule import RowPlan
-from ..packing.shapes import RowShape
+from ..packing.shapes import RowPlan, RowShape
 from ..trainer.reward_trainer import RewardTrainer
 from .compile import TracedProgram, call_in_child
 
@@ -87,7 +86,7 @@ def trace_step(request: StepRequest) -> TracedProgram:
 
 def trace_here(request: StepRequest) -> TracedProgram:
     """Trace in this process, which can do so once; see `trace_step`."""
-    from .placeholder import PlaceholderRuntime  # imports torch_xla
+    from .placeholder import PlaceholderRuntime
 
     placeholders = PlaceholderRuntime(request.chips)
     runtime.replace(placeholders)

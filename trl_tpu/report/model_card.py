@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
-from ..modeling.engines import RewardScale
-from ..modeling.outputs import ONE_REWARD, Outputs
+from ..modeling.outputs import ONE_REWARD, Outputs, RewardScale
 
 _TAG = "generated_from_trainer"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")

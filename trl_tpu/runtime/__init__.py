@@ -55,6 +55,6 @@ def _started() -> Runtime:
 def __getattr__(name: str) -> Any:
     if name != "Runtime":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .native import Runtime  # imports torch
+    from .native import Runtime
 
     return Runtime

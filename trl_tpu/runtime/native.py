@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
+from . import base as plain
 from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, Value
-from .kernels import plain
 
 
 def peak_resident_bytes() -> int:

@@ -1,12 +1,11 @@
-"""PyTorch/XLA through SPMD: one process drives every device of the host as one mesh.
+"""PyTorch/XLA: one process a host, whose devices share a mesh."""
 
-References: https://docs.pytorch.org/xla/release/r2.9/perf/spmd_basic.html
-"""
-
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,174 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.distributed.xla_backend  # knows the address "xla://"
 import torch_xla.runtime as xr
 from torch import nn
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils.data import DataLoader
 from torch_xla._internal import tpu
+from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
+from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
 
 from ..errors import UserError
-from . import libtpu, shards
-from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology
-from .kernels.plain import einsum, segment_attention
-from .layout import MeshSharding, laid_out, shard_count
+from . import device_choice as libtpu
+from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, einsum, segment_attention
+from .layer_loop import OnHost, recompute, scan_layers
 from .native import DeviceLoader, Runtime, peak_resident_bytes
-from .remat import recompute
-from .scan import OnHost, scan_layers
-from .shard_map import on_shards
+
+Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
+
+
+class MeshSharding(xs.ShardingSpec):
+    """A ShardingSpec that also accepts specs which leave mesh axes out.
+
+    torch_xla 2.9 computes the tile assignment of a spec without a None dimension as if it named every axis
+    (https://github.com/pytorch/xla/issues/8012); the mesh's own method handles that case.
+    """
+
+    def __post_init__(self) -> None:
+        # a scalar has no dimensions to ask about
+        spec = self.partition_spec or (None,)
+        tiles, groups, replication, kind = self.mesh._get_op_sharding_args(spec)
+        self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
+        self._sharding_type = xs.ShardingType(kind)
+
+
+def shard_count(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
+    """Return how many shards the axes of one dimension cut it into."""
+    sizes = mesh.shape()
+    return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))
+
+
+def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    """Return a copy of ``tensor``, and let its gradient be one, laid out over those of ``axes`` that divide it."""
+    fitting = tuple(
+        None if size % shard_count(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
+    )
+    if torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
+    copy: torch.Tensor = Changed.apply(tensor, mesh, fitting, _marked, _marked)
+    return copy
+
+
+class Changed(torch.autograd.Function):
+    """What ``change`` makes of a tensor, and of its gradient what ``change_back`` does.
+
+    torch_xla's own function for a sharding (`mark_sharding_with_gradients`) parses the mesh at every call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec, change: Change, change_back: Change
+    ) -> torch.Tensor:
+        ctx.mesh, ctx.axes, ctx.change_back = mesh, axes, change_back
+        return change(tensor, mesh, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return ctx.change_back(gradient, ctx.mesh, ctx.axes), None, None, None, None
+
+
+def _marked(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    copy = tensor.clone()
+    torch_xla._XLAC._xla_mark_sharding(copy, mesh.get_op_sharding(axes))
+    return copy
+
+
+class HostShards(_CpuShards):
+    """The shards of one tensor that this host's devices hold, as host tensors with their places in it."""
+
+    def __getitem__(self, index: int) -> "HostShards":
+        """Return the shards of ``tensor[index]``; the first dimension has to be whole on every device. No copy."""
+        shards = [
+            dataclasses.replace(shard, data=shard.data[index], indices=shard.indices[1:]) for shard in self.shards
+        ]
+        return HostShards(shards, self.global_shape[1:])
+
+    def join(self) -> torch.Tensor:
+        """Return the tensor, of which this host has to have all shards."""
+        joined = torch.empty(self.global_shape, dtype=self.shards[0].data.dtype)
+        for shard in self.shards:
+            joined[tuple(shard.indices)] = shard.data[tuple(slice(0, at.stop - at.start) for at in shard.indices)]
+        return joined
+
+
+def local_shards(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Copy the shards that this host's devices hold to the host, of tied tensors once."""
+    torch_xla.sync(wait=True)  # reading a shard while it is computed fails
+    unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
+    copies = {
+        key: HostShards(copy.shards, copy.global_shape) if isinstance(copy, _CpuShards) else copy
+        for key, copy in _sharded_cpu_state_dict(unique).items()
+    }
+    return {name: copies[str(id(tensor))] for name, tensor in state.items()}
+
+
+class SavePlanner(SPMDSavePlanner):
+    """torch_xla's planner, for tensors of which several devices of a host hold the same shard.
+
+    Its own removes what is there twice from every plan but the first that has it. Where that is the same plan, both
+    go: with `data=2,fsdp=4` no weight would be in the checkpoint.
+    """
+
+    def set_up_planner(  # type: ignore[override]  # torch's of today
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        once = {item.index: item for item in reversed(plan.items)}  # equal if of the same shard
+        return dataclasses.replace(plan, items=list(once.values()))
+
+
+class LoadPlanner(SPMDLoadPlanner):
+    """torch_xla's planner, once the tensors are computed: reading a shard before that fails."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        torch_xla.sync(wait=True)
+        super().set_up_planner(*args, **kwargs)
+
+
+def on_shards(
+    runtime: Any,
+    function: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    axes: Sequence[PartitionSpec],
+    result_axes: PartitionSpec,
+) -> torch.Tensor:
+    """Call ``function`` as `Runtime.shard_map` says: that method of PyTorch/XLA's runtime."""
+    mesh = runtime.mesh_of(tensors[0])
+    if mesh is None:
+        return function(*tensors)
+    dividing = _dividing_axes(mesh, tensors, axes)
+    shards = [
+        Changed.apply(tensor, mesh, _only(over, dividing), _to_shards, _to_whole)
+        for tensor, over in zip(tensors, axes, strict=True)
+    ]
+    return Changed.apply(function(*shards), mesh, _only(result_axes, dividing), _to_whole, _to_shards)
+
+
+def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    # a copy, since the layout is written to the tensor itself
+    return xs.enable_manual_sharding(whole + 0, axes, mesh=mesh).global_tensor
+
+
+def _to_whole(shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    shape = torch.Size(size * shard_count(mesh, over) for size, over in zip(shard.shape, axes, strict=True))
+    return xs.disable_manual_sharding(shard, axes, shape, mesh=mesh).global_tensor
+
+
+def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequence[PartitionSpec]) -> set[Any]:
+    """Return the entries of ``axes`` that are more than one device and divide all dimensions they are named for."""
+    sizes: dict[Any, set[int]] = {}
+    for tensor, over_all in zip(tensors, axes, strict=True):
+        for over, size in zip(over_all, tensor.shape, strict=True):
+            sizes.setdefault(over, set()).add(size)
+    counts = {over: shard_count(mesh, over) for over in sizes}
+    return {over for over, count in counts.items() if count > 1 and all(size % count == 0 for size in sizes[over])}
+
+
+def _only(axes: PartitionSpec, dividing: set[Any]) -> PartitionSpec:
+    return tuple(over if over in dividing else None for over in axes)
+
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
@@ -149,7 +304,7 @@ class XlaRuntime(Runtime):
         """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
         if xr.device_type() != "TPU":
             return segment_attention
-        from .kernels.splash import splash_attention  # imports jax, which must not come before torch_xla has the TPU
+        from .splash import splash_attention
 
         return splash_attention
 
@@ -194,10 +349,10 @@ class XlaRuntime(Runtime):
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return shards.local_shards(state)
+        return local_shards(state)
 
     def checkpoint_planners(self) -> Planners:
-        return Planners(shards.SavePlanner(), shards.LoadPlanner(), self._saving_group)
+        return Planners(SavePlanner(), LoadPlanner(), self._saving_group)
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")

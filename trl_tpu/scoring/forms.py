@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
-from ..data.conversion import convert_row
+from ..data.formats import convert_row
 from ..data.measure import NO_LABEL
 from ..data.solutions import check_solution, tokenize_solution
 from ..data.tokenize import tokenize_dialogue, with_eos

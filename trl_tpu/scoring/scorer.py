@@ -1,10 +1,11 @@
-"""A saved reward model that gives many dialogues their rewards, on the device that training would take."""
+"""Computes the rewards of rows."""
 
 import hashlib
 import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,109 @@ from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..data.batch import Batch
+from ..data.collators import OwnRows, Padded, Part, PlannedRows, Table, Unpadded
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.attention.packability import make_packable
-from ..modeling.attention.static import use_static_attention
-from ..modeling.attention.unmodified import PackingImpossible
-from ..modeling.engines import RewardScale, saved_scale
-from ..modeling.experts import use_static_experts
+from ..modeling.attention.packed import PackingImpossible, use_static_attention
+from ..modeling.layers import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
-from ..modeling.outputs import Outputs
-from ..modeling.positions import learned_positions, position_groups
+from ..modeling.outputs import Outputs, RewardScale, saved_scale
 from ..modeling.rewards import rewards_of
-from ..modeling.score_head import keep_heads_in_float32
-from ..packing.shapes import attention_crossover_length
+from ..modeling.score_head import keep_heads_in_float32, learned_positions, position_groups
+from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
+from ..packing.trees import in_order
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
-from .batches import Batches, Members
 
 logger = logging.getLogger(__name__)
+
+_SHORTEST_ROW = 128
+_SHORTEST_PADDED_ROW = 64
+_MOST = 2048  # dialogues that are packed together
+_USUAL = 0.75  # of the dialogues fit three times into a usual row
+
+_TABLE = Table(answers=1)  # nothing is compared
+
+#: Which dialogues a batch has, [N], and its micro-batches.
+Members = tuple[np.ndarray, tuple[Batch, ...]]
+
+
+@dataclass
+class Batches:
+    """Makes batches of dialogues, each of which is in one of them.
+
+    Args:
+        pad_token_id: Texts end before it, and it fills what rows have left.
+        tokens: Most tokens computed at a time on each shard, padding among them, unless one row is longer.
+        attention_crossover_length: The length at which attention costs as much as everything else.
+        shards: Over how many devices rows are split.
+        is_static: Whether there may only be few shapes.
+    """
+
+    pad_token_id: int
+    tokens: int
+    attention_crossover_length: float
+    shards: int = 1
+    is_static: bool = False
+    row_length: int | None = None
+    """Of usual planned rows; chosen for the first dialogues that come."""
+
+    def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
+        """Yield rows without padding, for a device that takes any shape."""
+        collate = OwnRows(Unpadded(self.pad_token_id, 1, self.attention_crossover_length), self.pad_token_id, _TABLE)
+        order, shared = in_order(list(dialogues))
+        some, tokens = list[int](), 0
+        for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
+            size = len(dialogues[index])
+            if some and (tokens + size - common > self.tokens or len(some) == _MOST):
+                yield _batch(collate, dialogues, some)
+                some, tokens = [], 0
+            tokens += size - (common if some else 0)
+            some.append(index)
+        if some:
+            yield _batch(collate, dialogues, some)
+
+    def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
+        """Yield rows of one length, and of its doubles for longer dialogues, for a device that compiles each."""
+        if self.row_length is None and dialogues:
+            usual = np.quantile([len(ids) for ids in dialogues], _USUAL)
+            self.row_length = _doubled(_SHORTEST_ROW, 3 * usual)
+        by_length: dict[int, list[int]] = {}
+        for index in in_order(list(dialogues))[0].tolist():
+            length = _doubled(self.row_length or _SHORTEST_ROW, len(dialogues[index]))
+            by_length.setdefault(length, []).append(index)
+        most = round_up(_MOST, self.shards)
+        for length, members in sorted(by_length.items()):
+            shape = RowShape(self.shards * max(1, self.tokens // length), length)
+            plan = RowPlan((shape,), (shape,), self.attention_crossover_length)
+            collate = PlannedRows(plan, most, self.pad_token_id, _TABLE)
+            for first in range(0, len(members), most):
+                yield _batch(collate, dialogues, members[first : first + most])
+
+    def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
+        """Yield padded rows, for models of which packed rows are not exact, and to keep dialogues apart."""
+        waiting = sorted(range(len(dialogues)), key=lambda index: -len(dialogues[index]))
+        while waiting:
+            longest = len(dialogues[waiting[0]])
+            length = _doubled(_SHORTEST_PADDED_ROW, longest) if self.is_static else longest
+            most = self.shards * max(1, self.tokens // length)
+            some, waiting = waiting[:most], waiting[most:]
+            lengths, part = ((length,), Part(most)) if self.is_static else (None, None)
+            collate = OwnRows(Padded(self.pad_token_id, 1, 1, lengths), self.pad_token_id, _TABLE, part)
+            yield _batch(collate, dialogues, some)
+
+
+def _doubled(length: int, least: float) -> int:
+    """Return ``length``, doubled until it is no less than ``least``."""
+    while length < least:
+        length *= 2
+    return length
+
+
+def _batch(collate: Any, dialogues: Sequence[np.ndarray], members: list[int]) -> Members:
+    return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
+
 
 MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Members]]
 

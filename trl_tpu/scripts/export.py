@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     settings = vars(make_parser().parse_args(argv))
     import torch
 
-    from trl_tpu.checkpoint.consolidate import export_checkpoint
+    from trl_tpu.checkpoint.export import export_checkpoint
 
     dtype = settings.pop("dtype")
     export_checkpoint(**settings, dtype=None if dtype is None else getattr(torch, dtype))

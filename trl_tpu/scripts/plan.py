@@ -14,28 +14,24 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoConfig
 
-from trl_tpu.config.field_help import help_from_docstring
-from trl_tpu.config.reward_config import RewardConfig
+from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.measure import measure
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.build import build_dataset
-from trl_tpu.modeling.chat_template import set_chat_template
-from trl_tpu.modeling.frozen import freeze
+from trl_tpu.modeling.layers import freeze
 from trl_tpu.modeling.load import load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import write_outputs
-from trl_tpu.modeling.special_tokens import set_eos_token, set_pad_token
-from trl_tpu.parallel.chips import parse_topology
-from trl_tpu.parallel.mesh import MeshShape, parse_mesh
+from trl_tpu.modeling.tokenizer import set_chat_template, set_eos_token, set_pad_token
+from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts, report
 from trl_tpu.plan.compile import CompiledProgram, missing
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.runtime import Remat
-from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.datafiles import pick_split
-from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.parser import TrlParser, take_config
 from trl_tpu.scripts.reward import load_data, model_init_kwargs
 from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments

@@ -4,11 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trl_tpu.report.page import verdicts_of, write_page
-from trl_tpu.report.run_history import RunHistory, read_run
+from trl_tpu.report.page import RunHistory, read_run, verdicts_of, write_page
 from trl_tpu.report.scored_rows import ScoredRows, read_scored
-from trl_tpu.report.sentences import sentences_of
-from trl_tpu.report.tables import as_markdown, printable, tables_of
+from trl_tpu.report.tables import as_markdown, printable, sentences_of, tables_of
 
 
 def make_parser() -> argparse.ArgumentParser:

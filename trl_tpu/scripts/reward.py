@@ -19,10 +19,8 @@ from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
 from trl_tpu import forks
-from trl_tpu.checkpoint.remote import RemoteRun
-from trl_tpu.checkpoint.run_folder import RunFolder
-from trl_tpu.config.field_help import help_from_docstring
-from trl_tpu.config.reward_config import RewardConfig
+from trl_tpu.checkpoint.run_folder import RemoteRun, RunFolder
+from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.measure import read_row
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
 from trl_tpu.experimental.prm import PRMTrainer
@@ -147,7 +145,7 @@ def main(
 
 def report_on(trainer: RewardTrainer) -> None:
     """Write the page of `trl-tpu report` into the folder of a run that has ended and saved its model."""
-    from trl_tpu.scripts.report import report_on_run  # matplotlib takes a second to import
+    from trl_tpu.scripts.report import report_on_run
 
     folder = Path(str(trainer.args.output_dir))
     try:

@@ -11,14 +11,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trl_tpu.config.field_help import help_from_docstring
+from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.errors import UserError
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.forms import Form
 from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer
-from trl_tpu.scoring.stream import look_at, scored_windows
-from trl_tpu.scoring.summary import Summary
+from trl_tpu.scoring.stream import Summary, look_at, scored_windows
 from trl_tpu.scripts import datafiles, rows_file
 from trl_tpu.scripts.parser import TrlParser
 

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 from datasets import DatasetDict, IterableDatasetDict
 
-from trl_tpu.config.field_help import help_from_docstring
+from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.errors import UserError
 from trl_tpu.scripts.datafiles import load
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path

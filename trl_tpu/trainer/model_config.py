@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 
-from ..config.field_help import help_from_docstring
+from ..config.reward_config import help_from_docstring
 from ..errors import UserError
 
 

@@ -28,24 +28,13 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpi
 from transformers.utils import CONFIG_NAME
 
 from .. import runtime
-from ..batching.batch_plan import BatchPlan
 from ..config.reward_config import RewardConfig
-from ..data.batch import (
-    TABLE,
-    Batch,
-    CollatedBatch,
-    DictReader,
-    apart,
-    batches_in,
-    tensors_in,
-    unread_pairs,
-)
-from ..data.chat import date_written
+from ..data.batch import TABLE, Batch, CollatedBatch, DictReader, apart, batches_in, tensors_in, unread_pairs
 from ..data.collators import NO_LABEL, DataCollatorForPreference
 from ..data.comparisons import Labels
-from ..data.measure import COLUMNS, PAIR, form_of
-from ..data.prompts import prompts_in_training
-from ..data.token_columns import _tokenize
+from ..data.formats import date_written
+from ..data.measure import COLUMNS, PAIR, form_of, prompts_in_training
+from ..data.row_formats import _tokenize
 from ..errors import UserTypeError
 from ..evaluation.judge import check_best_metric, check_eval_by, judge
 from ..evaluation.reward_sums import RewardSums, sums_of, sums_on_host
@@ -59,21 +48,20 @@ from ..modeling.build import (
     first_chat,
     in_order_of,
 )
-from ..modeling.engines import BASE_CONFIG, set_scale
 from ..modeling.losses import Loss
-from ..modeling.outputs import Outputs
+from ..modeling.model_shape import work_of_a_pair
+from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
 from ..modeling.rewards import rewards_in
-from ..modeling.special_tokens import warn_of_unscored_eos
-from ..modeling.work import work_of_a_pair
-from ..packing.schedule import RowPlan
+from ..modeling.tokenizer import warn_of_unscored_eos
+from ..packing.shapes import RowPlan
 from ..report.model_card import Reading, is_generated, make_model_card
-from ..report.verdict_section import write_verdicts
-from ..training.agreement import over_processes
+from ..report.page import write_verdicts
+from ..training.batch_plan import BatchPlan
 from ..training.device_trainer import DeviceTrainer, write_card
 from ..training.evaluation import EvaluatedPairs, losses_of, named, prediction_of
-from ..training.metrics import AddedMetrics, RewardMetrics, scale_of
-from ..training.preemption import EvaluationCutShort
+from ..training.statistics import AddedMetrics, RewardMetrics, scale_of
 from ..training.step import StepResult, training_step
+from ..training.stopping import EvaluationCutShort, over_processes
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .utils import get_config_model_id
 

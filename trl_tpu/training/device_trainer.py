@@ -42,17 +42,12 @@ from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, get_scheduler
 from transformers.trainer_utils import HubStrategy, has_length
 
-from ..batching.batch_plan import BatchPlan
-from ..checkpoint.aside import fill_aside
-from ..checkpoint.manifest import files_in, is_ours
-from ..checkpoint.remote import RemoteRun
-from ..checkpoint.run_folder import RunFolder
+from ..checkpoint.manifest import files_in, fill_aside, is_ours
+from ..checkpoint.run_folder import RemoteRun, RunFolder
 from ..checkpoint.saver import together
-from ..checkpoint.state_dict import give_weights_on_host, whole_weights
-from ..checkpoint.storage import older_weights
+from ..checkpoint.state_dict import give_weights_on_host, older_weights, whole_weights
 from ..config.checks import check_final_rate
-from ..config.reward_config import RewardConfig
-from ..config.urls import is_url, private_folder
+from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..data.batch import apart, tensors_in
 from ..data.loader import (
     WholeStream,
@@ -64,24 +59,29 @@ from ..data.loader import (
     skip_batches,
     training_order,
 )
-from ..data.prompts import ByPrompt, prompt_groups
+from ..data.measure import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..modeling.adapters import complete_config
 from ..parallel.mesh import BATCH_AXES
-from ..parallel.ranks import mesh_of, reshard, saves_what_it_is_given, spread_model, whole
-from ..parallel.shard import keep_activations_split, place_model, plan_model
-from ..parallel.shard_report import ShardReport
+from ..parallel.shard import (
+    ShardReport,
+    keep_activations_split,
+    mesh_of,
+    place_model,
+    plan_model,
+    reshard,
+    saves_what_it_is_given,
+    spread_model,
+    whole,
+)
 from ..report.model_card import add_card
 from ..runtime import choice, current
-from .callbacks import StepCallback
-from .components import Components
-from .contents import contents_of, is_users, keeps_state
-from .metrics import RewardMetrics
-from .nonfinite import Counted, NonfiniteGuard
+from .batch_plan import BatchPlan
+from .components import Components, check_alike, contents_of, describe_run, is_users, keeps_state, order_of_pairs
+from .evaluation import Progress
 from .optimizer import bare, fuse
-from .preemption import SIGTERM, EvaluationCutShort
-from .progress import Progress
-from .same_run import check_alike, describe_run, order_of_pairs
+from .statistics import Counted, NonfiniteGuard, RewardMetrics
+from .stopping import SIGTERM, EvaluationCutShort, StepCallback
 
 logger = logging.getLogger(__name__)
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from ...config.checks import check_limits
-from ...config.field_help import help_from_docstring
-from ...config.reward_config import RewardConfig
+from ...config.reward_config import RewardConfig, help_from_docstring
 
 _OF_PAIRS = "center_rewards_coefficient margin_scale label_smoothing label_smoothing_factor eval_by truncation_mode"
 _OF_RANKINGS = "loss_type=plackett_luce|regression average_over=comparisons ties attributes step_separator=^None$"

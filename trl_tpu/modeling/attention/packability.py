@@ -1,11 +1,4 @@
-"""Tells whether packed rows are exact for a model: by inspection where its family is known, else by trying it.
-
-Only a model of its libraries' own code is packed at all: see `unmodified`.
-
-Some models take a mask and yet read positions from elsewhere (ALiBi), carry a state from token to token (recurrent
-and linear attention), look both ways (encoders), or make masks of their own. Their packed rewards would be wrong
-without a word, so packing needs proof.
-"""
+"""Decides whether packed rows give a model's own rewards, by a trial before training."""
 
 from typing import Any
 
@@ -15,13 +8,47 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from ...data.batch import Batch
-from ...data.collators import OwnRows, Padded, PlannedRows, Unpadded
-from ...packing.schedule import RowPlan
-from ...packing.shapes import RowShape
+from ...data.collators import DataCollatorForPreference, OwnRows, Padded, PlannedRows, Unpadded
+from ...packing.shapes import RowPlan, RowShape
 from ..adapters import without_adapters
 from ..score_head import score_head_of
-from .masked import MaskRule, note_scores, read_rows, use_tree_masks
-from .unmodified import PackingImpossible, check_unmodified
+from .packed import MaskRule, PackingImpossible, check_unmodified, note_scores, read_rows, use_tree_masks
+
+# relative, between float32 sums over rows of two lengths
+_ROUNDING = 2e-5
+
+
+@torch.no_grad()
+def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
+    """Return whether a tiny batch gets other rewards when it is padded further.
+
+    So it is where a forward averages over all columns, or reads the last one: as transformers does for the embeddings
+    that prompt tuning gives it. True also where it is unknown: weights on the meta
+    device or coarser than float32, a forward that fails.
+    """
+    parameter = next(model.parameters())
+    if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):
+        return True
+    ids = [token for token in range(1, 21) if token != pad_token_id]
+    examples = [
+        {"answers": [ids[:9], ids[5:9]]},
+        {"answers": [ids[3:10], ids[8:14]]},
+    ]
+    was_training = model.training
+    model.eval()
+    try:
+        rewards = []
+        for multiple in (1, 16):
+            batch = DataCollatorForPreference(pad_token_id, multiple)(examples)
+            rows = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
+            rewards.append(model(**rows).logits.squeeze(-1))
+    except Exception:  # whatever a user's code does with inputs that it does not expect
+        return True
+    finally:
+        model.train(was_training)
+    short, long = rewards
+    return not (short - long).abs().max() <= _ROUNDING * short.abs().max()
+
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
@@ -29,7 +56,6 @@ PROVEN_TYPES = frozenset(
 )
 
 # relative, between two orders of float32 sums
-_ROUNDING = 2e-5
 
 
 def make_packable(model: nn.Module, pad_token_id: int) -> None:

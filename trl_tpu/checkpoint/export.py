@@ -20,20 +20,26 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
 
-from ..config.urls import is_url
+from ..config.reward_config import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
-from ..modeling.engines import BASE_CONFIG, saved_scale, set_scale, tell_engines, write_old_names
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
-from ..modeling.outputs import Outputs, fold_attributes, write_outputs
+from ..modeling.outputs import (
+    BASE_CONFIG,
+    Outputs,
+    fold_attributes,
+    saved_scale,
+    set_scale,
+    tell_engines,
+    write_old_names,
+    write_outputs,
+)
 from ..runtime.native import Runtime
-from .aside import STAGING_FOLDER, fill_aside
-from .manifest import MANIFEST_FILE, find_faults
-from .model_folder import ADAPTER_CONFIG, check_regular, companions, read_config
-from .remote import local_copy
-from .state_dict import STATE_FOLDER, read_weights
-from .storage import reader_of
+from .loader import ADAPTER_CONFIG, check_regular, companions, read_config
+from .manifest import MANIFEST_FILE, STAGING_FOLDER, fill_aside, find_faults
+from .run_folder import local_copy
+from .state_dict import STATE_FOLDER, read_weights, reader_of
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"

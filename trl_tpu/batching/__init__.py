@@ -1,1 +1,0 @@
-"""How batches look: packed or padded, and in which shapes."""

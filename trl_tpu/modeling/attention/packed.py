@@ -1,0 +1,391 @@
+"""Attention over packed rows: tree by tree on plain torch, masked on compiled devices."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import CompileableContextVar
+
+from ...errors import UserError
+from ...packing.rows import TokenRows
+from ...packing.trees import Tail, Tree
+from ...runtime.base import einsum
+from ..adapters import without_adapters
+from ..score_head import find_score_head, score_head_of
+
+# whose code a model may be made of: known not to look across the tokens of a row but through attention
+_LIBRARIES = (
+    *("torch", "transformers", "peft", "accelerate", "trl_tpu"),
+    *("bitsandbytes", "deepspeed", "liger_kernel", "torch_xla", "torchao"),
+)
+# adapters that change each token's activations by themselves, whatever row it is in
+_TOKEN_WISE_ADAPTERS = frozenset({"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "VERA", "LN_TUNING"})
+
+
+class PackingImpossible(UserError):
+    """Packed rows cannot be used; the message says why."""
+
+
+def check_unmodified(model: nn.Module) -> None:
+    """Make sure that ``model`` computes rewards by its libraries' own code, with a linear head.
+
+    Asked before training, and whenever batches are.
+
+    Args:
+        model: A sequence classifier, possibly with adapters.
+
+    Raises:
+        PackingImpossible: If a forward is somebody's own, on the class or on the instance, a hook is, the head is more
+            than a linear layer, or adapters do more than change each token's activations.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        if config.peft_type not in _TOKEN_WISE_ADAPTERS:
+            kind = config.peft_type.value
+            raise PackingImpossible(f"adapters of the kind {kind} may do more than change each token by itself")
+    for name, module in model.named_modules():
+        where = f"{type(module).__name__} ({name})" if name else type(module).__name__
+        if not _is_of_a_library(module.forward):
+            raise PackingImpossible(f"the forward of {where} is not a library's own, and packed rows would bypass it")
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if not all(map(_is_of_a_library, hooks)):
+            raise PackingImpossible(
+                f"{where} has a forward hook of yours, which may read or change what is in padded rows"
+            )
+    base = without_adapters(model)
+    head = find_score_head(base)
+    if head is None:
+        raise PackingImpossible(f"{type(base).__name__} has no `score` head")
+    while not isinstance(head, nn.Linear):
+        inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
+        if inner is None:
+            raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
+        head = inner
+
+
+def _is_of_a_library(function: Any) -> bool:
+    """Tell whether a function is a library's code, and so is all that it wraps."""
+    while function is not None:
+        if isinstance(function, functools.partial):
+            function = function.func
+            continue
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        if code is None and type(function).__module__.partition(".")[0] not in (*_LIBRARIES, "builtins"):
+            return False
+        if code is not None and not code.co_filename.startswith(_folders()):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    specs = (find_spec(name) for name in _LIBRARIES)
+    return tuple(f"{Path(spec.origin).parent}{os.sep}" for spec in specs if spec is not None and spec.origin)
+
+
+def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Build transformers' boolean mask, never skipped. A position that would see nothing sees itself."""
+    mask_BHQK = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+    if mask_BHQK is None or mask_BHQK.shape[-1] != mask_BHQK.shape[-2]:
+        return mask_BHQK
+    itself_QK = torch.eye(mask_BHQK.shape[-1], dtype=torch.bool, device=mask_BHQK.device)
+    return mask_BHQK | (itself_QK & ~mask_BHQK.any(dim=-1, keepdim=True))
+
+
+def static_sdpa_attention(
+    module: nn.Module,
+    query_BNQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from N query heads to G key heads, [B, Q, N, D], with batch and heads as dimensions of their own.
+
+    torch's sdpa joins the two into one, which no sharding over both can follow: each device would compute every head.
+    Rotary embeddings leave query and key in float32 under autocast; products are in the values' type, softmax in
+    float32 or wider.
+    """
+    query_BNQD, key_BGKD = query_BNQD.to(value_BGKD.dtype), key_BGKD.to(value_BGKD.dtype)
+    if attention_mask is None or kwargs.get("position_bias") is not None:
+        plain = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query_BNQD, key_BGKD, value_BGKD, attention_mask, **plain)
+    groups = key_BGKD.shape[1]
+    query = query_BNQD.unflatten(1, (groups, -1))
+    mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    is_rule = mask.dtype == torch.bool
+    masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_rule else wide + mask
+    weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
+    outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
+    return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+def use_static_attention(model: PreTrainedModel) -> None:
+    """Give ``model`` the attention above in the place of sdpa; eager attention and others stay."""
+    if model.config._attn_implementation == "sdpa":
+        attend_by(model, "static", TreeMask(static_sdpa_mask), static_sdpa_attention)
+
+
+#: Queries, keys, values and a mask, None for causal, to outputs [1, Q, N, D].
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class TreeMasks(NamedTuple):
+    """How the trees of an unpadded row attend."""
+
+    trees: tuple[tuple[Tree, torch.Tensor | None], ...]
+    """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
+    tail_masks: dict[Tail, torch.Tensor]
+    """The masks [1, 1, T, K] of the tails after the first of trees without a mask: their paths, then themselves."""
+
+    @classmethod
+    def of(cls, trees: Sequence[tuple[Tree, torch.Tensor | None]], device: torch.device) -> "TreeMasks":
+        """Add the masks of tails."""
+        tails = {tail for tree, mask in trees if mask is None for tail in tree.tails[1:]}
+        return cls(tuple(trees), {tail: _tail_mask(tail, device) for tail in tails})
+
+
+class TreeByTree:
+    """Computes the trees of an unpadded row one at a time, as a registered attention function.
+
+    Args:
+        plain: The attention function for ordinary batches and masks.
+    """
+
+    def __init__(self, plain: Callable[..., tuple[torch.Tensor, Any]]) -> None:
+        self.plain = plain
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query_BNLD: torch.Tensor,
+        key_BNLD: torch.Tensor,
+        value_BNLD: torch.Tensor,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        def attend(*tensors: torch.Tensor | None) -> torch.Tensor:
+            return self.plain(module, *tensors, *args, **kwargs)[0]
+
+        if not isinstance(attention_mask, TreeMasks):
+            return self.plain(module, query_BNLD, key_BNLD, value_BNLD, attention_mask, *args, **kwargs)
+        outputs: list[torch.Tensor] = []
+        # cut at once: the backward of slices would write a row of zeros for each
+        sizes = [tree.stop - tree.start for tree, _ in attention_mask.trees]
+        parts = (tensor.split(sizes, dim=2) for tensor in (query_BNLD, key_BNLD, value_BNLD))
+        for (tree, mask), query, key, value in zip(attention_mask.trees, *parts, strict=True):
+            if mask is not None:
+                outputs.append(attend(query, key, value, mask))
+            else:
+                outputs += _tail_by_tail(attend, query, key, value, tree, attention_mask.tail_masks)
+        return torch.cat(outputs, dim=1), None
+
+
+def _tail_by_tail(
+    attend: Attend,
+    query_1NSD: torch.Tensor,
+    key_1NSD: torch.Tensor,
+    value_1NSD: torch.Tensor,
+    tree: Tree,
+    masks: dict[Tail, torch.Tensor],
+) -> Iterator[torch.Tensor]:
+    sizes = [tail.stop - tail.start for tail in tree.tails]
+    parts = (states.split(sizes, dim=2) for states in (query_1NSD, key_1NSD, value_1NSD))
+    for tail, *states in zip(tree.tails, *parts, strict=True):
+        query, key, value = states
+        if tail.path:
+            before = [[x[:, :, start:stop] for start, stop in tail.path] for x in (key_1NSD, value_1NSD)]
+            key, value = torch.cat([*before[0], key], dim=2), torch.cat([*before[1], value], dim=2)
+        yield attend(query, key, value, masks.get(tail))
+
+
+def _tail_mask(tail: Tail, device: torch.device) -> torch.Tensor:
+    before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
+    return torch.ones(own, before + own, dtype=torch.bool, device=device).tril(before)[None, None]
+
+
+OURS = "trl_tpu_"
+"""How the names of our implementations begin in transformers' registries, and in a config's `_attn_implementation`."""
+
+#: ``(batch, head, query, key) -> bool``, of indices in transformers' own use.
+MaskRule = Callable[..., Any]
+
+
+def tree_rule(
+    subtree_end_RL: torch.Tensor, position_ids_RL: torch.Tensor, rule: MaskRule = causal_mask_function
+) -> MaskRule:
+    """Turn a model's own mask rule for one dialogue a row, by positions, into that for packed rows, by columns."""
+
+    def on_path(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        path = (key <= query) & (query < subtree_end_RL[row, key])
+        return path & rule(row, head, position_ids_RL[row, query], position_ids_RL[row, key])
+
+    return on_path
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Packed rows while a model reads them, the mask rules that it has used, and what its score head returned."""
+
+    rows: TokenRows[torch.Tensor]
+    rules: list[MaskRule] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+
+
+#: The `Reading` of this thread, if any; torch.compile cannot trace torch's own kind.
+_READING = CompileableContextVar("reading")
+
+
+class TreeMask:
+    """Builds the masks of packed rows while they are read, as a registered mask function.
+
+    Args:
+        plain: The mask function for ordinary batches.
+    """
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain = plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (reading := _READING.get()) is None:
+            return self.plain(*args, **kwargs)
+        rule = kwargs.get("mask_function", causal_mask_function)
+        reading.rules.append(rule)
+        return self.masks_of(reading.rows, rule, *args, **kwargs)
+
+    def masks_of(self, rows: TokenRows[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+        """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
+        subtree_end_RL: Any = rows.subtree_end_RL
+        position_ids_RL: Any = rows.position_ids_RL
+        in_trees = tree_rule(subtree_end_RL, position_ids_RL, rule)
+        tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
+        if rows.trees is None:
+            return self.plain(*args, **tree_wise)
+        masks = []
+        for tree in rows.trees:
+            length = tree.stop - tree.start
+            alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
+            mask = self.plain(*args, **kwargs | alone)
+            if mask is not None and len(tree.tails) > 1:
+                mask = self.plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
+            masks.append((tree, mask))
+        return TreeMasks.of(masks, rows.input_ids_RL.device)
+
+
+def attend_by(model: PreTrainedModel, name: str, masks: TreeMask, attention: Callable[..., Any]) -> None:
+    """Let ``model`` attend by an implementation of ours, and no other model: its config names it.
+
+    A saved config has no such name, so that the model loads anywhere with the default of its class. A model whose own
+    code attends stays as it is, and transformers warns.
+    """
+    AttentionMaskInterface.register(f"{OURS}{name}", masks)
+    AttentionInterface.register(f"{OURS}{name}", TreeByTree(attention))
+    model.set_attn_implementation(f"{OURS}{name}")
+
+
+def use_tree_masks(model: PreTrainedModel) -> None:
+    """Let ``model`` build masks for packed rows, and attend in them as its attention implementation does.
+
+    Ordinary batches get the same masks as before.
+
+    Raises:
+        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
+            the model's own code attends.
+    """
+    name = model.config._attn_implementation
+    if name.startswith(OURS):
+        return
+    plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if plain is None or name.startswith(("flash", "flex")):
+        raise PackingImpossible(
+            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
+            "`attn_implementation=` 'sdpa' or 'eager'"
+        )
+    attend_by(model, name, TreeMask(plain), ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    if not model.config._attn_implementation.startswith(OURS):
+        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
+
+
+def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attend by the function that a model's module has beside it, transformers' "eager"."""
+    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    return next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))(
+        module, *args, **kwargs
+    )
+
+
+def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+    """Compute what the score head says of each token of packed rows, [R, L, outputs].
+
+    The model is called as a whole, so whatever wraps it (LoRA, data parallelism, autocast) takes part.
+
+    Args:
+        model: A decoder with a `score` head over its hidden states, as transformers' classifiers, after
+            `use_tree_masks`.
+        rows: Their expansion is used after `use_expanded_attention`.
+        kwargs: Passed on to the model.
+
+    Raises:
+        UserError: If the model has no `score` head, or did not ask for a mask.
+    """
+    with read_rows(model, rows, **kwargs) as reading:
+        return reading.scores[0]
+
+
+@contextmanager
+def read_rows(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
+    """Call ``model`` with packed rows, and give what it has done.
+
+    The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
+
+    Raises:
+        UserError: If the model has no `score` head, or did not ask for a mask.
+    """
+    reading = Reading(rows)
+    # A mask without padding: models that found none would search the positions for sequences, and stop the device.
+    everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
+    note_scores(model)
+    outside = _READING.set(reading)
+    try:
+        # the scores that the model itself picks, one a row, mean nothing here
+        model(input_ids=rows.input_ids_RL, **everything, **kwargs)
+        if not reading.rules:
+            raise UserError(
+                f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or "
+                "`use_tree_masks` was not called. Train it on padded rows."
+            )
+        yield reading
+    finally:
+        _READING.reset(outside)
+
+
+def note_scores(model: nn.Module) -> None:
+    """Let the score head of ``model`` note what it returns while packed rows are read, for as long as it lives."""
+    head = score_head_of(model)
+    if _note_scores not in head._forward_hooks.values():  # which is no news to a program that is traced
+        head.register_forward_hook(_note_scores)
+
+
+def _note_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
+    if (reading := _READING.get()) is not None:
+        reading.scores.append(scores)

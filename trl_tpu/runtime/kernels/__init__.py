@@ -1,1 +1,0 @@
-"""Attention and products as operations: in plain torch, and by kernels of an accelerator."""
