@@ -27,10 +27,10 @@ _MODULES = {
     "chat_template_utils": ["clone_chat_template"],
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
     "data.formats": ["extract_prompt", "maybe_extract_prompt"],
-    "config.removed_arguments": ["TrainingArguments"],
+    "config.checks": ["TrainingArguments"],
     "import_utils": ["is_xpu_available"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
-    "modeling.chat_template": ["setup_chat_format"],
+    "modeling.tokenizer": ["setup_chat_format"],
     "scoring.stream": ["score"],
     "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
     "trainer.model_config": ["ModelConfig"],
@@ -40,7 +40,7 @@ _MODULES = {
 }
 # names that scripts import from where TRL has or had them: see `_OLD_PATHS`
 _OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
-_OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_in_model": "modeling.dropout"}
+_OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_in_model": "modeling.layers"}
 _OLD_NAMES |= dict.fromkeys(("compute_accuracy", "get_act_offloading_ctx_manager"), "trainer.utils")
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

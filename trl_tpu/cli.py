@@ -10,7 +10,7 @@ import sys
 from trl_tpu.errors import UserError
 from trl_tpu.plan.compile import pretend_devices
 from trl_tpu.runtime.device_choice import settle
-from trl_tpu.scripts.parser import take_config
+from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
@@ -21,7 +21,7 @@ COMMANDS = {
     "export": "write a checkpoint's model as safetensors",
     "env": "print the versions and the runtime, for a bug report",
 }
-PACKAGES = (
+_PACKAGES = (
     "torch",
     "torch_xla",
     "torch_tpu",
@@ -32,6 +32,7 @@ PACKAGES = (
     "safetensors",
     "trl_tpu",
 )
+_WITHOUT_CONFIG = ("export", "report")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,28 +45,29 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 for success. Words, files, data or models that are refused end the process with status 2
         and one line that says why; anything unforeseen is a traceback and status 1.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="trl-tpu", description="Reward models on TPUs.", allow_abbrev=False)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, help_text in COMMANDS.items():
         subparsers.add_parser(name, help=help_text, add_help=False)
-    command = parser.parse_args(argv[:1]).command
+    command, words = parser.parse_args(argv[:1]).command, argv[1:]
     if command is None:
         parser.print_help()
         return 0
-    words = argv[1:]
-    if command in ("reward", "prm"):  # which handles what has come by then once it knows its folder
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if command == "env":
         argparse.ArgumentParser(prog="trl-tpu env", description=COMMANDS["env"]).parse_args(words)
         print(environment())
         return 0
+    if command in ("reward", "prm"):  # which handles what has come by then once it knows its folder
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        values, rest = take_config(words)  # and its `env`, which must be there before anything below is imported
+        # the file's `env` must be there before anything below is imported
+        config, words = ({}, words) if command in _WITHOUT_CONFIG else take_config(words)
         if command == "plan":
-            pretend_devices(values, rest)
+            pretend_devices(config, words)
         settle()
-        return importlib.import_module(f"trl_tpu.scripts.{command}").run(words)
+        run = importlib.import_module(f"trl_tpu.scripts.{command}").run
+        return run(words) if command in _WITHOUT_CONFIG else run(words, config)
     except UserError as error:
         # a worker process of a data loader puts its traceback before what the error says
         message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
@@ -79,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def environment() -> str:
     """List the versions of Python and of the packages, and which runtime trains and why, a line each."""
     lines = [f"python: {platform.python_version()} ({platform.platform()})"]
-    for package in PACKAGES:
+    for package in _PACKAGES:
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

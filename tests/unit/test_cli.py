@@ -266,13 +266,6 @@ def test_flags_and_model_init_kwargs_are_merged(flags: Any, given: Any, expected
     assert merged == {"revision": "main", "dtype": "float32", "trust_remote_code": False} | expected
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("true", True), ("False", None), ("out/checkpoint-3", "out/checkpoint-3"), (None, None)]
-)
-def test_resume_understands_true_on_the_command_line(value: Any, expected: Any) -> None:
-    assert reward.checkpoint_to_resume(value) == expected
-
-
 def test_a_missing_split_model_or_dataset_is_named_before_any_training(tmp_path: Path) -> None:
     source = tmp_path / "d.jsonl"
     source.write_text('{"chosen": "a", "rejected": "b"}\n')

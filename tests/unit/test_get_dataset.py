@@ -14,7 +14,7 @@ import trl
 import trl.scripts.utils as reference
 
 from trl_tpu.errors import UserError
-from trl_tpu.scripts import datafiles
+from trl_tpu.scripts import utils
 from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
 
 ROWS = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(10)]
@@ -88,7 +88,7 @@ def test_a_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
     splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / "data")))
     assert {name: rows.to_list() for name, rows in splits.items()} == {"train": ROWS[:7], "test": ROWS[7:]}
     with pytest.raises(ValueError, match="no split 'dev'; its splits are: '(train|test)', '(train|test)'"):
-        datafiles.pick_split(splits, "dev", "the data")
+        utils.pick_split(splits, "dev", "the data")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -112,7 +112,7 @@ def test_names_of_what_is_there_are_no_patterns(
     for settings, rows in asked:
         mixture = DatasetMixtureConfig([DatasetConfig(**settings)], streaming=streaming)
         assert list(get_dataset(mixture)["train"]) == [ROWS[row] for row in rows], settings
-    coming, _ = datafiles.open_rows("b*.json")  # as `score` reads
+    coming, _ = utils.open_rows("b*.json")  # as `score` reads
     assert list(coming) == [ROWS[2]]
 
 

@@ -137,7 +137,6 @@ def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer(module: str) ->
 # each room, and the rooms below it; names at the top of the package are TRL's paths for what the rooms hold
 BELOW = {
     "errors": set(),
-    "forks": set(),
     "packing": set(),
     "runtime": set(),
     "data": {"packing"},
@@ -149,7 +148,7 @@ BELOW = {
     "report": {"data", "evaluation", "modeling"},
     "checkpoint": {"config", "modeling", "parallel", "runtime"},
     "training": {
-        "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel", "report", "runtime",
+        "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
     },
     "trainer": {
         "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
@@ -157,7 +156,7 @@ BELOW = {
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
     "plan": {"config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {
-        "checkpoint", "config", "data", "evaluation", "forks", "modeling", "packing", "parallel",
+        "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel",
         "experimental", "plan", "report", "runtime", "scoring", "trainer", "training",
     },
     "import_utils": set(),

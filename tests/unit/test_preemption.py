@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu import forks
 from trl_tpu.config.reward_config import RewardConfig, parse_duration
-from trl_tpu.training.stopping import Preemption
+from trl_tpu.training.stopping import Preemption, end_forks_by_sigterm
 
 PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 
@@ -78,7 +77,7 @@ def test_what_is_forked_while_it_hears_ends_by_sigterm() -> None:
 
 
 def test_forks_keep_a_handler_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    forks.end_by_sigterm()
+    end_forks_by_sigterm()
     monkeypatch.setattr(sys, "unraisablehook", lambda _: os._exit(9))  # what errors after a fork are given to
     arrived: list[Any] = []
     before = signal.signal(signal.SIGTERM, arrived.extend)  # which names no module

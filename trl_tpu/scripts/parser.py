@@ -4,95 +4,15 @@ import argparse
 import copy
 import dataclasses
 import json
-import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-import yaml
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from trl_tpu.errors import UserError, UserFileError
-
-
-def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split ``--config FILE`` off a command line, export the file's ``env`` section and return the rest of the file.
-
-    Args:
-        args: Command-line words; ``--config FILE`` and ``--config=FILE`` are both understood.
-
-    Returns:
-        The file's values without ``env`` (empty without ``--config``), and the words without ``--config``.
-
-    Raises:
-        UserError: A file that is not a YAML mapping with each key once, or an ``env`` that no environment can hold.
-        UserFileError: The file is not there or cannot be read.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    found, rest = parser.parse_known_args(args)
-    if found.config is None:
-        return {}, rest
-    values = read_config(found.config)
-    try:
-        os.environ.update(values.pop("env", {}))
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"{found.config}: `env` field should be a dict in the YAML file. ({error})") from error
-    return values, rest
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """Read the mapping that a YAML file holds.
-
-    Numbers and yes, no, on and off are text as they are written, and so are all values of ``env``: the flag that takes
-    a value decides what it means, as on a command line. What is in mappings is read as YAML reads it.
-
-    Raises:
-        UserError: It is not UTF-8, not YAML, not a mapping, or has a key twice.
-        UserFileError: It is not there or cannot be read.
-    """
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
-        values = yaml.load(text, _Reader)  # noqa: S506  # a kind of SafeLoader
-        written = yaml.load(text, yaml.BaseLoader)  # noqa: S506  # makes text of every scalar
-    except OSError as error:
-        raise UserFileError(f"Config file {path} cannot be read: {error.strerror}. Correct the path.") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date such as 2001-13-45
-        raise UserError(f"Config file {path} is not YAML in UTF-8: {' '.join(str(error).split())}.") from error
-    if not isinstance(values, dict):
-        raise UserError(f"Config file {path} is not a YAML mapping, `name: value`.")
-    read = {str(name): _as_written(value, written.get(name, value)) for name, value in values.items()}
-    return read | {name: written[name] for name in ("env",) if name in written}
-
-
-class _Reader(yaml.SafeLoader):
-    """Reads YAML, and refuses a key twice: PyYAML takes the last of them, and a user edits one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
-            if key.value in names:
-                problem = f"the key {key.value!r} is there twice"
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
-            names.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Reader.add_implicit_resolver(  # YAML 1.1 takes 1e-5 for text
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _as_written(value: Any, written: Any) -> Any:
-    """Return the text of a value and of those in a list, but for true, false, null and mappings."""
-    if isinstance(value, list):
-        return [_as_written(*each) for each in zip(value, written, strict=True)]
-    is_switch = isinstance(value, bool) and written.lower() in ("true", "false")
-    return value if value is None or isinstance(value, dict) or is_switch else written
-
+from trl_tpu.errors import UserError
+from trl_tpu.scripts.config_file import take_config
 
 T = TypeVar("T")
 
@@ -138,6 +58,7 @@ class TrlParser(HfArgumentParser):
         return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
+        config: Mapping[str, Any] | None = None,
     ) -> tuple[Any, ...]:
         """Parse the command line and the YAML file that ``--config`` names.
 
@@ -146,6 +67,7 @@ class TrlParser(HfArgumentParser):
             return_remaining_strings: Append the words that no flag took, the file's first, instead of failing on them.
             fail_with_unknown_args: Whether a key of the file that no flag has is an error.
             separate_remaining_strings: With `return_remaining_strings`, append two lists: the file's, the flags'.
+            config: The file's values, if `take_config` has read them; `args` are then the words that it left.
 
         Returns:
             The dataclass instances, in the order of the constructor, then the words that were left.
@@ -154,18 +76,19 @@ class TrlParser(HfArgumentParser):
             UserError: Unknown flags or keys, a file that is no YAML mapping, a value outside a flag's choices, or
                 what a dataclass refuses.
         """
-        values, words = take_config(sys.argv[1:] if args is None else list(args))
+        words = sys.argv[1:] if args is None else list(args)
+        if config is None:
+            config, words = take_config(words)
         try:
-            unknown_keys = self.set_defaults_with_config(**values)
+            unknown_keys = self.set_defaults_with_config(**config)
             *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
         except UserError:
             raise
         except ValueError as error:  # transformers refuses settings by plain ones, of several lines
             raise UserError(" ".join(str(error).split())) from error
         if return_remaining_strings:
-            if separate_remaining_strings:
-                return (*parsed, unknown_keys, unknown_words)
-            return (*parsed, unknown_keys + unknown_words)
+            left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
+            return (*parsed, *left)
         if unknown_words:
             raise UserError(f"Unknown arguments on the command line: {' '.join(unknown_words)}. Correct them.")
         if unknown_keys and fail_with_unknown_args:
@@ -181,28 +104,18 @@ class TrlParser(HfArgumentParser):
         Raises:
             UserError: A value that is not among the flag's choices.
         """
-        taken: set[str] = set()
-        for action in _actions(self):
-            if action.dest in kwargs:
-                action.default = _default(action, kwargs[action.dest])
-                action.required = False
+        actions, taken = list(self._actions), set()
+        for action in actions:
+            if isinstance(action, argparse._SubParsersAction):
+                actions += [inner for subparser in action.choices.values() for inner in subparser._actions]
+            elif action.dest in kwargs:
+                action.default, action.required = _default(action, kwargs[action.dest]), False
                 taken.add(action.dest)
         return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\nSee `{self.prog} --help` for the flags.\n")
-
-
-def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return every flag of the parser and of its subparsers."""
-    found: list[argparse.Action] = []
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found += [inner for subparser in action.choices.values() for inner in _actions(subparser)]
-        else:
-            found.append(action)
-    return found
 
 
 def _default(action: argparse.Action, value: Any) -> Any:

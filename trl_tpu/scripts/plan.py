@@ -7,6 +7,7 @@ traced and compiled by the TPU's compiler; see `trl_tpu.plan`.
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,11 +31,11 @@ from trl_tpu.plan import layouts, report
 from trl_tpu.plan.compile import CompiledProgram, missing
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.runtime import Remat
-from trl_tpu.scripts.datafiles import pick_split
-from trl_tpu.scripts.parser import TrlParser, take_config
-from trl_tpu.scripts.reward import load_data, model_init_kwargs
+from trl_tpu.scripts import reward
+from trl_tpu.scripts.config_file import take_config
+from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
-from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
+from trl_tpu.scripts.utils import ScriptArguments, pick_split
 from trl_tpu.trainer.model_config import ModelConfig
 
 _SET_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}
@@ -71,28 +72,25 @@ class PlanArguments:
 
 def make_parser(config: type[RewardConfig] = RewardConfig) -> TrlParser:
     """Make the parser: the flags of planning and those of the training, of ``trl-tpu reward`` or ``trl-tpu prm``."""
-    types = (PlanArguments, ScriptArguments, config, ModelConfig, DatasetMixtureConfig)
-    parser = TrlParser(types, prog="trl-tpu plan")
-    if config.step_separator is not None:
-        parser.set_defaults(lora_task_type="TOKEN_CLS")
-    return parser
+    return reward.make_parser("trl-tpu plan", config, (PlanArguments, ScriptArguments))
 
 
-def run(argv: list[str]) -> int:
-    """Run the command ``trl-tpu plan``; returns the exit status."""
+def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
+    """Run the command ``trl-tpu plan``; returns the exit status. See `take_config` for the arguments."""
     try:
-        return main(argv)
+        return main(argv, config=config)
     except RuntimeError as error:  # from the child processes that trace and compile
         print(f"trl-tpu plan: error: {error}", file=sys.stderr)
         return 2
 
 
-def main(argv: list[str], compile_one: layouts.Compile | None = None) -> int:
+def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Mapping[str, Any] | None = None) -> int:
     """Plan, and print the report.
 
     Args:
         argv: The words after the command's name; ``prm`` before the flags plans process rewards.
         compile_one: The compiler; by default the TPU's.
+        config: The values of the YAML file, if `argv` no longer names it.
 
     Returns:
         The exit status: 0 if the layout fits, or any layout of a search, else 1.
@@ -102,9 +100,12 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None) -> int:
             itself would reject.
         RuntimeError: The compiler fails for another reason than memory.
     """
-    config = PRMConfig if argv[:1] == ["prm"] else RewardConfig
-    argv, parser = argv[argv[:1] == ["prm"] :], make_parser(config)
-    plan_args, script, args, model_args, data = parser.parse_args_and_config(argv)
+    is_prm = argv[:1] == ["prm"]
+    parser = make_parser(PRMConfig if is_prm else RewardConfig)
+    if config is None:
+        config, argv = take_config(argv)
+    argv = argv[is_prm:]
+    plan_args, script, args, model_args, data = parser.parse_args_and_config(argv, config=config)
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
         raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
@@ -115,13 +116,13 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None) -> int:
     lengths = layouts.typical_pair(args) if tokens is None else measure(tokens).lengths
     planned = Layout(model, args, lengths, tokens, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
     depths = layouts.depths_of(without_adapters(model).config, plan_args.all_layers or args.scan_layers)
-    given = parser.parse_known_args(take_config(argv)[1])[0]  # before `RewardConfig` has read it
-    fields = {each.name for each in dataclasses.fields(config) if each.init} - _SET_BY_REMAT
+    given = parser.parse_known_args(argv)[0]  # before `RewardConfig` has read it
+    fields = {each.name for each in dataclasses.fields(args) if each.init} - _SET_BY_REMAT
     compile_one = compile_one or partial(
         layouts.compile_layout,
         arguments={name: value for name, value in vars(given).items() if name in fields}
         | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None}
-        | {"trust_remote_code": model_init_kwargs(model_args, args)["trust_remote_code"]},
+        | {"trust_remote_code": reward.model_init_kwargs(model_args, args)["trust_remote_code"]},
         peft_config=get_peft_config(model_args),
         depths=depths,
     )
@@ -177,7 +178,7 @@ def read_inputs(
     """
     if not model_args.model_name_or_path:
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
-    name, kwargs = resolve_model(model_args.model_name_or_path, folder), model_init_kwargs(model_args, args)
+    name, kwargs = resolve_model(model_args.model_name_or_path, folder), reward.model_init_kwargs(model_args, args)
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
@@ -187,8 +188,8 @@ def read_inputs(
     model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
     tokens = None
     if script.dataset_name or data.datasets:
-        what = "the mixture" if data.datasets else str(script.dataset_name)
-        dataset = pick_split(load_data(script, data), script.dataset_train_split, what)
+        splits, what = reward.load_data(script, data)
+        dataset = pick_split(splits, script.dataset_train_split, what)
         if not isinstance(dataset, Dataset):
             raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
         tokenizer = set_eos_token(model, load_tokenizer(name, **loading), args.eos_token)

@@ -10,6 +10,7 @@ if __name__ == "__main__":  # the command exports the `env` of its YAML file bef
 import copy
 import logging
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,19 +19,25 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
-from trl_tpu import forks
 from trl_tpu.checkpoint.run_folder import RemoteRun, RunFolder
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.measure import read_row
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts.datafiles import broken_line, pick_split
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
-from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
+from trl_tpu.scripts.utils import (
+    DatasetMixtureConfig,
+    ScriptArguments,
+    broken_line,
+    get_dataset,
+    load_named_dataset,
+    pick_split,
+)
 from trl_tpu.trainer.model_config import ModelConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
+from trl_tpu.training.stopping import end_forks_by_sigterm
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +84,12 @@ def main(
     output_dir = str(training_args.output_dir)
     if dry_run:
         training_args.push_to_hub = False  # which makes the repository first
-    checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint)
+    checkpoint: Any = training_args.resume_from_checkpoint
+    checkpoint = {"true": True, "false": None}.get(str(checkpoint).lower(), checkpoint)  # a flag can only be text
     if not dry_run:
         end_by_sigterm(training_args, checkpoint)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    dataset = load_data(script_args, dataset_args)
-    what = "the mixture" if dataset_args.datasets else str(script_args.dataset_name)
+    dataset, what = load_data(script_args, dataset_args)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
     eval_dataset = None
     if training_args.eval_strategy != "no" or training_args.do_eval:
@@ -103,13 +110,14 @@ def main(
             print(line)
 
     if dry_run:
-        pair = read_row(next(iter(cast(Any, trainer.train_dataset))))
-        pair_names = ("chosen", "rejected") if "grades" not in pair else ()
-        for place, ids in enumerate(pair["answers"]):
-            name = pair_names[place] if pair_names else f"answers[{place}]"
-            say(f"{name} of the first row: {trainer.processing_class.decode(list(ids))!r}")
-        for name in sorted({*pair} - {"answers"}):
-            say(f"{name} of the first row: {list(pair[name]) if name == 'step_ends' else pair[name]}")
+        row = read_row(next(iter(cast(Any, trainer.train_dataset))))
+        answers = [repr(trainer.processing_class.decode(list(ids))) for ids in row["answers"]]
+        names = [f"answers[{place}]" for place in range(len(answers))] if "grades" in row else ["chosen", "rejected"]
+        labels = {
+            name: list(row[name]) if name == "step_ends" else row[name] for name in sorted(row.keys() - {"answers"})
+        }
+        for name, value in [*zip(names, answers, strict=False), *labels.items()]:
+            say(f"{name} of the first row: {value}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
@@ -177,47 +185,36 @@ def end_by_sigterm(args: RewardConfig, checkpoint: str | bool | None) -> None:
         logger.error(f"SIGTERM came before training. Start the same command again, {how}.")
         raise SystemExit(UNFINISHED)
 
-    forks.end_by_sigterm()
+    end_forks_by_sigterm()
     signal.signal(signal.SIGTERM, end)
 
 
 def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> dict[str, Any]:
-    """Merge what loads the model: the flags, and what ``model_init_kwargs`` says, which wins."""
-    flags: dict[str, Any] = {
+    """Merge the arguments that load the model: flags, and ``model_init_kwargs``, which wins."""
+    attention = model_args.attn_implementation
+    return {
         "revision": model_args.model_revision,
         "dtype": model_args.dtype,
         "trust_remote_code": training_args.trust_remote_code,
+        **({} if attention is None else {"attn_implementation": attention}),
+        **cast(Any, training_args.model_init_kwargs or {}),
     }
-    if model_args.attn_implementation is not None:
-        flags["attn_implementation"] = model_args.attn_implementation
-    given: Any = training_args.model_init_kwargs or {}
-    return flags | given
 
 
-def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) -> Any:
-    """Load the splits of the mixture, or else of the named dataset.
+def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) -> tuple[Any, str]:
+    """Load the splits of the mixture, or else of the named dataset; and return what errors call it, too.
 
     Raises:
         UserError: Neither is given.
     """
     if not dataset_args.datasets:
-        return load_named_dataset(script_args)
+        return load_named_dataset(script_args), str(script_args.dataset_name)
     if script_args.dataset_name:
         logger.warning(
             f"Both `datasets` and `dataset_name` are given: the mixture `datasets` is used, and "
             f"`dataset_name={script_args.dataset_name}` is not."
         )
-    return get_dataset(dataset_args)
-
-
-def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
-    """Return what `Trainer.train` expects: a path, True for the last checkpoint of the output folder, or None.
-
-    A command line can only say ``--resume_from_checkpoint true``, which the trainer would take for a path.
-    """
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return True if value.lower() == "true" else None
-    return value
+    return get_dataset(dataset_args), "the mixture"
 
 
 def held_out_table(metrics: dict[str, float]) -> str:
@@ -231,15 +228,28 @@ def held_out_table(metrics: dict[str, float]) -> str:
     return "\n".join(["Held-out data", *lines])
 
 
-def make_parser(prog: str | None = None, config: type[RewardConfig] = RewardConfig) -> TrlParser:
-    """Make the parser of the command's flags."""
-    return TrlParser((RewardScriptArguments, config, ModelConfig, DatasetMixtureConfig), prog=prog)
+def make_parser(
+    prog: str | None = None,
+    config: type[RewardConfig] = RewardConfig,
+    script: tuple[type, ...] = (RewardScriptArguments,),
+) -> TrlParser:
+    """Make the parser of the command's flags, or of those of another one that is given a training's."""
+    parser = TrlParser((*script, config, ModelConfig, DatasetMixtureConfig), prog=prog)
+    if config.step_separator is not None:
+        parser.set_defaults(lora_task_type="TOKEN_CLS")
+    return parser
 
 
-def run(argv: list[str], parser: TrlParser | None = None) -> int:
-    """Run the command ``trl-tpu reward``, or one that has another parser; returns the exit status."""
-    parsed = (parser or make_parser(prog="trl-tpu reward")).parse_args_and_config(argv)
-    script_args, training_args, model_args, dataset_args = parsed
+def run(argv: list[str], config: Mapping[str, Any] | None = None, parser: TrlParser | None = None) -> int:
+    """Run the command ``trl-tpu reward``, or one that has another parser; returns the exit status.
+
+    Args:
+        argv: The words after the command's name.
+        config: The values of the YAML file, if `argv` no longer names it.
+        parser: Another command's.
+    """
+    parser = parser or make_parser("trl-tpu reward")
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(argv, config=config)
     try:
         main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
     except (pa.ArrowException, DatasetGenerationError, UnicodeDecodeError) as error:  # as a stream is read, say

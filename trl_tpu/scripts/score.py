@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,9 @@ from trl_tpu.scoring import stream
 from trl_tpu.scoring.forms import Form
 from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer
 from trl_tpu.scoring.stream import Summary, look_at, scored_windows
-from trl_tpu.scripts import datafiles, rows_file
+from trl_tpu.scripts import rows_file
 from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.utils import Rows, open_rows
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +102,12 @@ def main(args: ScoreArguments) -> int:
     return 0 if summary.has_rewards else 1
 
 
-def _source(args: ScoreArguments) -> tuple[datafiles.Rows, int | None]:
+def _source(args: ScoreArguments) -> tuple[Rows, int | None]:
     if args.text:
         for number, text in enumerate(args.text, start=1):
             checks.check_text(text, f"`--text` number {number}")
         return iter([{"text": text} for text in args.text]), len(args.text)
-    return datafiles.open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
+    return open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
 
 
 def _all_scored(
@@ -148,7 +149,7 @@ def make_parser(prog: str | None = None) -> TrlParser:
     return TrlParser(ScoreArguments, prog=prog)
 
 
-def run(argv: list[str]) -> int:
-    """Run the command ``trl-tpu score``; returns the exit status."""
-    (args,) = make_parser(prog="trl-tpu score").parse_args_and_config(argv)
+def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
+    """Run the command ``trl-tpu score``; returns the exit status. See `take_config` for the arguments."""
+    (args,) = make_parser(prog="trl-tpu score").parse_args_and_config(argv, config=config)
     return main(args)

@@ -1,19 +1,34 @@
-"""What the scripts share: the arguments that name their data, and the functions that load it."""
+"""Arguments that name the data of a script, and the functions that load it."""
 
+import json
 import logging
 import math
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from glob import escape, has_magic
+from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 from datasets import DatasetDict, IterableDatasetDict
+from datasets.data_files import get_data_patterns, sanitize_patterns
 
 from trl_tpu.config.reward_config import help_from_docstring
-from trl_tpu.errors import UserError
-from trl_tpu.scripts.datafiles import load
+from trl_tpu.errors import UserError, UserFileError, UserKeyError
+from trl_tpu.scripts import synthetic
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 
 SPLIT_SEED = 42  # TRL draws a new test split on every run, which mixes training and test rows on a resume
+
+# suffix -> the loader of `datasets` that reads it; each may be compressed
+BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+STDIN = "-"
+
+Rows = Iterator[dict[str, Any] | UserError]
+"""Rows; in the place of a line that is no JSON object, what is wrong with it."""
 
 
 @dataclass
@@ -124,28 +139,33 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         UserError: No datasets; fractions for some only; fractions or a test split while streaming; a split that is
             not there.
     """
-    if not mixture_config.datasets:
-        raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
+    named, streaming = mixture_config.datasets, mixture_config.streaming
+    fractions: list[Any] = [part.fraction for part in named]
     test_size = mixture_config.test_split_size
-    if mixture_config.streaming and (test_size or any(part.fraction for part in mixture_config.datasets)):
+    if not named:
+        raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
+    if streaming and (test_size or any(fractions)):
         raise UserError(
             "`test_split_size` and a dataset's `fraction` are not supported with streaming datasets, whose length is "
             "unknown. Leave them out, or load the datasets whole."
         )
     parts = []
-    for part in mixture_config.datasets:
-        dataset = load(
-            part.path,
-            name=part.name,
-            data_dir=part.data_dir,
-            data_files=part.data_files,
-            split=part.split,
-            streaming=mixture_config.streaming,
-        )
+    for part in named:
+        arguments = {name: value for name, value in vars(part).items() if name not in ("columns", "fraction")}
+        dataset = load(**arguments, streaming=streaming)
         parts.append(dataset if part.columns is None else dataset.select_columns(part.columns))
-    parts = _take_fractions(parts, mixture_config)
+    if fractions != [None] * len(parts):
+        for part, fraction in zip(named, fractions, strict=True):
+            if not isinstance(fraction, int | float) or not 0 < fraction < math.inf:
+                raise UserError(
+                    "`fraction` must be set for either all datasets in the mixture or none of them, each above 0; for "
+                    f"{part.path} it is {fraction!r}. Correct it, or remove the dataset from the mixture."
+                )
+        shares = [fraction / sum(fractions) for fraction in fractions]
+        size = min(len(rows) / share for rows, share in zip(parts, shares, strict=True))
+        parts = [rows.select(range(round(share * size))) for rows, share in zip(parts, shares, strict=True)]
     mixture = datasets.concatenate_datasets(parts)
-    if mixture_config.streaming:
+    if streaming:
         return IterableDatasetDict({"train": mixture})
     if test_size is None:
         return DatasetDict({"train": mixture})
@@ -154,17 +174,149 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
     return mixture.train_test_split(test_size=rows, seed=SPLIT_SEED)
 
 
-def _take_fractions(parts: list[Any], mixture_config: DatasetMixtureConfig) -> list[Any]:
-    """Take the first rows of each part: the shares that are asked for, of the largest mixture without repeats."""
-    fractions: list[Any] = [part.fraction for part in mixture_config.datasets]
-    if not any(fraction is not None for fraction in fractions):
-        return parts
-    for part, fraction in zip(mixture_config.datasets, fractions, strict=True):
-        if not isinstance(fraction, int | float) or not 0 < fraction < math.inf:
-            raise UserError(
-                "`fraction` must be set for either all datasets in the mixture or none of them, each above 0; for "
-                f"{part.path} it is {fraction!r}. Correct it, or remove the dataset from the mixture."
-            )
-    shares = [fraction / sum(fractions) for fraction in fractions]
-    size = min(len(part) / share for part, share in zip(parts, shares, strict=True))
-    return [part.select(range(round(share * size))) for part, share in zip(parts, shares, strict=True)]
+# ---- one dataset
+
+
+def load(path: str, *, split: str | None = None, streaming: bool = False, **kwargs: Any) -> Any:
+    """Load a dataset as [`~datasets.load_dataset`] does; `path` may also be one local file or ``synthetic:NAME``.
+
+    Args:
+        path: A Hub id, a local folder, a local file with a suffix of `BUILDERS` (perhaps compressed; it is the split
+            ``train``), or ``synthetic:NAME``.
+        split: Split to return; all of them when None.
+        streaming: Whether to stream.
+        **kwargs: `name`, `data_dir` and `data_files` of [`~datasets.load_dataset`].
+
+    Returns:
+        A dataset, or with ``split=None`` the dictionary of all splits; iterable ones when streaming.
+
+    Raises:
+        UserError: What cannot be loaded (the first broken line of JSON Lines is named), or no such split.
+    """
+    if path.startswith(synthetic.PREFIX):
+        splits: Any = synthetic.load_dataset(path)
+        if streaming:
+            splits = IterableDatasetDict({name: rows.to_iterable_dataset() for name, rows in splits.items()})
+        return splits if split is None else pick_split(splits, split, path)
+    local = Path(path).expanduser()
+    source = str(local) if local.exists() else path
+    builder = None if local.is_dir() else BUILDERS.get(_suffix(local))
+    if builder is not None:
+        kwargs |= {"data_files": {"train": source}}
+        if ".tsv" in local.suffixes[-2:]:
+            kwargs["sep"] = "\t"
+    try:
+        if builder is not None or local.is_dir() or path in BUILDERS.values():
+            kwargs["data_files"] = _files(local if local.is_dir() else Path(), **kwargs)
+        return datasets.load_dataset(builder or source, split=split, streaming=streaming, **kwargs)
+    except Exception as error:  # each format's library has errors of its own, and none names the file
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        kind = UserFileError if isinstance(cause, OSError) else UserError
+        raise broken_line([path]) or kind(
+            f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__} Correct "
+            f"the name, or the file: it must be what its suffix says ({', '.join(BUILDERS)}, compressed or not), and "
+            "its rows must all have the same columns."
+        ) from error
+
+
+def _files(folder: Path, data_dir: str | None = None, data_files: Any = None, **_: Any) -> Any:
+    """Return patterns in which names of existing files mean just these: `datasets` reads ``pairs[1].csv`` as one."""
+    base = str((folder / (data_dir or "")).resolve())
+    if data_files is None and has_magic(base):
+        data_files = get_data_patterns(escape(base))
+
+    def pattern(name: str) -> str:
+        path = Path(base, name)
+        return escape(str(path)) if path.is_file() else name if "://" in name else str(Path(escape(base), name))
+
+    return data_files and {split: list(map(pattern, each)) for split, each in sanitize_patterns(data_files).items()}
+
+
+def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
+    """Return ``splits[split]``, or raise an error that names the splits there are.
+
+    Args:
+        splits: The splits of a dataset.
+        split: Name of one of them.
+        what: How the error calls the dataset.
+
+    Raises:
+        UserKeyError: There is no such split.
+    """
+    if split not in splits:
+        raise UserKeyError(f"{what} has no split {split!r}; its splits are: {', '.join(map(repr, splits))}.")
+    return splits[split]
+
+
+def open_rows(name: str, config: str | None = None, split: str | None = None) -> tuple[Rows, int | None]:
+    """Open a dataset to be read row by row; JSON Lines keep the rows that they can be read to.
+
+    Args:
+        name: As `path` of `load`, or ``-`` for JSON Lines from the standard input.
+        config: Configuration of a dataset of the Hub.
+        split: The split of a dataset; may be left out where there is only one.
+
+    Returns:
+        The rows, and how many there are, if that is known.
+
+    Raises:
+        UserError: There are none of that name, or several splits and none is chosen.
+    """
+    if name == STDIN:
+        return _read_json(sys.stdin.buffer, "the standard input"), None
+    path = Path(name).expanduser()
+    if _holds_json_lines(path) and split in (None, "train"):
+        return _read_json(_lines(path), name), sum(1 for line in _lines(path) if line.strip())
+    splits = load(name, name=config, streaming=True)
+    if split is None and len(splits) > 1:
+        raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
+    rows = pick_split(splits, split or next(iter(splits)), name)
+    known = (rows.info.splits or {}).get(str(rows.split))
+    return iter(rows), known.num_examples if known else None
+
+
+# ---- JSON Lines
+
+
+def broken_line(names: Iterable[str]) -> UserError | None:
+    """Return the error of the first broken line of JSON Lines in these files and folders; None if none is broken."""
+    paths = [Path(name).expanduser() for name in names]
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    rows = (row for file in files if _holds_json_lines(file) for row in _read_json(_lines(file), str(file)))
+    return next((row for row in rows if isinstance(row, UserError)), None)
+
+
+def _suffix(path: Path) -> str:
+    """Return the suffix that says what is in a file, which may be compressed."""
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
+
+
+def _holds_json_lines(path: Path) -> bool:
+    return path.is_file() and _suffix(path) in (".jsonl", ".ndjson")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Read the lines of a file that may be compressed.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    try:
+        with fsspec.open(str(path), mode="rb", compression="infer") as file:
+            yield from file
+    except (OSError, EOFError, ValueError) as error:  # each compression has errors of its own, and none names the file
+        raise UserError(f"{path} cannot be read ({error}). Correct the file.") from error
+
+
+def _read_json(lines: Iterable[bytes], what: str) -> Rows:
+    """Read JSON Lines; rows may have different keys, which a dataset of one schema does not allow."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+            if not isinstance(row, dict):
+                raise ValueError("a row must be a JSON object")
+        except ValueError as error:  # of JSON, and of UTF-8
+            row = UserError(f"{what} is broken: line {number}: {error}. Correct the line.")
+        yield row

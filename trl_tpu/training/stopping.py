@@ -2,12 +2,14 @@
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
-from .. import forks
 from ..errors import NOT_SAVED, UNFINISHED
 from ..runtime import Runtime, Value
 
@@ -267,6 +268,22 @@ class EvaluationCutShort(Exception):
     """An evaluation that is not waited for, since the process was told to end."""
 
 
+@cache
+def end_forks_by_sigterm() -> None:
+    """Let processes forked from here on end by SIGTERM, though this package handles it in this process.
+
+    A pool ends its workers so. One that is about to wait for a task when the signal comes would not run a handler of
+    Python's, and the pool would wait for it for ever.
+    """
+
+    def leave_sigterm_to_the_system() -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if str(getattr(handler, "__module__", "")).startswith("trl_tpu."):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=leave_sigterm_to_the_system)
+
+
 class Preemption:
     """Saves and stops a run before its time: at a SIGTERM, a time limit, an interval between saves.
 
@@ -313,7 +330,7 @@ class Preemption:
             self.told_to_stop = True
             signal.signal(signal.SIGTERM, before)
 
-        forks.end_by_sigterm()
+        end_forks_by_sigterm()
         signal.signal(signal.SIGTERM, note)
         try:
             yield
