@@ -52,7 +52,7 @@ def state_of_a_chip(name: str) -> tuple[int, int]:
     chips, settings = SETTINGS[name]
     model = model_without_weights(config_of(name), "float32")
     if "adapters" in settings:
-        model = add_adapters(model, lora(), gradient_checkpointing=True)
+        model = add_adapters(model, lora())
     mesh, state, matrices = parse_mesh(settings.get("mesh", "fsdp=-1"), chips), 0, 0
     plan = plan_model(model, mesh)
     for weight_name, weight in model.named_parameters():

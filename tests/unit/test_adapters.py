@@ -1,7 +1,5 @@
 """Adapters follow the flags, train what they should, reload to the same rewards, and warn where they would not."""
 
-import logging
-import re
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +46,30 @@ def test_the_lora_configuration_is_trls(flags: dict[str, Any]) -> None:
 
 
 def test_the_default_flags_train_the_score_head() -> None:
-    model = adapters.add_adapters(
-        tiny(), adapters.get_peft_config(ModelConfig(use_peft=True)), gradient_checkpointing=False
-    )
+    model = adapters.add_adapters(tiny(), adapters.get_peft_config(ModelConfig(use_peft=True)))
     names = trainable(model)
     assert "base_model.model.score.modules_to_save.default.weight" in names
     assert all("lora_" in name or "modules_to_save" in name for name in names)
-    with pytest.raises(ValueError, match="cannot have the adapters.*task_type is 'SEQ_CLS'"):  # TRL's default
-        adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"), gradient_checkpointing=False)
+
+
+def test_adapters_that_cannot_be_added_are_refused() -> None:
+    with pytest.raises(UserError, match="SEQ_CLS"):
+        adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"))  # TRL's default
+    with pytest.raises(UserError, match="peft_config"):
+        adapters.add_adapters(adapters.add_adapters(tiny(), peft.LoraConfig()), peft.LoraConfig())
 
 
 def test_the_model_and_its_output_are_those_of_peft_and_the_callers_config_stays() -> None:
     given = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["score"])
     before = given.to_dict()
     torch.manual_seed(1)
-    model = adapters.add_adapters(tiny(), given, added_tokens=[3, 4], gradient_checkpointing=True)
+    model = adapters.add_adapters(tiny(), given, [3, 4])
     assert given.to_dict() == before and given.trainable_token_indices is None
     torch.manual_seed(1)
-    expected = peft.get_peft_model(
-        tiny(),
-        peft.LoraConfig(
-            target_modules=["q_proj"], modules_to_save=["score"], trainable_token_indices={"embed_tokens": [3, 4]}
-        ),
+    same = peft.LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["score"], trainable_token_indices={"embed_tokens": [3, 4]}
     )
+    expected = peft.get_peft_model(tiny(), same)
     assert trainable(model) == trainable(expected)
     torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=0, atol=0)
 
@@ -85,7 +84,7 @@ def test_the_model_and_its_output_are_those_of_peft_and_the_callers_config_stays
 )
 def test_added_tokens_join_those_that_train_already(given: Any, expected: dict[str, list[int]]) -> None:
     config = peft.LoraConfig(trainable_token_indices=given)
-    model: Any = adapters.add_adapters(tiny(), config, added_tokens=[3, 4], gradient_checkpointing=False)
+    model: Any = adapters.add_adapters(tiny(), config, [3, 4])
     assert model.peft_config["default"].trainable_token_indices == expected
     before = model.get_input_embeddings().weight.detach().clone()
     model(IDS.clamp(max=4)).logits.sum().backward()
@@ -95,9 +94,8 @@ def test_added_tokens_join_those_that_train_already(given: Any, expected: dict[s
 
 
 def test_added_tokens_need_nothing_where_all_embeddings_train() -> None:
-    whole: Any = adapters.add_adapters(
-        tiny(), peft.LoraConfig(modules_to_save=["embed_tokens"]), added_tokens=[3], gradient_checkpointing=False
-    )
+    config = peft.LoraConfig(modules_to_save=["embed_tokens"])
+    whole: Any = adapters.add_adapters(tiny(), config, [3])
     assert whole.peft_config["default"].trainable_token_indices is None
 
 
@@ -105,7 +103,8 @@ def test_adapters_get_gradients_through_recomputed_layers() -> None:
     grads = {}
     for checkpointing in (False, True):
         torch.manual_seed(1)
-        model: Any = adapters.add_adapters(tiny(), peft.LoraConfig(), gradient_checkpointing=checkpointing)
+        model: Any = adapters.add_adapters(tiny(), peft.LoraConfig())
+        adapters.prepare_adapters(model, gradient_checkpointing=checkpointing)
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.train()
@@ -115,45 +114,32 @@ def test_adapters_get_gradients_through_recomputed_layers() -> None:
     torch.testing.assert_close(grads[True], grads[False])
 
 
-def test_adapters_on_adapters_are_refused() -> None:
-    model: Any = adapters.add_adapters(tiny(), peft.LoraConfig(), gradient_checkpointing=False)
-    with pytest.raises(ValueError, match="`peft_config`"):
-        adapters.add_adapters(model, peft.LoraConfig(), gradient_checkpointing=False)
-
-
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "warns"),
     [
-        (
-            peft.LoraConfig(),
-            "`score` is frozen, and .*modules_to_save=\\['score'\\] or task_type='SEQ_CLS'",
-        ),
-        (peft.LoraConfig(target_modules="all-linear"), "`score` is frozen, and the adapter does not save it"),
-        (peft.LoraConfig(task_type="SEQ_CLS"), None),
-        (peft.LoraConfig(modules_to_save=["score"]), None),
-        (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"), None),
-        (None, None),
+        (peft.LoraConfig(), True),
+        (peft.LoraConfig(target_modules="all-linear"), True),
+        (peft.LoraConfig(task_type="SEQ_CLS"), False),
+        (peft.LoraConfig(modules_to_save=["score"]), False),
+        (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"), False),
+        (None, False),
     ],
 )
 def test_a_head_that_stays_random_is_reported_and_left_alone(
-    config: Any, message: str | None, caplog: pytest.LogCaptureFixture
+    config: Any, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model: Any = tiny()
-    if config is not None:
-        model = adapters.add_adapters(model, config, gradient_checkpointing=False)
+    model = tiny() if config is None else adapters.add_adapters(tiny(), config)
     before = trainable(model)
     adapters.warn_if_head_is_frozen(model)
     assert trainable(model) == before
-    assert [record.levelno for record in caplog.records] == ([] if message is None else [logging.WARNING])
-    if message is not None:
-        assert any(re.search(message, record.getMessage()) for record in caplog.records)
+    assert ["modules_to_save=['score']" in record.getMessage() for record in caplog.records] == [True] * warns
 
 
 @pytest.mark.parametrize("config", [peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(modules_to_save=["score"])])
 def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraConfig, tmp_path: Path) -> None:
     tiny(LlamaForCausalLM).save_pretrained(tmp_path / "base")
     base = LlamaForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
-    model: Any = adapters.add_adapters(base, config, gradient_checkpointing=False)
+    model: Any = adapters.add_adapters(base, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in trainable(model):
@@ -167,7 +153,7 @@ def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraCon
 @pytest.mark.parametrize("config", ['{"r": 4', '{"peft_type": "SORCERY"}'])
 def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
-    with pytest.raises(UserError, match=f"{tmp_path} cannot be loaded as a reward model: ") as refused:
+    with pytest.raises(UserError, match=str(tmp_path)) as refused:
         adapters.load_adapted_model(str(tmp_path), num_labels=1)
     assert "\n" not in str(refused.value)
 
@@ -176,7 +162,7 @@ def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Pat
     "config", [peft.LoraConfig(), peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(trainable_token_indices=[3])]
 )
 def test_adapter_names_are_those_of_the_saved_tensors(config: peft.LoraConfig, tmp_path: Path) -> None:
-    model: Any = adapters.add_adapters(tiny(), config, gradient_checkpointing=False)
+    model: Any = adapters.add_adapters(tiny(), config)
     state = model.state_dict(keep_vars=True)
     names = adapters.adapter_names(model, state)
     model.save_pretrained(tmp_path)

@@ -174,7 +174,7 @@ def test_too_long_dialogues_get_nan_as_training_leaves_them_out(saved: Path) -> 
 def test_a_folder_of_adapters_is_scored_on_its_base(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", LlamaForCausalLM)
     model: Any = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
-    adapted: Any = adapters.add_adapters(model, peft.LoraConfig(task_type="SEQ_CLS"), gradient_checkpointing=False)
+    adapted: Any = adapters.add_adapters(model, peft.LoraConfig(task_type="SEQ_CLS"))
     with torch.no_grad():
         for _, parameter in adapted.named_parameters():
             if parameter.requires_grad:

@@ -12,7 +12,7 @@ from trl_tpu import RewardConfig
 from trl_tpu.data.batch import OLD_KEYS
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.build import build_dataset
-from trl_tpu.modeling.score_head import learned_positions
+from trl_tpu.modeling.model_shape import learned_positions
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 300}
 TINY |= {"max_position_embeddings": 40, "pad_token_id": 1, "num_labels": 1}

@@ -4,7 +4,7 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError, explaining
-from .outputs import save_base_config, write_old_names
+from .outputs import BASE_CONFIG, write_old_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -71,8 +71,7 @@ def get_kbit_device_map() -> dict[str, int] | None:
 
 def reads_base_weights(peft_config: "PeftConfig") -> bool:
     """Tell whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
-    plain_starts = (True, False, "gaussian")
-    starts_plain = getattr(peft_config, "init_lora_weights", True) in plain_starts
+    starts_plain = getattr(peft_config, "init_lora_weights", True) in (True, False, "gaussian")
     return not starts_plain or getattr(peft_config, "use_dora", False)
 
 
@@ -93,20 +92,15 @@ def without_adapters(model: nn.Module) -> Any:
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
-def add_adapters(
-    model: PreTrainedModel,
-    peft_config: "PeftConfig",
-    *,
-    added_tokens: list[int] | None = None,
-    gradient_checkpointing: bool,
-) -> "PeftModel":
+def add_adapters(model: PreTrainedModel, peft_config: "PeftConfig", added_tokens: Sequence[int] = ()) -> "PeftModel":
     """Freeze a model and give it the adapters of `peft_config`, which itself stays as it is.
+
+    `prepare_adapters` has to follow before training.
 
     Args:
         model: The model, without adapters.
         peft_config: A configuration of peft.
         added_tokens: Ids of tokens that are new to the vocabulary; the adapters train their embeddings.
-        gradient_checkpointing: Whether activations will be recomputed, which needs inputs that require gradients.
 
     Returns:
         The model with its adapters.
@@ -132,12 +126,11 @@ def add_adapters(
             shard = parameter.detach()
             if "modules_to_save" in name and isinstance(shard, DTensor):  # a copy, which FSDP2 does not know
                 module._parameters[leaf] = nn.Parameter(shard.full_tensor(), parameter.requires_grad)
-    prepare_adapters(adapted, gradient_checkpointing=gradient_checkpointing)
     return adapted
 
 
 def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> None:
-    """Do what training asks of a model with adapters, whether we added them or the user did.
+    """Make a model with adapters, ours or the user's, ready for training.
 
     Recomputing activations cuts the graph at a frozen embedding, so its output must require gradients. On a quantized
     base the adapters are bfloat16, as QLoRA has it (https://arxiv.org/abs/2305.14314, section 3), but for DoRA's
@@ -156,7 +149,7 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
 
     Args:
         folder: Folder or Hub id of saved adapters.
-        step_separator: What follows each step that it judges; None where it judges dialogues.
+        step_separator: The text after each step of process rewards; None for rewards of conversations.
         **kwargs: For ``from_pretrained`` of peft and of the base model.
 
     Raises:
@@ -164,9 +157,9 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
     """
     import peft
 
-    dialogues, steps = peft.AutoPeftModelForSequenceClassification, peft.AutoPeftModelForTokenClassification
+    task = "Sequence" if step_separator is None else "Token"
     with explaining(f"{folder} cannot be loaded as a reward model"):
-        return (dialogues if step_separator is None else steps).from_pretrained(folder, **kwargs)
+        return getattr(peft, f"AutoPeftModelFor{task}Classification").from_pretrained(folder, **kwargs)
 
 
 def noted_attributes(model: Any) -> dict[str, float]:
@@ -185,7 +178,7 @@ def note_attributes(model: Any, attributes: Mapping[str, float]) -> None:
         config.auto_mapping = {_ATTRIBUTES: [*map(list, attributes.items())]}
 
 
-def _train_added_tokens(peft_config: Any, added_tokens: list[int], model: PreTrainedModel) -> None:
+def _train_added_tokens(peft_config: Any, added_tokens: Sequence[int], model: PreTrainedModel) -> None:
     """Add the tokens to those whose embeddings the adapters train (changes `peft_config`)."""
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding).rpartition(".")[2]
@@ -229,9 +222,15 @@ def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
 
 
 def complete_config(model: nn.Module, folder: str | Path) -> None:
-    """Add to the folder of a saved model, or of its adapters, what other programs read."""
+    """Add what other programs read to the folder of a saved model or of adapters.
+
+    Adapters get the config of the model that they make of their base, which ``from_pretrained`` takes as ``config``.
+    """
     if is_peft_model(model):
-        save_base_config(without_adapters(model), folder)
+        base = without_adapters(model)
+        config = copy.deepcopy(base.config)
+        config.architectures = [type(base).__name__]
+        Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
     write_old_names(folder)
 
 

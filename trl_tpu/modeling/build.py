@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -44,8 +44,8 @@ from .load import (
     load_tokenizer,
 )
 from .losses import TIES
-from .outputs import Outputs, tell_engines, write_outputs
-from .score_head import keep_heads_in_float32, learned_positions
+from .model_shape import learned_positions
+from .outputs import Outputs, keep_heads_in_float32, tell_engines, write_outputs
 from .tokenizer import set_chat_template, set_eos_token, set_pad_token
 
 logger = logging.getLogger(__name__)
@@ -97,44 +97,38 @@ def build_reward_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load or check the model, settle its special tokens and chat template, and add adapters.
 
-    Returns:
-        A model with one output, and the tokenizer that it agrees with on every special token.
-
     The order is TRL's, since each part reads what the one before wrote: seed (the caller's), model, tokenizer, eos,
     chat template, adapters, dropout, pad token.
 
+    Returns:
+        The model, with its outputs in its config, and a tokenizer with the same special tokens.
+
     Raises:
-        UserError, ImportError: From the parts, which say what to do.
+        UserError, ImportError: From the parts, with what to do.
     """
-    files, in_files = {"trust_remote_code": args.trust_remote_code}, False
-    known: Mapping[str, float] = noted_attributes(model)
     outputs = Outputs(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
-    if isinstance(model, str):
-        model_init_kwargs = cast("dict[str, Any] | None", args.model_init_kwargs)  # the config has parsed text
-        files |= {key: value for key, value in (model_init_kwargs or {}).items() if key in OF_FILES}
+    files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    name, in_files = model, False
+    known: Mapping[str, float] = noted_attributes(model)
+    if isinstance(name, str):
+        kwargs: Any = args.model_init_kwargs or {}  # the config has parsed text
+        files |= {key: value for key, value in kwargs.items() if key in OF_FILES}
         # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
         in_files = runtime.current().shares_mesh and not (peft_config is not None and reads_base_weights(peft_config))
         if _loads_in_parts(args, peft_config):
-            model_init_kwargs = {"distributed_config": distributed_config(args.mesh_shape)} | (model_init_kwargs or {})
-        name = model
-        model = load_model(
-            name,
-            model_init_kwargs=model_init_kwargs,
-            trust_remote_code=args.trust_remote_code,
-            quantization_config=quantization_config,
-            in_files=in_files,
-            outputs=outputs,
-        )
-        if is_peft_model(model):  # by the name of saved adapters, with which a tokenizer may be
+            kwargs = {"distributed_config": distributed_config(args.mesh_shape)} | kwargs
+        settings: Any = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
+        model = load_model(name, model_init_kwargs=kwargs, in_files=in_files, outputs=outputs, **settings)
+        if is_peft_model(model):  # the name of saved adapters; their folder may have a tokenizer
             in_files, known = False, noted_attributes(model) or Outputs.saved(name).attributes
             where = {**hub_settings(files), "_raise_exceptions_for_missing_entries": False}
             if processing_class is None and cached_file(name, "tokenizer_config.json", **where) is not None:
                 processing_class = load_tokenizer(name, **files)
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
-        for name, value in ignored.items():
+        for setting, value in ignored.items():
             if value is not None:
-                logger.warning(f"`{name}` is ignored, since the model is already instantiated.")
+                logger.warning(f"`{setting}` is ignored, since the model is already instantiated.")
         if getattr(model, "_hf_peft_config_loaded", False):
             raise UserError(
                 "The model's adapters are transformers' (`add_adapter`, or `from_pretrained` of their folder), which "
@@ -152,11 +146,10 @@ def build_reward_model(
     if in_files:  # before adapters, which are made where their weights are
         place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
         forget_files(model)
-    checkpointing = bool(args.activation_checkpointing)
     if peft_config is not None:
-        model = add_adapters(model, peft_config, added_tokens=added_tokens, gradient_checkpointing=checkpointing)
-    elif is_peft_model(model):
-        prepare_adapters(model, gradient_checkpointing=checkpointing)
+        model = add_adapters(model, peft_config, added_tokens)
+    if is_peft_model(model):
+        prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
     note_attributes(model, Outputs.of(base.config).attributes)
     warn_if_head_is_frozen(model)
     freeze(model, args.frozen_parameters)
@@ -165,6 +158,17 @@ def build_reward_model(
     tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
     tell_engines(base.config)
     return model, tokenizer
+
+
+def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
+    """Tell whether transformers loads only this process's shards; otherwise each process loads all, then shards.
+
+    New tokens need a whole embedding table. With weights whose rows `fsdp` and `tensor` both split, transformers 5.23
+    with torch 2.9 reads the wrong rows.
+    """
+    mesh, fits = args.mesh_shape, peft_config is None or fits_shards(peft_config)
+    over_ranks = mesh.devices > 1 and mesh.tensor == 1 and not runtime.current().shares_mesh
+    return over_ranks and fits and not args.chat_template_path
 
 
 def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
@@ -178,22 +182,11 @@ def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
     return args
 
 
-def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
-    """Tell whether each process reads its part of a model alone, by transformers; else it has all, and spreads it.
-
-    New tokens need a whole embedding table. Of weights whose rows `fsdp` and `tensor` both cut, transformers 5.23 with
-    torch 2.9 reads the wrong ones.
-    """
-    mesh, fits = args.mesh_shape, peft_config is None or fits_shards(peft_config)
-    over_ranks = mesh.devices > 1 and mesh.tensor == 1 and not runtime.current().shares_mesh
-    return over_ranks and fits and not args.chat_template_path
-
-
 def fit_to_device(model: nn.Module, args: RewardConfig) -> None:
     """Let ``model`` compute in a way that the device can trace, with the precision of ``args``.
 
     Raises:
-        UserError: Its layers are to be a loop and cannot.
+        UserError: `scan_layers` is set, and the layers cannot run as a loop.
     """
     keep_heads_in_float32(model)
     base = without_adapters(model)
@@ -201,7 +194,7 @@ def fit_to_device(model: nn.Module, args: RewardConfig) -> None:
         use_static_attention(base)
         use_static_experts(base)
     if args.scan_layers:
-        find_layers(base)  # or says why not, before any data is read
+        find_layers(base)  # raises before any data is read
 
 
 def build_dataset(
@@ -219,23 +212,19 @@ def build_dataset(
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
-    how: dict[str, Any] = {
-        "num_embeddings": embeddings.weight.shape[0],
-        "num_proc": args.dataset_num_proc,
-        "name": name,
-    }
+    how: Any = {"num_embeddings": embeddings.weight.shape[0], "num_proc": args.dataset_num_proc, "name": name}
     if args.step_separator is not None:
         settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
         return check_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
-    needs_rankings = [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
+    need_rankings = [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
     of_scores = args.loss_type == "regression"
     rankings = Rankings(
         may_tie=of_scores or args.ties is not None,
         may_all_tie=of_scores or args.ties in TIES,
         needs_scores=of_scores,
         attributes=tuple(args.attributes or ()),
-        settings=tuple(f"{key}={getattr(args, key)!r}" for key in needs_rankings),
+        settings=tuple(f"{key}={getattr(args, key)!r}" for key in need_rankings),
     )
     how |= {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
     are_old = old_columns and not args.attributes  # whose grades are in no old column

@@ -1,13 +1,15 @@
-"""What the outputs of a reward model mean, by its config, for us and for engines that serve it."""
+"""The head of a reward model, and what its outputs mean, by its config: for training and for inference servers."""
 
-import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.func import functional_call
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -17,7 +19,46 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..errors import UserError
-from .score_head import score_head_of
+
+
+def find_score_head(model: nn.Module) -> nn.Module | None:
+    """Return the score head of ``model``; None if it has none."""
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "score" and hasattr(module, "forward"):
+            return module
+    return None
+
+
+def keep_heads_in_float32(model: nn.Module) -> None:
+    """Compute rewards in float32, whatever type weights and autocast have: bfloat16 would round them to 8 bits.
+
+    Encoders name their heads otherwise: of models without a `score` head, all modules next to the backbone count.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    backbone, heads = getattr(base, "base_model_prefix", None) or " ", [find_score_head(base)]
+    if heads == [None] and hasattr(base, backbone):
+        heads = [module for name, module in base.named_children() if name != backbone]
+    for head in heads:
+        if head is None or not any(True for _ in head.parameters()):
+            continue
+        if getattr(head.forward, "func", None) is not _compute_in_float32:
+            forward = partial(_compute_in_float32, head, head.forward)  # deepcopy binds both to the copied head
+            forward.__wrapped__ = head.forward  # type: ignore[attr-defined]
+            head.forward = forward
+
+
+def _compute_in_float32(
+    module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Compute a module's forward outside autocast, in float32 or, where states or weights have it, in float64."""
+    parameters = {name: each for name, each in module.named_parameters() if each.is_floating_point()}
+    dtypes = [each.dtype for each in parameters.values()]
+    dtype = reduce(torch.promote_types, dtypes, torch.promote_types(hidden.dtype, torch.float32))
+    hidden, wide = hidden.to(dtype), {name: each.to(dtype) for name, each in parameters.items() if each.dtype != dtype}
+    with torch.autocast(hidden.device.type, enabled=False):
+        if wide:  # calls this function again, with wide weights
+            return functional_call(module, wide, (hidden, *args), kwargs)
+        return forward(hidden, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -106,8 +147,10 @@ def fold_attributes(model: PreTrainedModel, outputs: Outputs) -> None:
     write_outputs(model.config, (), None, outputs.step_separator)
     if not outputs.attributes:
         return
+    if (head := find_score_head(model)) is None:
+        raise UserError(f"{type(model).__name__} has no `score` head into which attribute_weights could be folded.")
     weights_A = torch.tensor(outputs.weights, dtype=torch.float64)
-    for parameter in score_head_of(model).parameters():
+    for parameter in head.parameters():
         parameter.data = (weights_A @ parameter.data.double())[None].to(parameter.dtype)
     model.config.num_labels = 1
 
@@ -180,16 +223,6 @@ def saved_scale(model: str | Path) -> RewardScale | None:
     if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
         return None
     return RewardScale(float(mean), float(std))
-
-
-def save_base_config(base: PreTrainedModel, folder: str | Path) -> None:
-    """Write beside adapters the config of the model that they make of their base: `BASE_CONFIG`.
-
-    ``from_pretrained`` takes it as ``config``, read by ``AutoConfig``.
-    """
-    config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__]
-    Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
 
 
 def write_old_names(folder: str | Path) -> None:

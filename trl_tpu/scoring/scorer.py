@@ -21,9 +21,9 @@ from ..modeling.attention.packability import make_packable
 from ..modeling.attention.packed import PackingImpossible, use_static_attention
 from ..modeling.layers import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
-from ..modeling.outputs import Outputs, RewardScale, saved_scale
+from ..modeling.model_shape import learned_positions, position_groups
+from ..modeling.outputs import Outputs, RewardScale, keep_heads_in_float32, saved_scale
 from ..modeling.rewards import rewards_of
-from ..modeling.score_head import keep_heads_in_float32, learned_positions, position_groups
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
 from ..packing.trees import in_order
 from ..parallel.mesh import BATCH_AXES, parse_mesh

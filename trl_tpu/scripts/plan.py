@@ -197,6 +197,6 @@ def read_inputs(
         tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     if (peft_config := get_peft_config(model_args)) is not None:
-        model = add_adapters(model, peft_config, gradient_checkpointing=args.remat_policy != Remat.NONE)
+        model = add_adapters(model, peft_config)
     freeze(model, args.frozen_parameters)
     return model, tokens

@@ -28,11 +28,11 @@ from ..data.measure import PAIR, RANKING, SOLUTION, ByPrompt, has_form, is_prepa
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
-from ..modeling.attention.packability import make_packable, reads_padding
-from ..modeling.attention.packed import PackingImpossible, check_unmodified
+from ..modeling.attention.packability import check_unmodified, make_packable, reads_padding
+from ..modeling.attention.packed import PackingImpossible
 from ..modeling.build import fit_to_device
 from ..modeling.losses import TIES
-from ..modeling.score_head import position_groups
+from ..modeling.model_shape import position_groups
 from ..packing.shapes import RowPlan, attention_crossover_length, plan_rows, round_up
 from ..packing.trees import in_order
 from ..runtime import Runtime

@@ -13,29 +13,21 @@ from ...packing.rows import Expansion, TokenRows
 from ...parallel.mesh import BATCH_AXES
 from ...runtime import PartitionSpec
 from ...runtime.base import masked_attention
-from .packed import MaskRule, TreeMask, attend_by, static_sdpa_attention, static_sdpa_mask
+from .packed import MaskRule, attend_by, static_sdpa_attention, static_sdpa_mask, tree_masks
 
 
 class ExpandedRows(Expansion[torch.Tensor]):
     """An expansion on the device, and the moves by it."""
 
-    def queries(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """Return a query for each place, [2R, H, L, D]; only those count whose output is taken back."""
-        # so no other copy has a gradient, and none need be summed
-        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.gather_R2L.flatten(1), self.inverse_RL))
-
-    def copies(self, x_RHLD: torch.Tensor) -> torch.Tensor:
-        """Return a copy for each place, [2R, H, L, D]."""
-        return self._as_rows(_Gather.apply(x_RHLD.transpose(1, 2), self.gather_R2L.flatten(1), None))
+    def copies(self, x_RHLD: torch.Tensor, inverse_RL: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a copy for each place, [2R, H, L, D]; with ``inverse_RL`` only those places pass a gradient back."""
+        x_RNHD = _Gather.apply(x_RHLD.transpose(1, 2), self.gather_R2L.flatten(1), inverse_RL)
+        return x_RNHD.unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)
 
     def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
         """Return each token's output, in the order that transformers wants: [R, L, H, D]."""
         x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
         return _Gather.apply(x_RNHD, self.inverse_RL, self.scatter_R2L.flatten(1))
-
-    @staticmethod
-    def _as_rows(x_RNHD: torch.Tensor) -> torch.Tensor:
-        return x_RNHD.unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)
 
 
 class _Gather(torch.autograd.Function):
@@ -104,15 +96,13 @@ class ExpandedMask:
     window: int | None
 
 
-class ExpandedTreeMask(TreeMask):
-    """Builds no masks, as a registered mask function, where packed rows come with their expansion."""
-
-    def masks_of(self, rows: TokenRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
-        if rows.expansion is None:
-            return super().masks_of(rows, rule, *args, **kwargs)
-        if kwargs.get("use_vmap"):
-            raise ExpansionImpossible("A layer's mask is the model's own rule, which attention kernels do not know.")
-        return ExpandedMask(ExpandedRows(*rows.expansion), window_of(rule, rows.input_ids_RL.shape[1]))
+def expanded_masks(plain: Any, rows: TokenRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+    """Build no masks where packed rows come with their expansion, else those of `tree_masks`."""
+    if rows.expansion is None:
+        return tree_masks(plain, rows, rule, *args, **kwargs)
+    if kwargs.get("use_vmap"):
+        raise ExpansionImpossible("A layer's mask is the model's own rule, which attention kernels do not know.")
+    return ExpandedMask(ExpandedRows(*rows.expansion), window_of(rule, rows.input_ids_RL.shape[1]))
 
 
 def window_of(rule: MaskRule, length: int) -> int | None:
@@ -173,8 +163,10 @@ def expanded_attention(
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
         rows = ExpandedRows(*places)
-        moved = rows.queries(query), rows.copies(key), rows.copies(value), rows.segment_R2L.flatten(0, 1)
-        return rows.outputs(runtime.current().segment_attention(*moved, scale, attention_mask.window, softcap))
+        # of a token's queries only the one counts whose output is taken back: no sum over copies in the backward
+        moved = rows.copies(query, rows.inverse_RL), rows.copies(key), rows.copies(value)
+        segments, window = rows.segment_R2L.flatten(0, 1), attention_mask.window
+        return rows.outputs(runtime.current().segment_attention(*moved, segments, scale, window, softcap))
 
     # rows are independent: left to itself, the compiler would fetch every row to every device to gather from
     tensors = (query, key, value, *attention_mask.rows)
@@ -206,4 +198,4 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
         "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     _refuse(model, obstacles)
-    attend_by(model, "expanded", ExpandedTreeMask(static_sdpa_mask), expanded_attention)
+    attend_by(model, "expanded", static_sdpa_mask, expanded_attention, expanded_masks)

@@ -1,5 +1,8 @@
 """Decides whether packed rows give a model's own rewards, by a trial before training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,51 +14,113 @@ from ...data.batch import Batch
 from ...data.collators import DataCollatorForPreference, OwnRows, Padded, PlannedRows, Unpadded
 from ...packing.shapes import RowPlan, RowShape
 from ..adapters import without_adapters
-from ..score_head import score_head_of
-from .packed import MaskRule, PackingImpossible, check_unmodified, note_scores, read_rows, use_tree_masks
+from ..outputs import find_score_head
+from .packed import MaskRule, PackingImpossible, note_scores, read_rows, use_tree_masks
 
-# relative, between float32 sums over rows of two lengths
+# relative, between float32 sums in two orders
 _ROUNDING = 2e-5
 
-
-@torch.no_grad()
-def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
-    """Return whether a tiny batch gets other rewards when it is padded further.
-
-    So it is where a forward averages over all columns, or reads the last one: as transformers does for the embeddings
-    that prompt tuning gives it. True also where it is unknown: weights on the meta
-    device or coarser than float32, a forward that fails.
-    """
-    parameter = next(model.parameters())
-    if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):
-        return True
-    ids = [token for token in range(1, 21) if token != pad_token_id]
-    examples = [
-        {"answers": [ids[:9], ids[5:9]]},
-        {"answers": [ids[3:10], ids[8:14]]},
-    ]
-    was_training = model.training
-    model.eval()
-    try:
-        rewards = []
-        for multiple in (1, 16):
-            batch = DataCollatorForPreference(pad_token_id, multiple)(examples)
-            rows = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
-            rewards.append(model(**rows).logits.squeeze(-1))
-    except Exception:  # whatever a user's code does with inputs that it does not expect
-        return True
-    finally:
-        model.train(was_training)
-    short, long = rewards
-    return not (short - long).abs().max() <= _ROUNDING * short.abs().max()
-
+# whose code a model may be made of: known not to look across the tokens of a row but through attention
+_LIBRARIES = (
+    *("builtins", "torch", "transformers", "peft", "accelerate", "trl_tpu"),
+    *("bitsandbytes", "deepspeed", "liger_kernel", "torch_xla", "torchao"),
+)
+# adapters that change each token's activations by themselves, whatever row it is in
+_TOKEN_WISE_ADAPTERS = frozenset({"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "VERA", "LN_TUNING"})
 
 # transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
     {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"}
 )
 
-# relative, between two orders of float32 sums
+
+def check_unmodified(model: nn.Module) -> None:
+    """Make sure that ``model`` computes rewards by its libraries' own code, with a linear head.
+
+    Asked before training, and whenever batches are.
+
+    Args:
+        model: A sequence classifier, possibly with adapters.
+
+    Raises:
+        PackingImpossible: If a forward on the class or the instance is a user's, a hook is, the head is more than a
+            linear layer, or adapters do more than change each token's activations.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        if config.peft_type not in _TOKEN_WISE_ADAPTERS:
+            kind = config.peft_type.value
+            raise PackingImpossible(f"adapters of the kind {kind} may do more than change each token by itself")
+    for name, module in model.named_modules():
+        where = f"{type(module).__name__} ({name})" if name else type(module).__name__
+        if not _is_of_a_library(module.forward):
+            raise PackingImpossible(f"the forward of {where} is not a library's own, and packed rows would bypass it")
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        if not all(map(_is_of_a_library, hooks)):
+            raise PackingImpossible(
+                f"{where} has a forward hook of yours, which may read or change what is in padded rows"
+            )
+    base = without_adapters(model)
+    head = find_score_head(base)
+    if head is None:
+        raise PackingImpossible(f"{type(base).__name__} has no `score` head")
+    while not isinstance(head, nn.Linear):
+        inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
+        if inner is None:
+            raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
+        head = inner
+
+
+def _is_of_a_library(function: Any) -> bool:
+    """Tell whether a function, and every function that it wraps, is a library's code."""
+    if isinstance(function, partial):
+        is_own = _is_of_a_library(function.func)
+    else:
+        # the globals are where it was defined; `__module__` may be copied from a function that it wraps
+        function = getattr(function, "__func__", function)
+        defined_in = getattr(function, "__globals__", {"__name__": type(function).__module__})
+        is_own = defined_in.get("__name__", "").partition(".")[0] in _LIBRARIES
+    wrapped = getattr(function, "__wrapped__", None)
+    return is_own and (wrapped is None or _is_of_a_library(wrapped))
+
+
+@torch.no_grad()
+def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
+    """Return whether a tiny batch gets other rewards when it is padded further.
+
+    A forward that averages over all columns does, and one that reads the last column, as transformers' does after
+    prompt tuning. Also true where it is unknown: weights on the meta device or coarser than float32, or a forward
+    that fails.
+    """
+    parameter = next(model.parameters())
+    if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):
+        return True
+    ids = [token for token in range(1, 21) if token != pad_token_id]
+    examples = [{"answers": [ids[:9], ids[5:9]]}, {"answers": [ids[3:10], ids[8:14]]}]
+    rewards = []
+    try:
+        with _in_eval_mode(model):
+            for multiple in (1, 16):
+                batch = DataCollatorForPreference(pad_token_id, multiple)(examples)
+                rows = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
+                rewards.append(model(**rows).logits.squeeze(-1))
+    except Exception:  # whatever a user's code does with inputs that it does not expect
+        return True
+    return not _are_close(*rewards)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    try:
+        model.eval()
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _are_close(values: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Tell whether values differ by no more than float32 rounds; false for NaN."""
+    return bool((values - expected).abs().max() <= _ROUNDING * expected.abs().max())
 
 
 def make_packable(model: nn.Module, pad_token_id: int) -> None:
@@ -71,56 +136,66 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
     """
     check_unmodified(model)
     base = without_adapters(model)
-    if _is_proven(base):
+    config: Any = base.config.get_text_config()
+    from_transformers = type(base).__module__.startswith("transformers.models.")
+    looks_both_ways = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
+    if from_transformers and config.model_type in PROVEN_TYPES and not looks_both_ways:
         use_tree_masks(base)
     else:
         check_packing_is_exact(model, pad_token_id)
     note_scores(model)
 
 
-def _is_proven(model: PreTrainedModel) -> bool:
-    config: Any = model.config.get_text_config()
-    from_transformers = type(model).__module__.startswith("transformers.models.")
-    looks_both_ways = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
-    return from_transformers and config.model_type in PROVEN_TYPES and not looks_both_ways
-
-
 @torch.no_grad()
 def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
     """Let ``model`` read packed rows, and compare the rewards of a tiny batch with those in padded rows before.
 
-    A model that is refused attends as before.
+    A rejected model attends as before.
 
     Raises:
         PackingImpossible: If they differ by more than float32 rounds, the weights are too coarse to tell, the model
             fails on either, or it has a window that no mask showed and a tiny batch cannot.
     """
-    name = type(model).__name__
-    dtype = next(model.parameters()).dtype
-    if dtype not in (torch.float32, torch.float64):
+    name, parameter = type(model).__name__, next(model.parameters())
+    if parameter.dtype not in (torch.float32, torch.float64):
         raise PackingImpossible(
-            f"{name} is of a family for which packing is tried out first, and {dtype} would hide a difference: load "
-            "it in float32, over which bf16=True computes"
+            f"{name} is of a family for which packing is tried out first, and {parameter.dtype} would hide a "
+            "difference: load it in float32, over which bf16=True computes"
         )
-    base, was_training = without_adapters(model), model.training
-    attention = base.config._attn_implementation
-    model.eval()
+    base: Any = without_adapters(model)
+    attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
+    plan = RowPlan((RowShape(2, 32),))
+    layouts = (
+        OwnRows(Padded(pad_token_id, 2, 2), pad_token_id),
+        PlannedRows(plan, len(examples), pad_token_id),
+        OwnRows(Unpadded(pad_token_id, 2, attention_crossover_length=100), pad_token_id),
+    )
+    padded: dict[str, torch.Tensor] = {}
     try:
-        use_tree_masks(base)  # or says why not
-        # under the name that it had, which a model's own code may ask for
-        base.set_attn_implementation(attention)
-        examples = _tiny_batch(pad_token_id)
-        (batch,) = OwnRows(Padded(pad_token_id, 2, 2), pad_token_id)(examples).parts
-        padded, _ = _read(model, batch.map_tensors(lambda tensor: tensor.to(next(model.parameters()).device)))
-        use_tree_masks(base)
-        _compare(model, examples, pad_token_id, padded)
+        with _in_eval_mode(model):
+            use_tree_masks(base)  # raises before anything is computed
+            base.set_attn_implementation(attention)  # a model's own code may ask for that name in padded rows
+            for collate in layouts:
+                (batch,) = collate(examples).parts
+                values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
+                if not padded:
+                    padded = values
+                    use_tree_masks(base)
+                    continue
+                _reject_hidden_windows(base, rules)
+                for what, in_packed_rows in values.items():
+                    if not _are_close(in_packed_rows, padded[what]):
+                        difference = (in_packed_rows - padded[what]).abs().max()
+                        raise PackingImpossible(
+                            f"packed and padded {what} of {name} differ by {difference:.2g}, which {parameter.dtype} "
+                            "does not explain: its attention or positions do not follow the mask and position ids "
+                            "that it is given, or its scores are not of the last token"
+                        )
     except Exception as error:  # whatever a model's own code does with inputs that it does not expect
         base.set_attn_implementation(attention)
         if isinstance(error, PackingImpossible):
             raise
         raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error
-    finally:
-        model.train(was_training)
 
 
 def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
@@ -133,37 +208,16 @@ def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
     return [{"answers": list(pair)} for pair in pairs]
 
 
-def _compare(
-    model: nn.Module, examples: list[dict[str, Any]], pad_token_id: int, padded: dict[str, torch.Tensor]
-) -> None:
-    parameter = next(model.parameters())
-    plan = RowPlan((RowShape(2, 32),))
-    for collate in (
-        PlannedRows(plan, len(examples), pad_token_id),
-        OwnRows(Unpadded(pad_token_id, 2, attention_crossover_length=100), pad_token_id),
-    ):
-        (batch,) = collate(examples).parts
-        packed, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
-        _refuse_hidden_windows(without_adapters(model), rules)
-        for what, in_packed_rows in packed.items():
-            difference = (in_packed_rows - padded[what]).abs().max()
-            if not difference <= _ROUNDING * padded[what].abs().max():
-                raise PackingImpossible(
-                    f"packed and padded {what} of {type(model).__name__} differ by {difference:.2g}, which "
-                    f"{parameter.dtype} does not explain: its attention or positions do not follow the mask and "
-                    "position ids that it is given, or its scores are not of the last token"
-                )
-
-
 def _read(model: nn.Module, batch: Batch) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:
     """Return the scores at the scored tokens, and the hidden states that they are computed from; and the mask rules.
 
-    Hidden states are compared too, since a small head hides what they differ by. The scores of padded rows are the
+    Hidden states are compared too, since a small head hides how they differ. The scores of padded rows are the
     model's own.
     """
     rows, rules, seen = batch.rows, list[MaskRule](), list[torch.Tensor]()
     at = rows.score_row_S, rows.score_column_S
-    with score_head_of(model).register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+    head: Any = find_score_head(model)
+    with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
         if rows.is_packed:
             with read_rows(model, rows) as reading:
                 scores, rules = reading.scores[0][at], reading.rules
@@ -173,8 +227,8 @@ def _read(model: nn.Module, batch: Batch) -> tuple[dict[str, torch.Tensor], list
     return {"hidden states": seen[0][at], "rewards": scores}, rules
 
 
-def _refuse_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
-    """Refuse a window that is no part of a mask rule: it counts columns, which only rows longer than it would show."""
+def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
+    """Reject a window that is no part of a mask rule: it counts columns, which only rows longer than it would show."""
     config = model.config.get_text_config().to_dict()
     sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}

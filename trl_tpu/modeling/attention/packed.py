@@ -1,13 +1,10 @@
 """Attention over packed rows: tree by tree on plain torch, masked on compiled devices."""
 
-import functools
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,78 +20,11 @@ from ...errors import UserError
 from ...packing.rows import TokenRows
 from ...packing.trees import Tail, Tree
 from ...runtime.base import einsum
-from ..adapters import without_adapters
-from ..score_head import find_score_head, score_head_of
-
-# whose code a model may be made of: known not to look across the tokens of a row but through attention
-_LIBRARIES = (
-    *("torch", "transformers", "peft", "accelerate", "trl_tpu"),
-    *("bitsandbytes", "deepspeed", "liger_kernel", "torch_xla", "torchao"),
-)
-# adapters that change each token's activations by themselves, whatever row it is in
-_TOKEN_WISE_ADAPTERS = frozenset({"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "VERA", "LN_TUNING"})
+from ..outputs import find_score_head
 
 
 class PackingImpossible(UserError):
     """Packed rows cannot be used; the message says why."""
-
-
-def check_unmodified(model: nn.Module) -> None:
-    """Make sure that ``model`` computes rewards by its libraries' own code, with a linear head.
-
-    Asked before training, and whenever batches are.
-
-    Args:
-        model: A sequence classifier, possibly with adapters.
-
-    Raises:
-        PackingImpossible: If a forward is somebody's own, on the class or on the instance, a hook is, the head is more
-            than a linear layer, or adapters do more than change each token's activations.
-    """
-    for config in getattr(model, "peft_config", {}).values():
-        if config.peft_type not in _TOKEN_WISE_ADAPTERS:
-            kind = config.peft_type.value
-            raise PackingImpossible(f"adapters of the kind {kind} may do more than change each token by itself")
-    for name, module in model.named_modules():
-        where = f"{type(module).__name__} ({name})" if name else type(module).__name__
-        if not _is_of_a_library(module.forward):
-            raise PackingImpossible(f"the forward of {where} is not a library's own, and packed rows would bypass it")
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if not all(map(_is_of_a_library, hooks)):
-            raise PackingImpossible(
-                f"{where} has a forward hook of yours, which may read or change what is in padded rows"
-            )
-    base = without_adapters(model)
-    head = find_score_head(base)
-    if head is None:
-        raise PackingImpossible(f"{type(base).__name__} has no `score` head")
-    while not isinstance(head, nn.Linear):
-        inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
-        if inner is None:
-            raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
-        head = inner
-
-
-def _is_of_a_library(function: Any) -> bool:
-    """Tell whether a function is a library's code, and so is all that it wraps."""
-    while function is not None:
-        if isinstance(function, functools.partial):
-            function = function.func
-            continue
-        function = getattr(function, "__func__", function)
-        code = getattr(function, "__code__", None)
-        if code is None and type(function).__module__.partition(".")[0] not in (*_LIBRARIES, "builtins"):
-            return False
-        if code is not None and not code.co_filename.startswith(_folders()):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
-
-
-@functools.cache
-def _folders() -> tuple[str, ...]:
-    specs = (find_spec(name) for name in _LIBRARIES)
-    return tuple(f"{Path(spec.origin).parent}{os.sep}" for spec in specs if spec is not None and spec.origin)
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -142,99 +72,63 @@ def static_sdpa_attention(
 def use_static_attention(model: PreTrainedModel) -> None:
     """Give ``model`` the attention above in the place of sdpa; eager attention and others stay."""
     if model.config._attn_implementation == "sdpa":
-        attend_by(model, "static", TreeMask(static_sdpa_mask), static_sdpa_attention)
-
-
-#: Queries, keys, values and a mask, None for causal, to outputs [1, Q, N, D].
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+        attend_by(model, "static", static_sdpa_mask, static_sdpa_attention)
 
 
 class TreeMasks(NamedTuple):
-    """How the trees of an unpadded row attend."""
+    """The masks of an unpadded row, tree by tree."""
 
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
     """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
     tail_masks: dict[Tail, torch.Tensor]
-    """The masks [1, 1, T, K] of the tails after the first of trees without a mask: their paths, then themselves."""
-
-    @classmethod
-    def of(cls, trees: Sequence[tuple[Tree, torch.Tensor | None]], device: torch.device) -> "TreeMasks":
-        """Add the masks of tails."""
-        tails = {tail for tree, mask in trees if mask is None for tail in tree.tails[1:]}
-        return cls(tuple(trees), {tail: _tail_mask(tail, device) for tail in tails})
+    """Masks [1, 1, T, K] for the later tails of trees without a mask: T own tokens see K, path included."""
 
 
-class TreeByTree:
-    """Computes the trees of an unpadded row one at a time, as a registered attention function.
+def attend_tree_by_tree(
+    plain: Callable[..., tuple[torch.Tensor, Any]],
+    module: nn.Module,
+    query_BNLD: torch.Tensor,
+    key_BNLD: torch.Tensor,
+    value_BNLD: torch.Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Attend in an unpadded row one tree at a time; in any other batch as ``plain`` does.
 
-    Args:
-        plain: The attention function for ordinary batches and masks.
+    Without a mask for the whole tree, its tails are computed one by one, each after the keys of its path.
     """
-
-    def __init__(self, plain: Callable[..., tuple[torch.Tensor, Any]]) -> None:
-        self.plain = plain
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query_BNLD: torch.Tensor,
-        key_BNLD: torch.Tensor,
-        value_BNLD: torch.Tensor,
-        attention_mask: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        def attend(*tensors: torch.Tensor | None) -> torch.Tensor:
-            return self.plain(module, *tensors, *args, **kwargs)[0]
-
-        if not isinstance(attention_mask, TreeMasks):
-            return self.plain(module, query_BNLD, key_BNLD, value_BNLD, attention_mask, *args, **kwargs)
-        outputs: list[torch.Tensor] = []
-        # cut at once: the backward of slices would write a row of zeros for each
-        sizes = [tree.stop - tree.start for tree, _ in attention_mask.trees]
-        parts = (tensor.split(sizes, dim=2) for tensor in (query_BNLD, key_BNLD, value_BNLD))
-        for (tree, mask), query, key, value in zip(attention_mask.trees, *parts, strict=True):
-            if mask is not None:
-                outputs.append(attend(query, key, value, mask))
-            else:
-                outputs += _tail_by_tail(attend, query, key, value, tree, attention_mask.tail_masks)
-        return torch.cat(outputs, dim=1), None
-
-
-def _tail_by_tail(
-    attend: Attend,
-    query_1NSD: torch.Tensor,
-    key_1NSD: torch.Tensor,
-    value_1NSD: torch.Tensor,
-    tree: Tree,
-    masks: dict[Tail, torch.Tensor],
-) -> Iterator[torch.Tensor]:
-    sizes = [tail.stop - tail.start for tail in tree.tails]
-    parts = (states.split(sizes, dim=2) for states in (query_1NSD, key_1NSD, value_1NSD))
-    for tail, *states in zip(tree.tails, *parts, strict=True):
-        query, key, value = states
-        if tail.path:
-            before = [[x[:, :, start:stop] for start, stop in tail.path] for x in (key_1NSD, value_1NSD)]
-            key, value = torch.cat([*before[0], key], dim=2), torch.cat([*before[1], value], dim=2)
-        yield attend(query, key, value, masks.get(tail))
-
-
-def _tail_mask(tail: Tail, device: torch.device) -> torch.Tensor:
-    before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
-    return torch.ones(own, before + own, dtype=torch.bool, device=device).tril(before)[None, None]
+    if not isinstance(attention_mask, TreeMasks):
+        return plain(module, query_BNLD, key_BNLD, value_BNLD, attention_mask, *args, **kwargs)
+    outputs: list[torch.Tensor] = []
+    # split at once: the backward of slices would write a row of zeros for each
+    sizes = [tree.stop - tree.start for tree, _ in attention_mask.trees]
+    trees = (states.split(sizes, dim=2) for states in (query_BNLD, key_BNLD, value_BNLD))
+    for (tree, mask), *states in zip(attention_mask.trees, *trees, strict=True):
+        if mask is not None:
+            outputs.append(plain(module, *states, mask, *args, **kwargs)[0])
+            continue
+        sizes = [tail.stop - tail.start for tail in tree.tails]
+        for tail, query, key, value in zip(tree.tails, *(each.split(sizes, dim=2) for each in states), strict=True):
+            if tail.path:
+                before = [[each[:, :, start:stop] for start, stop in tail.path] for each in states[1:]]
+                key, value = torch.cat([*before[0], key], dim=2), torch.cat([*before[1], value], dim=2)
+            mask = attention_mask.tail_masks.get(tail)
+            outputs.append(plain(module, query, key, value, mask, *args, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
 
 
 OURS = "trl_tpu_"
-"""How the names of our implementations begin in transformers' registries, and in a config's `_attn_implementation`."""
+"""Prefix of our implementations' names in transformers' registries, and in a config's `_attn_implementation`."""
 
-#: ``(batch, head, query, key) -> bool``, of indices in transformers' own use.
+#: ``(batch, head, query, key) -> bool``, of indices; transformers' type of mask.
 MaskRule = Callable[..., Any]
 
 
 def tree_rule(
     subtree_end_RL: torch.Tensor, position_ids_RL: torch.Tensor, rule: MaskRule = causal_mask_function
 ) -> MaskRule:
-    """Turn a model's own mask rule for one dialogue a row, by positions, into that for packed rows, by columns."""
+    """Turn a model's mask rule, over the positions of one sequence, into a rule over the columns of packed rows."""
 
     def on_path(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         path = (key <= query) & (query < subtree_end_RL[row, key])
@@ -256,50 +150,59 @@ class Reading:
 _READING = CompileableContextVar("reading")
 
 
-class TreeMask:
-    """Builds the masks of packed rows while they are read, as a registered mask function.
+def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Build masks with ``build`` while packed rows are read, and with ``plain`` for any other batch."""
+    if (reading := _READING.get()) is None:
+        return plain(*args, **kwargs)
+    rule = kwargs.get("mask_function", causal_mask_function)
+    reading.rules.append(rule)
+    return build(plain, reading.rows, rule, *args, **kwargs)
+
+
+def tree_masks(plain: Callable[..., Any], rows: TokenRows[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+    """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
+    subtree_end_RL: Any = rows.subtree_end_RL
+    position_ids_RL: Any = rows.position_ids_RL
+    in_trees = tree_rule(subtree_end_RL, position_ids_RL, rule)
+    tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
+    if rows.trees is None:
+        return plain(*args, **tree_wise)
+    masks, tail_masks = [], dict[Tail, torch.Tensor]()
+    for tree in rows.trees:
+        length = tree.stop - tree.start
+        alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
+        mask = plain(*args, **kwargs | alone)
+        if mask is not None and len(tree.tails) > 1:
+            mask = plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
+        masks.append((tree, mask))
+        for tail in tree.tails[1:] if mask is None else ():
+            before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
+            sees = torch.ones(own, before + own, dtype=torch.bool, device=rows.input_ids_RL.device)
+            tail_masks[tail] = sees.tril(before)[None, None]
+    return TreeMasks(tuple(masks), tail_masks)
+
+
+def attend_by(
+    model: PreTrainedModel,
+    name: str,
+    masks: Callable[..., Any],
+    attention: Callable[..., Any],
+    build: Callable[..., Any] = tree_masks,
+) -> None:
+    """Select an attention implementation of ours for ``model``, and for no other: its config names it.
+
+    A saved config has no such name, so the model loads anywhere with the default of its class. A model whose own
+    code attends stays as it is, and transformers warns.
 
     Args:
-        plain: The mask function for ordinary batches.
+        model: The model.
+        name: The implementation's name in transformers' registries, after `OURS`.
+        masks: Builds the masks of ordinary batches.
+        attention: Attends by a mask.
+        build: Builds the masks of packed rows.
     """
-
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self.plain = plain
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (reading := _READING.get()) is None:
-            return self.plain(*args, **kwargs)
-        rule = kwargs.get("mask_function", causal_mask_function)
-        reading.rules.append(rule)
-        return self.masks_of(reading.rows, rule, *args, **kwargs)
-
-    def masks_of(self, rows: TokenRows[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
-        """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
-        subtree_end_RL: Any = rows.subtree_end_RL
-        position_ids_RL: Any = rows.position_ids_RL
-        in_trees = tree_rule(subtree_end_RL, position_ids_RL, rule)
-        tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
-        if rows.trees is None:
-            return self.plain(*args, **tree_wise)
-        masks = []
-        for tree in rows.trees:
-            length = tree.stop - tree.start
-            alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
-            mask = self.plain(*args, **kwargs | alone)
-            if mask is not None and len(tree.tails) > 1:
-                mask = self.plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
-            masks.append((tree, mask))
-        return TreeMasks.of(masks, rows.input_ids_RL.device)
-
-
-def attend_by(model: PreTrainedModel, name: str, masks: TreeMask, attention: Callable[..., Any]) -> None:
-    """Let ``model`` attend by an implementation of ours, and no other model: its config names it.
-
-    A saved config has no such name, so that the model loads anywhere with the default of its class. A model whose own
-    code attends stays as it is, and transformers warns.
-    """
-    AttentionMaskInterface.register(f"{OURS}{name}", masks)
-    AttentionInterface.register(f"{OURS}{name}", TreeByTree(attention))
+    AttentionMaskInterface.register(f"{OURS}{name}", partial(masks_while_read, masks, build))
+    AttentionInterface.register(f"{OURS}{name}", partial(attend_tree_by_tree, attention))
     model.set_attn_implementation(f"{OURS}{name}")
 
 
@@ -321,7 +224,7 @@ def use_tree_masks(model: PreTrainedModel) -> None:
             f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'"
         )
-    attend_by(model, name, TreeMask(plain), ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    attend_by(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
     if not model.config._attn_implementation.startswith(OURS):
         raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
 
@@ -329,9 +232,8 @@ def use_tree_masks(model: PreTrainedModel) -> None:
 def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Attend by the function that a model's module has beside it, transformers' "eager"."""
     beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    return next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))(
-        module, *args, **kwargs
-    )
+    own = next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))
+    return own(module, *args, **kwargs)
 
 
 def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
@@ -354,7 +256,7 @@ def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any
 
 @contextmanager
 def read_rows(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
-    """Call ``model`` with packed rows, and give what it has done.
+    """Call ``model`` with packed rows, and yield what it has done.
 
     The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
 
@@ -380,9 +282,14 @@ def read_rows(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) ->
 
 
 def note_scores(model: nn.Module) -> None:
-    """Let the score head of ``model`` note what it returns while packed rows are read, for as long as it lives."""
-    head = score_head_of(model)
-    if _note_scores not in head._forward_hooks.values():  # which is no news to a program that is traced
+    """Let the score head of ``model`` note what it returns while packed rows are read, for as long as it lives.
+
+    Raises:
+        UserError: The model has no `score` head.
+    """
+    if (head := find_score_head(model)) is None:
+        raise UserError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
+    if _note_scores not in head._forward_hooks.values():  # a traced program must not be changed by a second hook
         head.register_forward_hook(_note_scores)
 
 
