@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from trl_tpu.data.collators import DataCollatorForPreference, scored
-from trl_tpu.modeling.attention.packed import packed_scores
+from trl_tpu.modeling.packed_attention import packed_scores
 from trl_tpu.packing.pack import Scored, pack
 from trl_tpu.packing.rows import TokenRows
 from trl_tpu.packing.shapes import RowPlan, RowShape

@@ -17,7 +17,7 @@ from customized_models import losses
 from transformers import LlamaModel
 
 import trl_tpu
-from trl_tpu.modeling.attention.packability import reads_padding
+from trl_tpu.modeling.packability import reads_padding
 
 CASES: dict[Callable[[], Any], str] = {
     customized.averaging: "the forward of Averaging is not a library's own",

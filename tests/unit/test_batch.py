@@ -30,9 +30,9 @@ from trl_tpu.data.collators import (
     Unpadded,
 )
 from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
-from trl_tpu.modeling.attention.expanded import use_expanded_attention
-from trl_tpu.modeling.attention.packed import use_tree_masks
+from trl_tpu.modeling.expanded_attention import use_expanded_attention
 from trl_tpu.modeling.losses import Loss
+from trl_tpu.modeling.packed_attention import use_tree_masks
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.training.step import training_step
 

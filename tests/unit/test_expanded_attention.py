@@ -30,8 +30,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from trl_tpu.modeling.attention.expanded import ExpansionImpossible, use_expanded_attention, window_of
-from trl_tpu.modeling.attention.packed import use_tree_masks
+from trl_tpu.modeling.expanded_attention import ExpansionImpossible, use_expanded_attention, window_of
+from trl_tpu.modeling.packed_attention import use_tree_masks
 from trl_tpu.packing.shapes import RowShape
 
 ROOMY = (RowShape(2, 40), RowShape(2, 64), RowShape(1, 180))

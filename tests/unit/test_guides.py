@@ -25,7 +25,7 @@ from places import EXAMPLES, ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
-from trl_tpu.modeling.attention.packability import PROVEN_TYPES
+from trl_tpu.modeling.packability import PROVEN_TYPES
 from trl_tpu.parallel.sharding_plan import Rules
 from trl_tpu.scripts import export, plan, prm, report, reward, score, synthetic
 

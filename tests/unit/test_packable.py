@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_tpu.data.collators import OwnRows, Padded, PlannedRows, Unpadded
-from trl_tpu.modeling.attention.packability import make_packable
-from trl_tpu.modeling.attention.packed import PackingImpossible
+from trl_tpu.modeling.packability import make_packable
+from trl_tpu.modeling.packed_attention import PackingImpossible
 from trl_tpu.modeling.rewards import rewards_of
 from trl_tpu.packing.shapes import RowPlan, RowShape
 

@@ -16,8 +16,8 @@ from stepwise import solutions
 from transformers import AutoConfig, dynamic_module_utils
 
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.attention.packability import reads_padding
 from trl_tpu.modeling.outputs import Outputs
+from trl_tpu.modeling.packability import reads_padding
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, call_in_child
 from trl_tpu.plan.layouts import Layout

@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_tpu.modeling.attention.packability import PROVEN_TYPES, check_packing_is_exact
-from trl_tpu.modeling.attention.packed import tree_rule, use_tree_masks
+from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact
+from trl_tpu.modeling.packed_attention import tree_rule, use_tree_masks
 from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.shapes import RowPlan, RowShape
 

@@ -7,7 +7,7 @@ import torch_xla.debug.metrics as met
 from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
-from trl_tpu.modeling.attention.packed import use_static_attention
+from trl_tpu.modeling.packed_attention import use_static_attention
 from trl_tpu.runtime import current
 
 

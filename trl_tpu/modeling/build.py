@@ -31,7 +31,6 @@ from .adapters import (
     warn_if_head_is_frozen,
     without_adapters,
 )
-from .attention.packed import use_static_attention
 from .layers import disable_dropout_in_model, find_layers, freeze, use_static_experts
 from .load import (
     OF_FILES,
@@ -46,6 +45,7 @@ from .load import (
 from .losses import TIES
 from .model_shape import learned_positions
 from .outputs import Outputs, keep_heads_in_float32, tell_engines, write_outputs
+from .packed_attention import use_static_attention
 from .tokenizer import set_chat_template, set_eos_token, set_pad_token
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..data.batch import Batch
-from .attention.packed import packed_scores
+from .packed_attention import packed_scores
 
 
 def rewards_of(model: nn.Module, batch: Batch, **extras: Any) -> tuple[torch.Tensor, Any]:

@@ -17,12 +17,12 @@ from ..data.batch import Batch
 from ..data.collators import OwnRows, Padded, Part, PlannedRows, Table, Unpadded
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
-from ..modeling.attention.packability import make_packable
-from ..modeling.attention.packed import PackingImpossible, use_static_attention
 from ..modeling.layers import use_static_experts
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.outputs import Outputs, RewardScale, keep_heads_in_float32, saved_scale
+from ..modeling.packability import make_packable
+from ..modeling.packed_attention import PackingImpossible, use_static_attention
 from ..modeling.rewards import rewards_of
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
 from ..packing.trees import in_order

@@ -27,12 +27,12 @@ from ..data.comparisons import ComparisonRule
 from ..data.measure import PAIR, RANKING, SOLUTION, ByPrompt, has_form, is_prepared, measure, prompt_groups, read_row
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
-from ..modeling.attention.expanded import ExpansionImpossible, use_expanded_attention
-from ..modeling.attention.packability import check_unmodified, make_packable, reads_padding
-from ..modeling.attention.packed import PackingImpossible
 from ..modeling.build import fit_to_device
+from ..modeling.expanded_attention import ExpansionImpossible, use_expanded_attention
 from ..modeling.losses import TIES
 from ..modeling.model_shape import position_groups
+from ..modeling.packability import check_unmodified, make_packable, reads_padding
+from ..modeling.packed_attention import PackingImpossible
 from ..packing.shapes import RowPlan, attention_crossover_length, plan_rows, round_up
 from ..packing.trees import in_order
 from ..runtime import Runtime

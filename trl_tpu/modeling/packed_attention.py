@@ -16,11 +16,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import CompileableContextVar
 
-from ...errors import UserError
-from ...packing.rows import TokenRows
-from ...packing.trees import Tail, Tree
-from ...runtime.base import einsum
-from ..outputs import find_score_head
+from ..errors import UserError
+from ..packing.rows import TokenRows
+from ..packing.trees import Tail, Tree
+from ..runtime.base import einsum
+from .outputs import find_score_head
 
 
 class PackingImpossible(UserError):

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ...data.batch import Batch
-from ...data.collators import DataCollatorForPreference, OwnRows, Padded, PlannedRows, Unpadded
-from ...packing.shapes import RowPlan, RowShape
-from ..adapters import without_adapters
-from ..outputs import find_score_head
-from .packed import MaskRule, PackingImpossible, note_scores, read_rows, use_tree_masks
+from ..data.batch import Batch
+from ..data.collators import DataCollatorForPreference, OwnRows, Padded, PlannedRows, Unpadded
+from ..packing.shapes import RowPlan, RowShape
+from .adapters import without_adapters
+from .outputs import find_score_head
+from .packed_attention import MaskRule, PackingImpossible, note_scores, read_rows, use_tree_masks
 
 # relative, between float32 sums in two orders
 _ROUNDING = 2e-5

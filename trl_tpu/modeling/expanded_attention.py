@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ... import runtime
-from ...errors import UserError
-from ...packing.rows import Expansion, TokenRows
-from ...parallel.mesh import BATCH_AXES
-from ...runtime import PartitionSpec
-from ...runtime.base import masked_attention
-from .packed import MaskRule, attend_by, static_sdpa_attention, static_sdpa_mask, tree_masks
+from .. import runtime
+from ..errors import UserError
+from ..packing.rows import Expansion, TokenRows
+from ..parallel.mesh import BATCH_AXES
+from ..runtime import PartitionSpec
+from ..runtime.base import masked_attention
+from .packed_attention import MaskRule, attend_by, static_sdpa_attention, static_sdpa_mask, tree_masks
 
 
 class ExpandedRows(Expansion[torch.Tensor]):

@@ -1,1 +1,0 @@
-"""How batches attend: by masks, tree by tree, in expanded rows; and for which models packed rows are exact."""
