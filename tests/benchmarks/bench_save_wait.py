@@ -23,7 +23,7 @@ def run() -> None:
     import tiny
 
     from trl_tpu import RewardConfig, RewardTrainer
-    from trl_tpu.checkpoint.state_dict import state_tensors
+    from trl_tpu.checkpoint.state_dict import optimizer_tensors, trained_weights
 
     class Timed(RewardTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ def run() -> None:
         )  # fmt: skip
         trainer = Timed(model, args, train_dataset=pairs)
         trainer.train()
-        state = state_tensors(trainer.model, trainer.optimizer.optimizer, with_weights=True)
+        state = optimizer_tensors(trainer.optimizer.optimizer, trainer.model) | trained_weights(trainer.model)
         copies = []
         for _ in trainer.waits:
             began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A subclass that saves in its own way, in each of the methods that public code overrides for it."""
+"""A single process that saves, and a subclass that saves in its own way in each method that public code overrides."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,15 @@ from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.manifest import find_faults
 
 FILES = ("saved.txt", "later.txt")
+
+
+class Alone:
+    """One process, with the interface of `HostAgreement`."""
+
+    index, count, is_first_of_host = 0, 1, True
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class Saving(RewardTrainer):

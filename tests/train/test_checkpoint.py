@@ -8,17 +8,13 @@ from pathlib import Path
 
 import killed_runs
 import pytest
+import saving
 
-from trl_tpu.checkpoint.manifest import (
-    MANIFEST_FILE,
-    check_given,
-    describe_files,
-    files_in,
-    find_faults,
-    newest_good,
-    publish,
-)
+from trl_tpu.checkpoint.checkpointer import CheckpointLoader
+from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.run_folder import RunFolder
+from trl_tpu.errors import UserError
+from trl_tpu.runtime.native import Runtime
 
 
 def made_checkpoint(output_dir: Path, step: int) -> Path:
@@ -30,9 +26,9 @@ def made_checkpoint(output_dir: Path, step: int) -> Path:
     return output_dir / aside.name
 
 
-def found(output_dir: Path) -> list[str]:
-    folder = RunFolder(output_dir, None, writes=True)
-    return [folder.place_of(name) for name in folder.checkpoints()]
+def found(output_dir: Path, asked: str | bool = True) -> str | None:
+    loader = CheckpointLoader(Runtime(), saving.Alone(), shares_disk=True)
+    return loader.find(asked, RunFolder(output_dir, None, writes=True), "packed", {})
 
 
 def truncate(folder: Path) -> None:
@@ -78,7 +74,7 @@ def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
         made_checkpoint(tmp_path, step)
     damage(tmp_path / "checkpoint-10")  # type: ignore[operator]
     with caplog.at_level(logging.WARNING):
-        assert newest_good(found(tmp_path)) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
+        assert found(tmp_path) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
     assert "checkpoint-10" in caplog.text and fault in caplog.text
     assert find_faults(tmp_path / "checkpoint-2") == []
 
@@ -102,7 +98,7 @@ def test_only_regular_files_of_the_folder_are_looked_at(name: str, tmp_path: Pat
     assert fault.startswith(f"{name!r} cannot be read (") and "\n" not in fault
     (folder / MANIFEST_FILE).unlink()
     os.mkfifo(folder / MANIFEST_FILE)
-    assert find_faults(folder) == ["manifest.json cannot be read (OSError: it is no regular file in the folder)"]
+    assert find_faults(folder) == ["manifest.json cannot be read (OSError: it is no regular file)"]
 
 
 def test_links_within_a_checkpoint_are_followed(tmp_path: Path) -> None:
@@ -114,13 +110,12 @@ def test_links_within_a_checkpoint_are_followed(tmp_path: Path) -> None:
 
 
 def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no folder checkpoint-N at all"):
-        newest_good(found(tmp_path))
+    with pytest.raises(UserError, match="no folder checkpoint-N at all"):
+        found(tmp_path)
     truncate(made_checkpoint(tmp_path, 4))
-    with pytest.raises(ValueError, match="checkpoint-4: weights has 50 bytes"):
-        newest_good(found(tmp_path))
-    with pytest.raises(ValueError, match="is damaged: weights has 50 bytes"):
-        check_given(str(tmp_path / "checkpoint-4"))
+    for asked in (True, str(tmp_path / "checkpoint-4")):
+        with pytest.raises(UserError, match="checkpoint-4.*weights has 50 bytes"):
+            found(tmp_path, asked)
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.long)])

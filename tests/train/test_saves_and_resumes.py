@@ -24,10 +24,10 @@ from safetensors.torch import load, load_file, save_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, score
-from trl_tpu.checkpoint import saver
+from trl_tpu.checkpoint import manifest
 from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.run_folder import RemoteRun
-from trl_tpu.errors import UserError
+from trl_tpu.errors import BEST_LOST, NOT_SAVED, UserError
 from trl_tpu.scripts import reward, synthetic
 from trl_tpu.training import components
 
@@ -40,27 +40,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_trainer(
-    model: Any,
-    folder: Path | str,
-    callbacks: Any = None,
-    peft: Any = None,
-    optimizer: Any = None,
-    kind: type[RewardTrainer] = RewardTrainer,
-    **settings: Any,
+    model: Any, folder: Path | str, kind: type[RewardTrainer] = RewardTrainer, peft: Any = None, **given: Any
 ) -> RewardTrainer:
+    """A trainer of 64 pairs; ``given`` are its arguments, and settings of its config."""
+    names = given.keys() & {"callbacks", "optimizer_cls_and_kwargs"}
+    arguments = {name: given.pop(name) for name in names}
     defaults = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3, "report_to": "none"}
     defaults |= {"per_device_train_batch_size": 2, "disable_tqdm": True}
-    args = RewardConfig(str(folder), **(defaults | settings))
-    pairs = tiny.made_up_pairs(64)
-    return kind(
-        model,
-        args,
-        train_dataset=pairs,
-        eval_dataset=pairs.select(range(8)),
-        callbacks=callbacks,
-        peft_config=peft,
-        optimizer_cls_and_kwargs=optimizer,
-    )
+    args, pairs = RewardConfig(str(folder), **(defaults | given)), tiny.made_up_pairs(64)
+    return kind(model, args, train_dataset=pairs, eval_dataset=pairs.select(range(8)), peft_config=peft, **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +65,12 @@ def checkpoint(run: RewardTrainer, tmp_path: Path) -> Path:
     return Path(shutil.copytree(f"{run.args.output_dir}/checkpoint-4", tmp_path / "copy" / "checkpoint-4"))
 
 
+def assert_same(one: RewardTrainer, other: RewardTrainer) -> None:
+    """See that two trainers' weights are the same bit by bit."""
+    for (name, weight), same in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(weight, same), name
+
+
 def reseal(folder: Path) -> None:
     """A manifest that agrees with whatever the files are now."""
     (folder / MANIFEST_FILE).unlink()
@@ -87,14 +81,6 @@ def reseal(folder: Path) -> None:
 # ---- what is in a checkpoint
 
 
-def test_checkpoint_loads_as_a_model_anywhere(run: RewardTrainer) -> None:
-    folder = Path(run.args.output_dir) / "checkpoint-6"
-    loaded = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-    for name, weight in run.model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], weight), name
-    assert find_faults(folder) == []
-
-
 def test_a_checkpoint_has_what_a_subclass_saves_and_resumes_to_the_bit(model_folder: str, tmp_path: Path) -> None:
     """Though the subclass saves the weights coarser than they are."""
     whole = make_trainer(model_folder, tmp_path, kind=saving.Saving)
@@ -103,8 +89,7 @@ def test_a_checkpoint_has_what_a_subclass_saves_and_resumes_to_the_bit(model_fol
     saving.check(tmp_path, "checkpoint-4")
     resumed = make_trainer(model_folder, tmp_path / "resumed", kind=saving.Saving)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same(whole, resumed)
 
 
 def test_what_a_user_puts_into_a_checkpoint_is_not_read_for_the_model(
@@ -117,8 +102,7 @@ def test_what_a_user_puts_into_a_checkpoint_is_not_read_for_the_model(
         save_file(zeros | {"of another": torch.zeros(1)}, checkpoint / f"average-{number}.safetensors")
     resumed = make_trainer(model_folder, tmp_path / "resumed")
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same(run, resumed)
 
 
 class ProjectedSGD(torch.optim.SGD):
@@ -133,7 +117,10 @@ class ProjectedSGD(torch.optim.SGD):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"peft": LoraConfig(task_type="SEQ_CLS", r=4)}, {"optimizer": (torch.optim.Adafactor, {"lr": 1e-2})}],
+    [
+        {"peft": LoraConfig(task_type="SEQ_CLS", r=4)},
+        {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-2})},
+    ],
     ids=["adapters", "adafactor"],
 )
 def test_adapters_and_sums_of_rows_and_columns_resume_to_the_bit(
@@ -147,8 +134,7 @@ def test_adapters_and_sums_of_rows_and_columns_resume_to_the_bit(
     if "peft" in changed:
         (file,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
         assert all("lora" in name or "score" in name for name in load_file(file))
-    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same(whole, resumed)
 
 
 def test_adapters_of_any_name_are_saved_as_peft_does_and_resume(model_folder: str, tmp_path: Path) -> None:
@@ -162,8 +148,7 @@ def test_adapters_of_any_name_are_saved_as_peft_does_and_resume(model_folder: st
     whole, resumed = (make_trainer(adapted(), tmp_path / name) for name in ("whole", "resumed"))
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
-    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same(whole, resumed)
     resumed.save_model()
     whole.model.save_pretrained(tmp_path / "peft")
     for saved in (tmp_path / "whole" / "checkpoint-6", tmp_path / "resumed"):
@@ -177,13 +162,12 @@ def test_adapters_of_any_name_are_saved_as_peft_does_and_resume(model_folder: st
 def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make_trainer(model_folder, tmp_path, optimizer=(ProjectedSGD, {}), max_steps=2)
+    sgd: Any = {"optimizer_cls_and_kwargs": (ProjectedSGD, {}), "max_steps": 2}
+    trainer = make_trainer(model_folder, tmp_path, **sgd)
     trainer.train()
     assert trainer.checkpointer.failed == [str(tmp_path / "checkpoint-2")] and not (tmp_path / "checkpoint-2").exists()
-    assert "Object of type Identity is not JSON serializable" in caplog.text
-    alone = make_trainer(
-        model_folder, tmp_path / "alone", optimizer=(ProjectedSGD, {}), max_steps=2, save_only_model=True
-    )
+    assert "not JSON serializable" in caplog.text
+    alone = make_trainer(model_folder, tmp_path / "alone", save_only_model=True, **sgd)
     alone.train()
     assert alone.checkpointer.failed == [] and find_faults(tmp_path / "alone" / "checkpoint-2") == []
 
@@ -197,8 +181,7 @@ def test_a_run_that_is_resumed_at_its_end_trains_no_more(
     result = resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == result.global_step == 6
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
-    for (name, weight), other in zip(run.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same(run, resumed)
 
 
 def test_save_only_model_leaves_state_out_and_a_resume_says_so(
@@ -264,7 +247,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(
     again = make_trainer(model_folder, tmp_path)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6 and "has saved no checkpoint yet: it begins anew" in caplog.text
-    with pytest.raises(ValueError, match="no folder checkpoint-N at all"):  # nothing ever began here
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):  # nothing ever began here
         make_trainer(model_folder, tmp_path / "elsewhere").train(resume_from_checkpoint=True)
 
 
@@ -290,7 +273,7 @@ def test_training_that_takes_no_step_is_no_success(settings: Any, model_folder: 
     trainer = make_trainer(model_folder, tmp_path, **settings)
     if not settings:
         trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().filter(lambda row: False)
-    with pytest.raises(ValueError, match="Training took no step"):
+    with pytest.raises(ValueError, match="max_steps"):
         trainer.train()
 
 
@@ -376,20 +359,6 @@ def test_the_best_beside_what_is_resumed_is_taken_first(run: RewardTrainer, mode
     assert resumed.trl_tpu.best_model_lost is None
     best = load_file(tmp_path / "one" / "checkpoint-2" / "model.safetensors")
     assert torch.equal(best["score.weight"], resumed.model.score.weight)
-
-
-def test_the_command_s_status_tells_that_the_best_model_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        RewardTrainer, "_load_best_model", lambda self: setattr(self.trl_tpu, "best_model_lost", "gone")
-    )
-    monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
-    words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
-    words += ["--output_dir", str(tmp_path), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
-    with pytest.raises(SystemExit) as end:
-        reward.run([*words, "--eval_strategy", "steps", "--load_best_model_at_end"])
-    assert end.value.code == 73 and (tmp_path / "model.safetensors").is_file()
 
 
 # ---- saves that fail
@@ -564,25 +533,20 @@ def test_hostile_pickle_never_runs(file: str, checkpoint: Path, model_folder: st
     assert mark.exists()  # the file would have
 
 
-def change_model(checkpoint: Path) -> None:
-    file = checkpoint / "model.safetensors"
-    save_file({f"{name}.other": part for name, part in load_file(file).items()}, file)
+def weights(change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> Callable[[Path], None]:
+    def spoil(checkpoint: Path) -> None:
+        file = checkpoint / "model.safetensors"
+        save_file(dict(change(*item) for item in load_file(file).items()), file)
+
+    return spoil
 
 
-def change_shape(checkpoint: Path) -> None:
-    file = checkpoint / "model.safetensors"
-    save_file({name: part[:1].clone() for name, part in load_file(file).items()}, file)
+def progress(name: str, value: Any) -> Callable[[Path], None]:
+    def spoil(checkpoint: Path) -> None:
+        numbers = json.loads((checkpoint / "progress.json").read_text())
+        (checkpoint / "progress.json").write_text(json.dumps(numbers | {name: value}))
 
-
-def change_optimizer(checkpoint: Path) -> None:
-    progress = json.loads((checkpoint / "progress.json").read_text())
-    progress["optimizer"]["class"] = "SGD"
-    (checkpoint / "progress.json").write_text(json.dumps(progress))
-
-
-def change_packing(checkpoint: Path) -> None:
-    progress = json.loads((checkpoint / "progress.json").read_text())
-    (checkpoint / "progress.json").write_text(json.dumps(progress | {"batches": "padded"}))
+    return spoil
 
 
 def test_a_checkpoint_is_resumed_without_what_no_resume_needs(
@@ -594,23 +558,23 @@ def test_a_checkpoint_is_resumed_without_what_no_resume_needs(
     trainer = make_trainer(model_folder, tmp_path / "out")
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert "lacks rng_state.pth" in caplog.text and "lacks tokenizer.json" in caplog.text
-    for (name, weight), other in zip(run.model.named_parameters(), trainer.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same(run, trainer)
     for name in ("scheduler.pt", "trainer_state.json", "progress.json", "model.safetensors"):
         (checkpoint / name).rename(tmp_path / name)
         assert find_faults(checkpoint) == [f"{name} is missing"]
         (tmp_path / name).rename(checkpoint / name)
 
 
-REFUSED: dict[Callable[[Path], None], str] = {
-    change_model: "is of another model: .* is not there and",
-    change_shape: "is of another model: 20 weights differ",
-    change_packing: "was trained on padded batches, and these are packed",
-    change_optimizer: "is of another optimizer, SGD, and this is AdamW",
-}
-
-
-@pytest.mark.parametrize(("spoil", "message"), REFUSED.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (weights(lambda name, weight: (f"{name}.other", weight)), "is of another model"),
+        (weights(lambda name, weight: (name, weight[:1].clone())), "is of another model"),
+        (progress("batches", "padded"), "`packing`"),
+        (progress("optimizer", {"class": "SGD"}), "`optim`"),
+    ],
+    ids=["names", "shapes", "packing", "optimizer"],
+)
 def test_checkpoint_that_does_not_fit_is_refused(
     spoil: Callable[[Path], None], message: str, checkpoint: Path, model_folder: str, tmp_path: Path
 ) -> None:
@@ -630,13 +594,13 @@ def test_a_copy_that_was_broken_off_is_refused(
     for path in checkpoint.iterdir():
         if path.name not in {*left, "model.safetensors", "config.json"}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(ValueError, match="is damaged: it has no manifest.json"):
+    with pytest.raises(ValueError, match="manifest.json"):
         make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_a_model_is_no_checkpoint_to_go_on_from(model_folder: str, tmp_path: Path) -> None:
     for folder in (model_folder, str(tmp_path / "checkpoint-9")):
-        with pytest.raises(ValueError, match=r"has no trainer_state.json.*give it as the model"):
+        with pytest.raises(ValueError, match=r"trainer_state.json"):
             make_trainer(model_folder, tmp_path / "out").train(resume_from_checkpoint=folder)
 
 
@@ -658,8 +622,7 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(model_folder: str) 
     resumed = make_trainer(model_folder, url)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6
-    for (name, weight), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(weight, other), name
+    assert_same(whole, resumed)
     by_name = make_trainer(model_folder, "memory://elsewhere")
     by_name.train(resume_from_checkpoint=f"{url}/checkpoint-4")
     assert torch.equal(by_name.model.score.weight, whole.model.score.weight)
@@ -671,7 +634,7 @@ def test_a_url_is_refused_where_every_process_writes_a_part(
 ) -> None:
     """As accelerate's FSDP does, which needs GPUs."""
     monkeypatch.setattr(components, "keeps_state", lambda accelerator: False)
-    with pytest.raises(UserError, match="FSDP and DeepSpeed .* memory://bucket/run, is written to from one. Give a"):
+    with pytest.raises(UserError, match="output_dir"):
         make_trainer(model_folder, "memory://bucket/run")
 
 
@@ -685,16 +648,7 @@ def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFi
 
 
 def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
-    trainer = make_trainer(
-        model_folder,
-        "memory://bucket/best",
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        save_total_limit=1,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,  # the first one
-    )
+    trainer = make_trainer(model_folder, "memory://bucket/best", **BEST)
     trainer.train()
     assert Path(str(trainer.state.best_model_checkpoint)).name == "checkpoint-2"
     assert trainer.trl_tpu.remote.checkpoints() == ["checkpoint-2"]
@@ -703,16 +657,21 @@ def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
     assert torch.equal(weights["score.weight"], trainer.model.score.weight)
 
 
-def test_the_command_s_status_tells_that_a_checkpoint_was_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver, "publish", lambda *_: os.mkdir(tmp_path))  # which is there
-    words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers"]
-    words += ["--output_dir", str(tmp_path), "--max_steps", "4", "--save_steps", "2", "--report_to", "none"]
+@pytest.mark.parametrize("status", [BEST_LOST, NOT_SAVED])
+def test_the_commands_status_tells_what_was_lost(status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best model or a checkpoint; training goes to its end all the same."""
+    monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
+    words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
+    words += ["--output_dir", str(tmp_path), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
+    if status == NOT_SAVED:
+        monkeypatch.setattr(manifest, "publish", lambda *_: os.mkdir(tmp_path))  # which exists
+    else:
+        lose = lambda trainer: setattr(trainer.trl_tpu, "best_model_lost", "gone")  # noqa: E731
+        monkeypatch.setattr(RewardTrainer, "_load_best_model", lose)
+        words += ["--eval_strategy", "steps", "--load_best_model_at_end"]
     with pytest.raises(SystemExit) as end:
         reward.run(words)
-    assert end.value.code == 74
-    assert (tmp_path / "model.safetensors").is_file()  # trained to the end all the same
+    assert end.value.code == status and (tmp_path / "model.safetensors").is_file()
 
 
 def test_adapters_by_the_name_of_their_folder_are_trained_further(model_folder: str, tmp_path: Path) -> None:

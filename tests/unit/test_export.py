@@ -247,13 +247,13 @@ def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("checkpoint", "out", "message"),
     [
-        ("zip://c::{folder}/no.zip", "out", "no.zip cannot be opened: File is not a zip file. Correct the URL"),
-        ("zip://c::{folder}/damaged.zip", "out", "damaged.zip cannot be copied: Bad CRC-32 for file 'c/a'"),
-        ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a cannot be opened: [Errno 111] Connection refused"),
-        ("zip://::{folder}/hostile.zip", "out", "'../../escaped' would be written outside of the folder"),
-        ("memory://exported/nothing", "out", "memory://exported/nothing cannot be copied: there is nothing"),
-        ("nosuch://exported", "out", "nosuch://exported cannot be opened: Protocol not known"),
-        ("c", "memory://out", "memory://out is a URL. Give a new folder of this machine"),
+        ("zip://c::{folder}/no.zip", "out", "no.zip cannot be opened"),
+        ("zip://c::{folder}/damaged.zip", "out", "damaged.zip cannot be copied"),
+        ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a cannot be opened"),
+        ("zip://::{folder}/hostile.zip", "out", "'../../escaped' is outside of the folder"),
+        ("memory://exported/nothing", "out", "memory://exported/nothing cannot be copied"),
+        ("nosuch://exported", "out", "nosuch://exported cannot be opened"),
+        ("c", "memory://out", "memory://out is a URL"),
     ],
 )
 def test_urls_that_cannot_be_used_are_refused(

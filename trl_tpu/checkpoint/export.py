@@ -1,15 +1,15 @@
 """Write the model in a checkpoint to a folder that ``from_pretrained`` reads, in plain torch.
 
 transformers and peft read, convert, merge and write. The host holds the model once: in the dtype that is written; in
-float32 where adapters are merged, and as it is stored where float16 is written.
+float32 if adapters are merged, and as it is stored if float16 is written.
 """
 
 import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_imports
 
 from ..config.reward_config import is_url
 from ..errors import UserError
-from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
+from ..modeling.adapters import adapter_weights, empty_adapters
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
 from ..modeling.outputs import (
@@ -36,14 +37,24 @@ from ..modeling.outputs import (
     write_outputs,
 )
 from ..runtime.native import Runtime
-from .loader import ADAPTER_CONFIG, check_regular, companions, read_config
 from .manifest import MANIFEST_FILE, STAGING_FOLDER, fill_aside, find_faults
 from .run_folder import local_copy
-from .state_dict import STATE_FOLDER, read_weights, reader_of
+from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, reader_of
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 _READ = ("*.safetensors*", ADAPTER_CONFIG, f"{STATE_FOLDER}/*.safetensors")
+#: the vocabularies are those of transformers' tokenizers
+_COMPANIONS = (
+    *("config.json", BASE_CONFIG, "generation_config.json", "*processor_config.json"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
+    *("vocab.txt", "vocab*.json", "*_vocab.json", "merges.txt", "dict.txt", "bpe.codes", "byte_maps.json"),
+    *("emoji.json", "normalizer.json", "tekken.json", "word_shape.json", "word_pronunciation.json"),
+    *("*.model", "*.spm", "*.tiktoken", "*.tokenizer"),
+    *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
 
 
 def export_checkpoint(
@@ -83,43 +94,91 @@ def export_checkpoint(
     with local_copy(checkpoint) as folder:
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
         _check(folder, merge, base, has_adapters)
-        going_along = companions(folder)
+        companions = _companions(folder)
         with fill_aside(out) as staging:
-            for name in going_along:
+            for name in companions:
                 if not (merge and name == BASE_CONFIG):
                     (staging / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(folder / name, staging / name)
-            if not has_adapters:
-                model = _whole_model(folder, dtype, trust_remote_code)
-                tell_engines(model.config)  # a model of another trainer may not tell them
-                model.save_pretrained(staging, max_shard_size=max_shard_size)
-            elif merge:
-                merged = _merged_model(folder, _base_name(folder, base), dtype, trust_remote_code)
-                merged.save_pretrained(staging, max_shard_size=max_shard_size)
-            else:
+            if has_adapters and not merge:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
+            else:
+                read = _merged_model if has_adapters else _whole_model
+                model = read(folder, base, dtype, trust_remote_code)
+                tell_engines(model.config)  # another trainer's model may lack what they read
+                model.save_pretrained(staging, max_shard_size=max_shard_size)
             write_old_names(staging)
+
+
+# ---- files
 
 
 def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
     read = (path for pattern in _READ for path in checkpoint.glob(pattern))
-    check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in read))
+    _check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in read))
     if not has_adapters and (merge or base is not None):
         raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` are for adapters.")
-    if (checkpoint / MANIFEST_FILE).exists() and (wrong := find_faults(checkpoint)):
-        raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(wrong)}. Export another one.")
+    if (checkpoint / MANIFEST_FILE).exists() and (faults := find_faults(checkpoint)):
+        raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(faults)}. Export another one.")
 
 
-def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+def _check_regular(folder: Path, names: Iterable[str]) -> None:
+    """Reject links among ``names``: their targets are not part of the folder."""
+    root = os.path.realpath(folder)
+    for name in names:
+        path = folder / name
+        if os.path.realpath(path) != os.path.join(root, name) or not path.is_file():
+            raise UserError(
+                f"{path} is a link or no regular file, and neither is exported. If it is meant to be part of the "
+                f"model, put a copy in its place: cp -rL {folder} NEW_FOLDER"
+            )
+
+
+def _companions(folder: Path) -> set[str]:
+    """Return the files that go with a model's weights: configs, tokenizer, templates, card, its own code."""
+    paths = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
+    names = {path.relative_to(folder).as_posix() for path in paths if not path.is_dir()}
+    names = {name for name in names if any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)}
+    _check_regular(folder, names)
+    classes: list[Any] = []
+    for name in names:
+        if name.endswith("config.json"):
+            classes += (_read_config(folder / name).get("auto_map") or {}).values()
+    modules: list[str] = []
+    for named in classes:  # of a tokenizer the slow class and the fast one, or None
+        modules += [str(name).partition(".")[0] for name in (named if isinstance(named, list) else [named])]
+    while modules:
+        module = modules.pop()
+        # code of another repository is `owner/name--module`; loading the model reports what is missing here
+        if module.isidentifier() and os.path.lexists(folder / f"{module}.py") and f"{module}.py" not in names:
+            _check_regular(folder, [f"{module}.py"])
+            names.add(f"{module}.py")
+            modules += get_relative_imports(folder / f"{module}.py")
+    return names
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is broken: {error}. Copy or download it again.") from error
+
+
+# ---- weights
+
+
+def _whole_model(
+    checkpoint: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
+) -> PreTrainedModel:
     """Return the trained model in ``dtype``, or as it is stored."""
     in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
-    stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+    stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
     outputs = Outputs.saved(checkpoint)
-    read_as = stored if dtype == torch.float16 else dtype or stored  # what float16 has no room for has to be seen
+    read_as = stored if dtype == torch.float16 else dtype or stored  # to see what float16 has no room for
+    model: Any
     if in_files:
-        model: Any
         model, info = load_classifier(str(checkpoint), outputs, dtype=read_as, trust_remote_code=trust_remote_code)
         if missing := sorted(info["missing_keys"])[:5]:
             raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it anew.")
@@ -129,8 +188,32 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
         model.tie_weights()
         read_weights(model, checkpoint, Runtime())
     fold_attributes(model, outputs)
-    _check_range(model.named_parameters(), dtype)
-    return model.to(dtype or stored)
+    return _rounded(model, dtype or stored)
+
+
+def _merged_model(
+    checkpoint: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Return the base model with the trained adapters merged in float32, then rounded once."""
+    base, outputs = _base_name(checkpoint, base), Outputs.saved(checkpoint)
+    kwargs: Any = {"num_labels": len(outputs.weights), "trust_remote_code": trust_remote_code}
+    model, info = load_classifier(base, outputs, dtype=torch.float32, **kwargs)
+    adapted = _read_adapters(checkpoint, model, torch.float32)
+    trained = {name.removeprefix("base_model.model.") for name in adapter_weights(adapted)}
+    if random := sorted(set(info["missing_keys"]) - trained)[:5]:
+        raise UserError(
+            f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would be "
+            "random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
+        )
+    merged: Any = adapted.merge_and_unload()
+    if (checkpoint / "tokenizer_config.json").is_file():
+        tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
+        if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
+            merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    fold_attributes(merged, outputs)
+    set_scale(merged.config, saved_scale(checkpoint))
+    stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
+    return _rounded(merged, dtype or stored or torch.float32)
 
 
 def _write_adapters(
@@ -138,49 +221,28 @@ def _write_adapters(
 ) -> None:
     """Write the trained adapters as peft does."""
     if (checkpoint / ADAPTER_FILE).is_file():
-        _stored_dtype(checkpoint)  # refuses a torn file
+        _stored_dtype(checkpoint)  # rejects a torn file
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
-        stored_dtype = _stored_dtype(checkpoint / STATE_FOLDER, "model.")
+        stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
         outputs = Outputs.saved(checkpoint)
         write_outputs(config, [*outputs.attributes], outputs.weights, outputs.step_separator)
-        model = model_without_weights(config, stored_dtype, trust_remote_code)
-        adapted = empty_adapters(model, str(checkpoint), stored_dtype)
-        read_weights(adapted, checkpoint, Runtime())
-        weights = adapter_weights(adapted)
+        model = model_without_weights(config, stored, trust_remote_code)
+        weights = adapter_weights(_read_adapters(checkpoint, model, stored))
     _check_range(weights.items(), dtype)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / ADAPTER_FILE, {"format": "pt"})
-    config = read_config(checkpoint / ADAPTER_CONFIG)
+    config = _read_config(checkpoint / ADAPTER_CONFIG)
     config |= {"inference_mode": True} | ({} if base is None else {"base_model_name_or_path": base})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the base model with the trained adapters merged in float32, then rounded once."""
-    with tempfile.TemporaryDirectory() as adapters:
-        _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        outputs = Outputs.saved(checkpoint)
-        kwargs: Any = {"num_labels": len(outputs.weights), "trust_remote_code": trust_remote_code}
-        model, info = load_classifier(base, outputs, dtype=torch.float32, **kwargs)
-        trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
-        if random := sorted(set(info["missing_keys"]) - trained)[:5]:
-            raise UserError(
-                f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would be "
-                "random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
-            )
-        merged: Any = merge_adapters(model, adapters)
-    if (checkpoint / "tokenizer_config.json").is_file():
-        tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
-        if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
-            merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    fold_attributes(merged, outputs)
-    tell_engines(merged.config)
-    set_scale(merged.config, saved_scale(checkpoint))
-    dtype = dtype or AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype or torch.float32
-    _check_range(merged.named_parameters(), dtype)
-    return merged.to(dtype)
+def _read_adapters(checkpoint: Path, model: PreTrainedModel, dtype: torch.dtype) -> Any:
+    """Return ``model`` with the trained adapters of a checkpoint."""
+    adapted = empty_adapters(model, str(checkpoint), dtype)
+    read_weights(adapted, checkpoint, Runtime())
+    return adapted
 
 
 def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
@@ -190,11 +252,11 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
         UserError: There are none, a file is torn, or shards of a weight are missing.
     """
     try:
-        found = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
+        metadata = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"A file in {folder} is torn: {error}. Copy it anew, or export another checkpoint.") from error
     dtypes = []
-    for name, saved in found.items():
+    for name, saved in metadata.items():
         if isinstance(saved, TensorStorageMetadata) and name.startswith(prefix):
             if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
                 raise UserError(f"{folder} lacks shards of the weight {name}. A file is missing: copy it anew.")
@@ -207,8 +269,13 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
+def _rounded(model: Any, dtype: torch.dtype) -> PreTrainedModel:
+    _check_range(model.named_parameters(), dtype)
+    return model.to(dtype)
+
+
 def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> None:
-    """Refuse to write finite weights as infinite ones; only float16 has a much smaller range than what is trained.
+    """Reject finite weights that would be written as infinite ones; only float16 has a much smaller range than others.
 
     Raises:
         UserError: A weight is too large for float16; names the first.
@@ -222,7 +289,7 @@ def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 
 
 def _base_name(checkpoint: Path, base: str | None) -> str:
-    named = read_config(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path")
+    named = _read_config(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not (name := base or named) or not isinstance(name, str):
         raise UserError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Give its folder or Hub id: `--base`.")
     return name

@@ -1,4 +1,4 @@
-"""The files of a checkpoint and their sizes, by which a whole one is told; folders that are moved aside."""
+"""The manifest of a checkpoint, which tells whether it is whole, and staging folders, which keep others invisible."""
 
 import contextlib
 import hashlib
@@ -8,22 +8,22 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
-
-from ..errors import UserError
 from .state_dict import PROGRESS_FILE, STATE_FOLDER
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
+STAGING_FOLDER = "_unfinished"
 _FORMAT = 2
-# what a run is resumed without: random numbers, settings and the tokenizer, which the new run's arguments give
+#: loading a model's folder begins with these, so they are moved to it last
+_LAST = ("config.json", "adapter_config.json")
+#: files without which a run can be resumed: random states, and what the new run's arguments give
 _SPARE = re.compile(r"rng_state.*\.pth|training_args\.bin|.*(token|vocab|config).*\.json|.*\.(jinja|md|model|txt)")
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 Files = dict[str, dict[str, Any]]
 """Size and SHA-256 of each file, by its path below the folder."""
@@ -48,11 +48,10 @@ def describe_files(folder: Path, names: Iterable[str]) -> Files:
 
 
 def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the manifest of ``files``, which says that they are all."""
+    """Write the manifest, which declares that ``files`` are all of the checkpoint."""
     manifest = folder / MANIFEST_FILE
     manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
-    flush(manifest)
-    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+    for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         flush(path)
 
 
@@ -81,9 +80,13 @@ def flush(path: Path) -> None:
 
 
 def newest_first(names: Iterable[str]) -> list[str]:
-    """Return those that are names of checkpoints, the last step first."""
-    steps = {name: int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
-    return sorted(steps, key=steps.__getitem__, reverse=True)
+    """Return the names of checkpoints among ``names``, the last step first."""
+    return sorted(filter(_CHECKPOINT.fullmatch, names), key=step_of, reverse=True)
+
+
+def step_of(checkpoint: str) -> int:
+    """Return the step of a checkpoint by its name."""
+    return int(checkpoint.rpartition("-")[2])
 
 
 def is_ours(folder: str | Path) -> bool:
@@ -92,13 +95,13 @@ def is_ours(folder: str | Path) -> bool:
 
 
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return what is wrong with a checkpoint by its manifest; empty for a good one.
+    """Return the faults of a checkpoint by its manifest; empty for a good one.
 
-    Files beside those of the manifest are no fault, nor is the lack of one that a resumed run does not need: a warning
-    names it. Only regular files in the folder are looked at, whatever the manifest names.
+    Files that the manifest does not name are no fault. If a file is missing that a resumed run does not need, a
+    warning names it. Only regular files in the folder are looked at, whatever the manifest names.
 
     Args:
-        share: Which part of the files to look at, and into how many parts they are divided.
+        share: The part of the files to look at, and the number of parts they are divided into.
     """
     folder = Path(folder)
     try:
@@ -110,74 +113,29 @@ def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str
         return [f"it has no {MANIFEST_FILE}"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return [f"{MANIFEST_FILE} cannot be read ({type(error).__name__}: {error})"]
-    part, parts = share
-    shared = list(expected.items())[part::parts]
-    found = (_file_fault(folder, name, size, sha256) for name, (size, sha256) in shared)
-    return [fault for fault in found if fault]
+    faults = (_file_fault(folder, name, *file) for name, file in list(expected.items())[share[0] :: share[1]])
+    return [fault for fault in faults if fault]
 
 
-def newest_good(checkpoints: Iterable[str], examine: Callable[[str], list[str]] = find_faults) -> str:
-    """Return the first of ``checkpoints`` that is whole; those before it are named in warnings.
-
-    Args:
-        examine: Says what is wrong with a checkpoint.
+def path_below(folder: str | Path, name: str) -> Path:
+    """Return the path of ``name`` in ``folder``, with links resolved.
 
     Raises:
-        UserError: There is none; it names what was found.
+        OSError: It leads out of the folder.
     """
-    rejected = []
-    for folder in checkpoints:
-        if not (wrong := examine(folder)):
-            return folder
-        rejected.append(f"{folder}: {'; '.join(wrong)}")
-        logger.warning("Skipping the checkpoint %s", rejected[-1])
-    listing = "".join(f"\n  {line}" for line in rejected) or " no folder checkpoint-N at all"
-    raise UserError(
-        f"resume_from_checkpoint=True, but output_dir has no good checkpoint. Found:{listing}\n"
-        "Give the folder of a checkpoint, or leave resume_from_checkpoint out to start anew."
-    )
-
-
-def check_given(folder: str, examine: Callable[[str], list[str]] = find_faults) -> None:
-    """Refuse a damaged checkpoint that was named; one of another trainer has no manifest and may pass.
-
-    Raises:
-        UserError: There is none, or its files are not those of its manifest; one of ours has to have one.
-    """
-    ours = is_ours(folder)
-    if not ours and not Path(folder, TRAINER_STATE_NAME).is_file():
-        raise UserError(
-            f"resume_from_checkpoint={folder!r} is no checkpoint: it has no {TRAINER_STATE_NAME}. Give one, "
-            "or True for the newest good one of output_dir. To start from a model's weights, give it as the model."
-        )
-    if not ours:
-        logger.warning("The checkpoint %s has no %s, so its files cannot be checked.", folder, MANIFEST_FILE)
-    elif wrong := examine(folder):
-        raise UserError(
-            f"The checkpoint {folder} is damaged: {'; '.join(wrong)}. "
-            "Give another folder, or resume_from_checkpoint=True for the newest good one."
-        )
-
-
-def path_below(folder: str | Path, name: str) -> Path | None:
-    """Return the path of ``name``, with links resolved; None if that is not below ``folder``."""
     root = os.path.realpath(folder)
-    try:
+    with contextlib.suppress(ValueError):  # of a null character
         path = Path(os.path.realpath(os.path.join(root, name)))
-    except ValueError:  # a null character
-        return None
-    return path if Path(root) in path.parents else None
+        if Path(root) in path.parents:
+            return path
+    raise OSError(f"{name!r} is outside of the folder")
 
 
 def _regular(folder: Path, name: str) -> Path:
-    """Return the path of a regular file below ``folder``; reading a device or a pipe might never end.
-
-    Raises:
-        OSError: It is none, is elsewhere, or is missing.
-    """
+    """Return the path of a regular file below ``folder``; reading a device or a pipe might never end."""
     path = path_below(folder, name)
-    if path is None or not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no regular file in the folder")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
     return path
 
 
@@ -201,10 +159,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-STAGING_FOLDER = "_unfinished"
-
-#: without these nothing loads a model's folder, so they are moved to it last
-_LAST = ("config.json", "adapter_config.json")
+# ---- staging
 
 
 def staging_of(target: Path) -> Path:
@@ -213,7 +168,7 @@ def staging_of(target: Path) -> Path:
 
 
 def discard(staging: Path) -> None:
-    """Remove what is in staging, and the staging folder where nothing else is in it."""
+    """Remove a folder in staging, and the staging folder itself if it is empty then."""
     shutil.rmtree(staging, ignore_errors=True)
     with contextlib.suppress(OSError):
         staging.parent.rmdir()
@@ -230,10 +185,10 @@ def retire(folder: Path) -> None:
 
 @contextlib.contextmanager
 def fill_aside(folder: Path) -> Iterator[Path]:
-    """Give a folder to write a model's files in, which are in ``folder`` when all are written.
+    """Give a staging folder to write a model's files in; they appear in ``folder`` when all are written.
 
-    A new one appears then. One that is there stays, and they are moved to it: a mount point cannot be replaced, and a
-    shell may be in it.
+    A new folder appears by a rename. An existing folder is kept and files are moved into it: it may be a mount point
+    or a shell's working directory.
     """
     is_new = not folder.is_dir()
     staging = staging_of(folder if is_new else folder / "model")

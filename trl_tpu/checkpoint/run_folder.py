@@ -1,6 +1,5 @@
 """The folder of a run: who owns it, what a new run moves aside, and its mirror at a URL."""
 
-import contextlib
 import fcntl
 import glob
 import json
@@ -9,7 +8,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,15 @@ from typing import Any
 import fsspec
 
 from ..config.reward_config import is_url
-from ..errors import UserError
-from .manifest import MANIFEST_FILE, STAGING_FOLDER, discard, flush, newest_first, path_below, retire
+from ..errors import UserError, explaining
+from .manifest import MANIFEST_FILE, STAGING_FOLDER, discard, flush, newest_first, path_below, retire, step_of
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def local_copy(folder: str | Path) -> Iterator[Path]:
-    """Give a folder of this machine as it is, and of one at a URL a copy below TMPDIR, removed on leaving.
+    """Give a folder of this machine as it is; one at a URL as a copy below TMPDIR, removed on leaving.
 
     Raises:
         UserError: There is nothing at the URL.
@@ -35,23 +34,7 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="trl-tpu-") as place:
         name = str(folder).rstrip("/").rpartition("/")[2]
-        yield RemoteRun(str(folder)).get(path_below(place, name) or Path(place))
-
-
-@contextmanager
-def refusing(fault: str, advice: str) -> Iterator[None]:
-    """Refuse, as the user's to mend, what a file system cannot do: fsspec's say it in errors of many kinds.
-
-    Raises:
-        UserError: With the fault, the error, and the advice.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise UserError(f"{fault}: {reason}. {advice}") from error
+        yield RemoteRun(str(folder)).get(Path(place) if name in ("", ".", "..") else Path(place, name))
 
 
 _CORRECT = "Correct the URL, or what is there."
@@ -61,21 +44,17 @@ class RemoteRun:
     """The files of a run at a URL.
 
     Raises:
-        UserError: fsspec knows no such protocol, needs a package for it, or finds no archive where the URL says one.
+        UserError: fsspec cannot open the URL.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        with refusing(f"{url} cannot be opened", _CORRECT):
+        with explaining(f"{url} cannot be opened", _CORRECT):
             self._files, self._root = fsspec.core.url_to_fs(self.url)
 
     def checkpoints(self) -> list[str]:
-        """Return the names of complete checkpoints, the last step first.
-
-        Raises:
-            UserError: The URL cannot be listed.
-        """
-        with refusing(f"{self.url} cannot be listed", _CORRECT):
+        """Return the names of complete checkpoints, the last step first."""
+        with explaining(f"{self.url} cannot be listed", _CORRECT):
             manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
@@ -93,8 +72,8 @@ class RemoteRun:
 
     def names(self) -> list[str]:
         """Return the names of files directly below the URL."""
-        found = self._files.find(self._root, maxdepth=1) if self._files.exists(self._root) else []
-        return [path.rpartition("/")[2] for path in found]
+        paths = self._files.find(self._root, maxdepth=1) if self._files.exists(self._root) else []
+        return [path.rpartition("/")[2] for path in paths]
 
     def delete_files(self, names: Iterable[str]) -> None:
         """Remove files directly below the URL."""
@@ -102,16 +81,13 @@ class RemoteRun:
             self._files.rm_file(f"{self._root}/{name}")
 
     def move(self, checkpoints: Iterable[str], below: str) -> None:
-        """Move checkpoints to ``below``, their manifests first: half moved, a checkpoint is none."""
+        """Move checkpoints to ``below``: each is copied before it is deleted."""
         for name in checkpoints:
-            old, new = f"{self._root}/{name}", f"{self._root}/{below}/{name}"
-            paths = sorted(self._files.find(old), key=lambda path: not path.endswith(f"{name}/{MANIFEST_FILE}"))
-            for path in paths:
-                moved = f"{new}/{path.partition(f'/{name}/')[2]}"
-                self._files.makedirs(moved.rpartition("/")[0], exist_ok=True)
-                self._files.cp_file(path, moved)
-                self._files.rm_file(path)
-            self.delete(name)  # folders, where the file system has such
+            for path in self._files.find(f"{self._root}/{name}"):
+                copy = f"{self._root}/{below}/{path.removeprefix(f'{self._root}/')}"
+                self._files.makedirs(copy.rpartition("/")[0], exist_ok=True)
+                self._files.cp_file(path, copy)
+            self.delete(name)
 
     def put(self, folder: Path, names: Iterable[str], below: str = "") -> None:
         """Upload files of ``folder``, in this order, to ``below`` the URL."""
@@ -121,21 +97,18 @@ class RemoteRun:
             self._files.put_file(str(folder / name), target)
 
     def get(self, folder: Path) -> Path:
-        """Download what is below the URL to below ``folder``, and return that.
+        """Download all files below the URL to ``folder``, and return it.
 
         Raises:
-            UserError: There is nothing, it cannot be read, or a name there leads elsewhere: an archive or a store may
-                have any.
+            UserError: There are none, one cannot be read, or the name of one leads out of the folder: an archive or a
+                store may have any name.
         """
-        beginning = f"{self._root}/"
-        with refusing(f"{self.url} cannot be copied", _CORRECT):
-            found = self._files.find(beginning)
-            copies = [path_below(folder, path.removeprefix(beginning)) for path in found]
-            if None in copies:
-                raise ValueError(f"its file {found[copies.index(None)]!r} would be written outside of the folder")
+        with explaining(f"{self.url} cannot be copied", _CORRECT):
+            root = f"{self._root}/"
+            copies = {path: path_below(folder, path.removeprefix(root)) for path in self._files.find(root)}
             if not copies:
                 raise FileNotFoundError("there is nothing")
-            for path, copy in zip(found, filter(None, copies), strict=True):
+            for path, copy in copies.items():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(path, str(copy))
         return folder
@@ -145,10 +118,10 @@ class RemoteRun:
         folder = f"{self._root}/{name}"
         if self._files.exists(f"{folder}/{MANIFEST_FILE}"):
             self._files.rm_file(f"{folder}/{MANIFEST_FILE}")
-        found = self._files.find(folder, withdirs=True, detail=True)
-        # one by one: `rm` takes a path for a pattern, and run[1] for the run1 of somebody else
-        for path in sorted(found, reverse=True):
-            if found[path]["type"] != "directory":
+        entries = self._files.find(folder, withdirs=True, detail=True)
+        # one by one: `rm` reads a path as a pattern, so that run[1] would delete files of run1
+        for path in sorted(entries, reverse=True):
+            if entries[path]["type"] != "directory":
                 self._files.rm_file(path)
             else:
                 with suppress(OSError):  # object stores have no folders
@@ -164,23 +137,24 @@ class RunFolder:
 
     Args:
         path: The folder; for a run at a URL a folder of this machine through which its files pass.
-        remote: The run at a URL, if that is where it is kept.
+        remote: The run at a URL, if it is kept there.
         writes: Whether this process is the one that writes there.
     """
 
     def __init__(self, path: Path, remote: RemoteRun | None, writes: bool) -> None:
         self.path, self.remote, self._writes = path, remote, writes
-        self._run: dict[str, Any] = {}  # what `_run.json` says
+        self._place = str(path) if remote is None else remote.url
+        self._run: dict[str, Any] = {}  # the content of `_run.json`
         self._file: int | None = None
 
     # ---- its checkpoints
 
     def place_of(self, checkpoint: str) -> str:
         """Return the folder, or URL, of a checkpoint by its name."""
-        return str(self.path / checkpoint) if self.remote is None else f"{self.remote.url}/{checkpoint}"
+        return f"{self._place}/{checkpoint}"
 
     def checkpoints(self) -> list[str]:
-        """Return the names of checkpoints, the last step first; of those in a folder of this machine, whole or not."""
+        """Return the names of checkpoints, the last step first; on this machine also of those that are not whole."""
         if self.remote is not None:
             return self.remote.checkpoints()
         return newest_first(path.name for path in self.path.glob("checkpoint-*") if path.is_dir())
@@ -188,19 +162,16 @@ class RunFolder:
     def rotate(self, limit: int | None, needed: set[str]) -> None:
         """Delete checkpoints, first steps first, until ``limit`` are left; none that is ``needed``."""
         try:
-            found = self.checkpoints() if limit is not None and limit > 0 else []
-            surplus = len(found) - max(limit or 0, len(needed.intersection(found)))
-            for name in [name for name in found[::-1] if name not in needed][: max(surplus, 0)]:
-                self._delete(name)
-        except Exception as error:  # file systems of fsspec say it in errors of many kinds
+            names = self.checkpoints() if limit is not None and limit > 0 else []
+            surplus = len(names) - max(limit or 0, len(needed.intersection(names)))
+            for name in [name for name in names[::-1] if name not in needed][: max(surplus, 0)]:
+                if self.remote is not None:
+                    self.remote.delete(name)
+                else:
+                    retire(self.path / name)
+        except Exception as error:  # file systems of fsspec raise errors of many kinds
             kind = type(error).__name__
-            logger.warning("Older checkpoints in %s could not be deleted (%s: %s).", self._where, kind, error)
-
-    def _delete(self, name: str) -> None:
-        if self.remote is not None:
-            self.remote.delete(name)
-        else:
-            retire(self.path / name)
+            logger.warning("Older checkpoints in %s could not be deleted (%s: %s).", self._place, kind, error)
 
     # ---- the process that trains
 
@@ -208,9 +179,9 @@ class RunFolder:
         """Keep other trainers from training in the folder, until `release`.
 
         Raises:
-            UserError: One does already, here or in another process, or the folder cannot be written to.
+            UserError: Another trainer does, in this process or another, or the folder cannot be written to.
         """
-        with self._or_refused():
+        with self._explaining():
             if self._writes and self.remote is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -236,7 +207,7 @@ class RunFolder:
     def release(self) -> None:
         """Let other trainers train in the folder."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # where it could not be locked
+            with suppress(OSError):  # if it could not be locked
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # for forked workers, too
             os.close(self._file)
             self._file = None
@@ -247,11 +218,11 @@ class RunFolder:
         return bool(self._run) and not self._run.get("began_from") and not self.checkpoints()
 
     def begin(self, resumed: str | None, step: int = 0, bases: Iterable[str] = ()) -> None:
-        """Write down that this process trains, and move aside the checkpoints that it does not go on from.
+        """Record that this process trains, and move aside the checkpoints that it does not resume from.
 
         Args:
-            resumed: The checkpoint that training goes on from, a folder or URL; None where it begins anew.
-            step: Of this checkpoint.
+            resumed: The checkpoint that is resumed, a folder or URL; None if training begins anew.
+            step: The step of this checkpoint.
             bases: Names or folders of the base models of adapters that are trained. They must stay where they are.
 
         Raises:
@@ -259,80 +230,58 @@ class RunFolder:
         """
         if not self._writes:
             return
-        is_here = resumed is not None and self._has(resumed)
-        with self._or_refused():
-            left = [name for name in self.checkpoints() if not is_here or _step_of(name) > step]
+        normalized = os.path.realpath if self.remote is None else str
+        is_here = resumed is not None and normalized(os.path.dirname(resumed.rstrip("/"))) == normalized(self._place)
+        with self._explaining():
+            left = [name for name in self.checkpoints() if not is_here or step_of(name) > step]
             for base in bases:
                 if any(Path(base).resolve().is_relative_to((self.path / name).resolve()) for name in left):
                     raise UserError(
                         f"The adapters' base model, {base}, is a checkpoint in output_dir={str(self.path)!r}, where a "
                         "new run saves its own checkpoints under the same names. Give another output_dir."
                     )
-            self._move_aside(left)
+            if left:
+                self._move_aside(left)
             earlier = self._run.get("resumed_at", []) if is_here else []
-            self._write(
-                {
-                    "host": socket.gethostname(),
-                    "process": os.getpid(),
-                    "since": datetime.now(UTC).isoformat(timespec="seconds"),
-                    "began_from": resumed,
-                    "resumed_at": [at for at in earlier if at < step] + [step] * (resumed is not None),
-                }
-            )
-
-    # ---- files, here or at the URL
-
-    @property
-    def _where(self) -> str:
-        return str(self.path) if self.remote is None else self.remote.url
-
-    def _has(self, checkpoint: str) -> bool:
-        """Tell whether a checkpoint, by its folder or URL, lies in this folder."""
-        place, _, _ = checkpoint.rstrip("/").rpartition("/")
-        if self.remote is not None:
-            return place == self.remote.url
-        return os.path.realpath(place) == os.path.realpath(self.path)
-
-    def _read(self) -> dict[str, Any]:
-        """Return what `_run.json` says; nothing where it is torn, as a process that was killed may leave it."""
-        text = ""
-        if self.remote is not None:
-            text = self.remote.read_text(RUN_FILE) or ""
-        elif (self.path / RUN_FILE).is_file():
-            text = (self.path / RUN_FILE).read_text(encoding="utf-8", errors="replace")
-        with contextlib.suppress(ValueError, TypeError):
-            return dict(json.loads(text))
-        return {}
-
-    def _write(self, run: dict[str, Any]) -> None:
-        self._run, text = run, json.dumps(run)
-        if self.remote is not None:
-            self.remote.write_text(RUN_FILE, text)
-        else:
-            (self.path / RUN_FILE).write_text(text, encoding="utf-8")
-            flush(self.path / RUN_FILE)
+            self._run = {
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+                "began_from": resumed,
+                "resumed_at": [at for at in earlier if at < step] + [step] * (resumed is not None),
+            }
+            if self.remote is not None:
+                self.remote.write_text(RUN_FILE, json.dumps(self._run))
+            else:
+                (self.path / RUN_FILE).write_text(json.dumps(self._run), encoding="utf-8")
+                flush(self.path / RUN_FILE)
 
     def _move_aside(self, names: list[str]) -> None:
-        if not names:
-            return
-        place = f"{EARLIER_FOLDER}/{datetime.now():%Y%m%d-%H%M%S-%f}"
+        below = f"{EARLIER_FOLDER}/{datetime.now():%Y%m%d-%H%M%S-%f}"
         if self.remote is not None:
-            self.remote.move(names, place)
+            self.remote.move(names, below)
         else:
-            (self.path / place).mkdir(parents=True)
+            (self.path / below).mkdir(parents=True)
             for name in names:
-                (self.path / name).rename(self.path / place / name)
+                (self.path / name).rename(self.path / below / name)
         logger.warning(
-            "%s had checkpoints that this training does not go on from: %s. They are in its %s now, to be deleted, or "
-            "to resume from by name.",
-            self._where,
+            "Moved checkpoints that this training does not resume from to %s/%s: %s. Delete them, or resume from one "
+            "by name.",
+            self._place,
+            below,
             ", ".join(names),
-            place,
         )
 
-    def _or_refused(self) -> contextlib.AbstractContextManager[None]:
-        return refusing(f"{self._where} cannot be written to", "Make room or mend it, or give another output_dir.")
+    def _read(self) -> dict[str, Any]:
+        """Return the content of `_run.json`; nothing if it is torn, as a process that was killed may leave it."""
+        text = None
+        if self.remote is not None:
+            text = self.remote.read_text(RUN_FILE)
+        elif (self.path / RUN_FILE).is_file():
+            text = (self.path / RUN_FILE).read_text(encoding="utf-8", errors="replace")
+        with suppress(ValueError, TypeError):
+            return dict(json.loads(text or ""))
+        return {}
 
-
-def _step_of(name: str) -> int:
-    return int(name.rpartition("-")[2])
+    def _explaining(self) -> AbstractContextManager[None]:
+        return explaining(f"{self._place} cannot be written to", "Make room or mend it, or give another output_dir.")

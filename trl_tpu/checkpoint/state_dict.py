@@ -1,11 +1,10 @@
 """Tensors on disk: a model's files as transformers writes them, and shards in safetensors files by torch's plans.
 
-torch's own files of a distributed checkpoint would need pickle to be read. Here each file is one of safetensors,
-which says the place of its parts: nothing in a checkpoint can run code, and any mesh, or plain torch, reads what any
+Reading the files of torch's own distributed checkpoint format needs pickle. Here each file is a safetensors file that
+records the place of its shards: nothing in a checkpoint can run code, and any mesh, or plain torch, reads what any
 other wrote.
 """
 
-import json
 import re
 import tempfile
 import warnings
@@ -42,43 +41,50 @@ _READ = re.compile(r"((adapter_)?model(-\d+-of-\d+)?|host-\d{5}-device-\d{3})\.s
 _FILE_SIZE = "5GB"
 """The largest model file: while one is written, the host holds it twice."""
 
+PROGRESS_FILE = "progress.json"
+STATE_FOLDER = "state"
+WEIGHT_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimizer."
+_OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable", "foreach", "fused")
+"""Settings of an optimizer's groups that the new run's arguments give, not the checkpoint."""
+
+Tensors = Mapping[str, torch.Tensor]
+
 
 # ---- a model's files
 
 
 def write_model(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write whole weights on the host as ``model.save_pretrained`` does, beside a config that is there already."""
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
-        model.save_pretrained(aside, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
-        for path in Path(aside).rglob("*"):
+    """Write full weights on the host as ``model.save_pretrained`` does, to a folder that has a config already."""
+    with tempfile.TemporaryDirectory(dir=folder) as staging:
+        model.save_pretrained(staging, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
+        for path in Path(staging).rglob("*"):
             # the config may have changed since the weights were copied, and the README is peft's stub
             if path.is_file() and path.name not in ("config.json", "README.md"):
-                (target := folder / path.relative_to(aside)).parent.mkdir(exist_ok=True)
+                (target := folder / path.relative_to(staging)).parent.mkdir(exist_ok=True)
                 path.rename(target)
 
 
-def older_weights(there: list[str], new: list[str]) -> list[str]:
-    """Return which files of ``there`` are weights of the kinds of ``new``, and not among them: of an older model."""
+def older_weights(existing: list[str], new: list[str]) -> list[str]:
+    """Return the files of ``existing`` that hold an older model's weights, of the same kinds as those in ``new``."""
     kinds = {match[1] for name in new if (match := _WEIGHTS.fullmatch(name))}
-    found = [match for name in there if (match := _WEIGHTS.fullmatch(name)) and name not in new]
-    return [match[0] for match in found if match[1] in kinds]
+    matches = [match for name in existing if (match := _WEIGHTS.fullmatch(name)) and name not in new]
+    return [match[0] for match in matches if match[1] in kinds]
 
 
 # ---- shards
 
 
 def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> None:
-    """Write what `Runtime.local_shards` gave to ``folder``; all processes take part, from any thread.
+    """Write the shards of `Runtime.local_shards` to ``folder``; all processes take part, from any thread.
 
     Raises:
         OSError: On all ranks if one could not write.
     """
     planners, writer = runtime.checkpoint_planners(), _ShardWriter(str(folder), save_distributed=True)
-    group = planners.group
+    processes: Any = {"process_group": planners.group, "no_dist": planners.group is None}
     with _checkpointing():
-        dcp.save(
-            dict(shards), storage_writer=writer, planner=planners.save, process_group=group, no_dist=group is None
-        )
+        dcp.save(dict(shards), storage_writer=writer, planner=planners.save, **processes)
 
 
 def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime) -> None:
@@ -87,49 +93,47 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     Raises:
         OSError: A tensor is missing, has another shape or cannot be read; on all ranks if on one.
     """
-    planners, files = runtime.checkpoint_planners(), reader_of(folder)
-    group = planners.group
+    planners, reader = runtime.checkpoint_planners(), reader_of(folder)
+    processes: Any = {"process_group": planners.group, "no_dist": planners.group is None}
     runtime.step_boundary()
-    with _checkpointing():
-        dcp.load(
-            dict(tensors), storage_reader=files, planner=planners.load, process_group=group, no_dist=group is None
-        )
+    with _checkpointing(), torch.no_grad():
+        dcp.load(dict(tensors), storage_reader=reader, planner=planners.load, **processes)
     runtime.step_boundary()
     runtime.all_gather_object(None)
 
 
 class _OwnFiles(FileSystem):
-    """Lists the files of a model and of shards: a user may have put others beside them, with tensors of any name."""
+    """Lists a model's files and shards only: a user may have added others, with tensors of any name."""
 
     def ls(self, path: Any) -> list[str]:
-        return [each for each in super().ls(path) if _READ.fullmatch(Path(each).name)]
+        return [file for file in super().ls(path) if _READ.fullmatch(Path(file).name)]
 
 
 def reader_of(folder: Path) -> HuggingFaceStorageReader:
-    """Return what reads the tensors in safetensors files of ``folder``, whole or in shards."""
+    """Return a reader of the tensors in safetensors files of ``folder``, full or in shards."""
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _OwnFiles()
     return reader
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors in the safetensors files of ``folder``, whole or in shards, on the meta device."""
-    found = reader_of(folder).read_metadata().state_dict_metadata
+def tensors_in(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors in safetensors files of ``folder`` whose names begin with ``prefix``, on the meta device."""
+    saved = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     return {
-        name: torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-        for name, saved in found.items()
-        if isinstance(saved, TensorStorageMetadata)
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+        for name, tensor in saved.items()
+        if isinstance(tensor, TensorStorageMetadata) and name.startswith(prefix)
     }
 
 
 def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of `Runtime.local_shards`, where one process has all shards; tied tensors stay tied."""
-    unique = {id(each): each if isinstance(each, torch.Tensor) else each.join() for each in shards.values()}
-    return {name: unique[id(each)] for name, each in shards.items()}
+    """Join the shards of `Runtime.local_shards`, of which this process has all; tied tensors stay tied."""
+    unique = {id(held): held if isinstance(held, torch.Tensor) else held.join() for held in shards.values()}
+    return {name: unique[id(held)] for name, held in shards.items()}
 
 
 def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool = True) -> dict[str, torch.Tensor]:
-    """Return a state dict as host tensors, put together from shards; tied tensors stay tied. Nothing if not ``keeps``.
+    """Return a state dict as full host tensors; tied tensors stay tied. Nothing if not ``keeps``.
 
     All processes take part. Several gather one tensor at a time, so that only those that keep all hold all.
     """
@@ -137,8 +141,8 @@ def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool 
         return join_shards(runtime.local_shards(state)) if keeps else {}
     host: dict[int, torch.Tensor] = {}
     for tensor in {id(tensor): tensor for tensor in state.values()}.values():
-        whole = runtime.constrain(tensor, (None,) * tensor.dim())  # none of several processes has all shards
-        copy = join_shards(runtime.local_shards({"": whole}))[""]
+        full = runtime.constrain(tensor, (None,) * tensor.dim())  # none of several processes has all shards
+        copy = join_shards(runtime.local_shards({"": full}))[""]
         if keeps:
             host[id(tensor)] = copy
     return {name: host[id(tensor)] for name, tensor in state.items()} if keeps else {}
@@ -148,8 +152,8 @@ def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool 
 def _checkpointing() -> Iterator[None]:
     """Run torch's distributed checkpoint without its warnings, and raise its failures as ordinary errors.
 
-    Its CheckpointException derives from BaseException and passes every ``except Exception``. The ignored warnings say
-    that one process saves alone, which is intended, and that torch uses its deprecated storage.
+    Its CheckpointException derives from BaseException and passes every ``except Exception``. The ignored warnings are
+    about a process that saves alone, as intended, and about torch's use of its own deprecated storage.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -162,7 +166,7 @@ def _checkpointing() -> Iterator[None]:
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    """Writes a file for each host and device: torch's has one a host, in which shards of a tensor would collide."""
+    """Writes a file per host and device: torch writes one per host, in which shards of a tensor would collide."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         of_device: dict[int, list[WriteItem]] = {}
@@ -175,17 +179,11 @@ class _ShardWriter(HuggingFaceStorageWriter):
         return self._write_data(planner, files)
 
 
-STATE_FOLDER = "state"
-PROGRESS_FILE = "progress.json"
-Tensors = Mapping[str, torch.Tensor]
-_WEIGHT = "model."
-_OPTIMIZER = "optimizer."
-_OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable", "foreach", "fused")
-"""Settings of an optimizer's groups that are those of now, and not those of the checkpoint."""
+# ---- weights and optimizer state by name
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by name, tied ones under each of theirs; of a model with adapters the adapters'."""
+    """Return the tensors of the model, or of its adapters, by name; tied tensors under each of their names."""
     reshard(model)
     weights = model.state_dict(keep_vars=True)
     if is_peft_model(model):
@@ -195,17 +193,17 @@ def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
-    """Return `trained_weights` whole on the host, as `to_host` does, of stacked layers under each one's names."""
+    """Return `trained_weights` as `to_host` does; weights of stacked layers are named after each layer."""
     return by_layer(model, to_host(trained_weights(model), runtime, keeps=keeps), getitem)
 
 
 def give_weights_on_host(model: nn.Module, runtime: Runtime) -> None:
-    """Let ``model.state_dict()`` copy the weights to the host, whole, and so ``save_pretrained`` and all that saves.
+    """Let ``model.state_dict()``, and so ``save_pretrained``, copy the full weights to the host.
 
     A device's tensors have no memory that safetensors could read. With ``keep_vars=True`` it returns them as they are.
     """
 
-    def to_the_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    def copy_to_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         if any(isinstance(value, nn.Parameter) for value in state.values()):  # keep_vars
             return
         weights = module.state_dict(keep_vars=True)
@@ -214,7 +212,7 @@ def give_weights_on_host(model: nn.Module, runtime: Runtime) -> None:
         host = by_layer(module, to_host(weights, runtime), getitem)
         state.update({prefix + name: tensor for name, tensor in host.items()})
 
-    without_adapters(model).register_state_dict_post_hook(to_the_host)
+    without_adapters(model).register_state_dict_post_hook(copy_to_host)
 
 
 def are_in_model_files(model: nn.Module) -> bool:
@@ -231,133 +229,8 @@ def are_in_model_files(model: nn.Module) -> bool:
     return revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys()
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer, *, with_weights: bool) -> dict[str, torch.Tensor]:
-    """Return what goes into `state/`: ``optimizer.{parameter}.{kind}`` and, where asked for, ``model.{name}``."""
-    tensors = {name: value for name, value in _optimizer_state(optimizer, model) if isinstance(value, torch.Tensor)}
-    weights = _once(trained_weights(model)) if with_weights else {}
-    return tensors | {f"{_WEIGHT}{name}": tensor for name, tensor in weights.items()}
-
-
-def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return which optimizer it is, its settings, and what else of its state is no tensor, for JSON."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
-    state = by_layer(model, numbers, lambda number, _: number)
-    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
-
-
-# ---- reading
-
-
-def has_weights(checkpoint: str | Path) -> bool:
-    """Return whether `read_weights` is the way to read a checkpoint: one of ours."""
-    return Path(checkpoint, PROGRESS_FILE).is_file() or Path(checkpoint, STATE_FOLDER).is_dir()
-
-
-def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> None:
-    """Load the weights of a checkpoint into the model, which keeps its layout.
-
-    Raises:
-        UserError: It is of another model; names the tensors that differ.
-    """
-    folder, prefix = Path(checkpoint, STATE_FOLDER), _WEIGHT
-    saved = _saved(folder, prefix)
-    if not saved:
-        folder, prefix = Path(checkpoint), ""
-        saved = _saved(folder, prefix)
-    weights: Any = trained_weights(model)
-    if not prefix and is_peft_model(model):
-        adapter: Any = model.active_adapter
-        weights = {name: weights[own] for name, own in names_in_file(model, weights, adapter).items()}
-    own = _once(weights, prefer={name.removeprefix(prefix) for name in saved})
-    tensors = {f"{prefix}{name}": tensor.detach() for name, tensor in own.items()}
-    _check_same_model(tensors, saved, checkpoint)
-    with torch.no_grad():
-        read_state(tensors, folder, runtime)
-
-
-def read_optimizer(
-    optimizer: Optimizer, model: nn.Module, checkpoint: str | Path, numbers: Mapping[str, Any], runtime: Runtime
-) -> None:
-    """Load the optimizer's state; where there is none yet, it is made and laid out like its parameters.
-
-    Args:
-        numbers: What `optimizer_numbers` returned.
-
-    Raises:
-        UserError: It is the state of another optimizer.
-    """
-    if (name := type(optimizer).__name__) != numbers["class"]:
-        raise UserError(
-            f"The checkpoint {checkpoint} is of another optimizer, {numbers['class']}, and this is {name}. Choose the "
-            "`optim` that it was trained with, or start from its weights: give its folder as the model."
-        )
-    folder = Path(checkpoint, STATE_FOLDER)
-    saved = _saved(folder, _OPTIMIZER)
-    parameters = dict(_trained_parameters(optimizer, model))
-    for name, tensor in saved.items():
-        parameter, kind = _parameter_and_kind(name)
-        if parameter not in parameters:
-            raise UserError(
-                f"The checkpoint {checkpoint} has optimizer state of {parameter}, which is not trained now. "
-                "Train the same parameters, or start from its weights: give its folder as the model."
-            )
-        _make_state(optimizer, parameters[parameter], kind, tensor, runtime)
-    tensors = state_tensors(model, optimizer, with_weights=False)
-    if tensors:
-        with torch.no_grad():
-            read_state(tensors, folder, runtime)
-    for name, value in numbers["state"].items():
-        parameter, kind = _parameter_and_kind(name)
-        optimizer.state[parameters[parameter]][kind] = value
-    for group, saved_group in zip(optimizer.param_groups, numbers["groups"], strict=True):
-        _update_group(group, saved_group)
-
-
-def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
-    """Load what transformers' Trainer wrote into existing state, which keeps its layout."""
-    saved = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    with torch.no_grad():
-        for index, values in saved["state"].items():
-            own = optimizer.state[parameters[index]]
-            for kind, value in values.items():
-                own[kind] = own[kind].copy_(value) if isinstance(own.get(kind), torch.Tensor) else value
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        _update_group(group, saved_group)
-    read_scheduler(scheduler, checkpoint)
-    runtime.step_boundary()
-
-
-def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
-    """Load the learning rate schedule's place; the rate that it starts from stays that of now."""
-    place = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
-    if type(scheduler) is not LambdaLR:  # of any other the rate of now may depend on those before
-        scheduler.load_state_dict(place)
-        return
-    factors = [factor_at(place["last_epoch"]) for factor_at in scheduler.lr_lambdas]
-    rates = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
-    scheduler.load_state_dict(place | {"base_lrs": scheduler.base_lrs, "_last_lr": rates})
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-def write_progress(folder: str | Path, progress: Mapping[str, Any]) -> None:
-    """Write plain numbers; floats come back to the bit."""
-    Path(folder, PROGRESS_FILE).write_text(json.dumps(progress), encoding="utf-8")
-
-
-def read_progress(checkpoint: str | Path) -> dict[str, Any] | None:
-    """Return what `write_progress` wrote; None for a checkpoint of another trainer."""
-    path = Path(checkpoint, PROGRESS_FILE)
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-# ---- names
-
-
-def _once(tensors: Tensors, prefer: Set[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """Return each tensor once: under its first name, or where tied under one that is in ``prefer``."""
+def once(tensors: Mapping[str, Any], prefer: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return each tensor once: under its first name, or if tied under one that is in ``prefer``."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in names or (name in prefer and names[id(tensor)] not in prefer):
@@ -365,15 +238,23 @@ def _once(tensors: Tensors, prefer: Set[str] = frozenset()) -> dict[str, torch.T
     return {name: tensors[name] for name in names.values()}
 
 
-def _saved(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
-    """Return the tensors in safetensors files of ``folder`` whose names begin so, without their values."""
-    found = tensors_in(folder) if folder.is_dir() else {}
-    return {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
+def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of the optimizer's state, named ``optimizer.{parameter}.{kind}``."""
+    return {name: value for name, value in _optimizer_state(optimizer, model) if isinstance(value, torch.Tensor)}
 
 
-def _parameter_and_kind(name: str) -> tuple[str, str]:
-    parameter, _, kind = name.removeprefix(_OPTIMIZER).rpartition(".")
-    return parameter, kind
+def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Return the optimizer's class, its settings, and the part of its state that is no tensor, for JSON."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
+    state = by_layer(model, numbers, lambda number, _: number)
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, parameter in _trained_parameters(optimizer, model):
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            yield f"{OPTIMIZER_PREFIX}{name}.{kind}", value
 
 
 def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -384,41 +265,110 @@ def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
             yield names[id(parameter)], parameter
 
 
-def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, parameter in _trained_parameters(optimizer, model):
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            yield f"{_OPTIMIZER}{name}.{kind}", value
+# ---- reading
 
 
-def _update_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Take a group's settings from a checkpoint, but for those that the run's arguments give."""
-    for name, value in saved.items():
-        if name not in _OF_ARGUMENTS:
-            group[name] = tuple(value) if isinstance(value, list) else value  # JSON makes lists of tuples
+def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> None:
+    """Load the weights of a checkpoint into the model, which keeps its layout.
 
-
-def _make_state(
-    optimizer: Optimizer, parameter: nn.Parameter, kind: str, like: torch.Tensor, runtime: Runtime
-) -> None:
-    """Make something to read a tensor into, where the optimizer would only make it in its first step."""
-    if kind in optimizer.state[parameter]:
-        return
-    if like.shape == parameter.shape:
-        optimizer.state[parameter][kind] = zeros_laid_out_like(parameter).to(like.dtype)
-        return
-    made = torch.zeros_like(like, device="cpu")
-    counts_there = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
-    if runtime.records_steps or like.dim() > 0 or counts_there:  # else torch keeps Adam's step on the host
-        made = runtime.to_device(made, parameter.device)
-    optimizer.state[parameter][kind] = made
-
-
-def _check_same_model(own: Tensors, saved: Tensors, checkpoint: str | Path) -> None:
-    here, there = ({name: list(tensor.shape) for name, tensor in each.items()} for each in (own, saved))
-    differing = sorted(name for name in here | there if here.get(name) != there.get(name))
-    if differing:
-        told = [f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here" for name in differing[:3]]
+    Raises:
+        UserError: It is of another model; names the tensors that differ.
+    """
+    folder, prefix = Path(checkpoint, STATE_FOLDER), WEIGHT_PREFIX
+    if not (saved := tensors_in(folder, prefix)):
+        folder, prefix = Path(checkpoint), ""
+        saved = tensors_in(folder)
+    weights: Any = trained_weights(model)
+    if not prefix and is_peft_model(model):
+        adapter: Any = model.active_adapter
+        weights = {name: weights[key] for name, key in names_in_file(model, weights, adapter).items()}
+    weights = once(weights, prefer={name.removeprefix(prefix) for name in saved})
+    tensors: Tensors = {f"{prefix}{name}": tensor.detach() for name, tensor in weights.items()}
+    here, there = ({name: list(tensor.shape) for name, tensor in some.items()} for some in (tensors, saved))
+    # torch would not read tensors that only the checkpoint has
+    if differing := sorted(name for name in here | there if here.get(name) != there.get(name)):
+        some = [f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here" for name in differing[:3]]
         raise UserError(
-            f"The checkpoint {checkpoint} is of another model: {len(differing)} weights differ ({'; '.join(told)}). "
+            f"The checkpoint {checkpoint} is of another model: {len(differing)} weights differ ({'; '.join(some)}). "
             "Give the model, and the adapters, that it was trained with."
         )
+    read_state(tensors, folder, runtime)
+
+
+def read_optimizer(
+    optimizer: Optimizer, model: nn.Module, checkpoint: str | Path, numbers: Mapping[str, Any], runtime: Runtime
+) -> None:
+    """Load the optimizer's state. State that does not exist yet is made, laid out like its parameters.
+
+    Args:
+        numbers: The result of `optimizer_numbers`.
+
+    Raises:
+        UserError: It is the state of another optimizer.
+    """
+    if (name := type(optimizer).__name__) != numbers["class"]:
+        raise UserError(
+            f"The checkpoint {checkpoint} is of another optimizer, {numbers['class']}, and this is {name}. Choose the "
+            "`optim` that it was trained with, or start from its weights: give its folder as the model."
+        )
+    folder, parameters = Path(checkpoint, STATE_FOLDER), dict(_trained_parameters(optimizer, model))
+    for name, tensor in tensors_in(folder, OPTIMIZER_PREFIX).items():
+        key, kind = _parameter_and_kind(name)
+        if key not in parameters:
+            raise UserError(
+                f"The checkpoint {checkpoint} has optimizer state of {key}, which is not trained now. "
+                "Train the same parameters, or start from its weights: give its folder as the model."
+            )
+        state, parameter = optimizer.state[parameters[key]], parameters[key]
+        if kind not in state and tensor.shape == parameter.shape:
+            state[kind] = zeros_laid_out_like(parameter).to(tensor.dtype)
+        elif kind not in state:
+            state[kind] = torch.zeros_like(tensor, device="cpu")
+            on_device = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
+            if runtime.records_steps or tensor.dim() > 0 or on_device:  # else torch keeps Adam's step on the host
+                state[kind] = runtime.to_device(state[kind], parameter.device)
+    if tensors := optimizer_tensors(optimizer, model):
+        read_state(tensors, folder, runtime)
+    for name, value in numbers["state"].items():
+        key, kind = _parameter_and_kind(name)
+        optimizer.state[parameters[key]][kind] = value
+    _update_groups(optimizer, numbers["groups"])
+
+
+def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
+    """Load the files of transformers' Trainer into existing state, which keeps its layout."""
+    saved = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with torch.no_grad():
+        for index, values in saved["state"].items():
+            state = optimizer.state[parameters[index]]
+            for kind, value in values.items():
+                state[kind] = state[kind].copy_(value) if isinstance(state.get(kind), torch.Tensor) else value
+    _update_groups(optimizer, saved["param_groups"])
+    read_scheduler(scheduler, checkpoint)
+    runtime.step_boundary()
+
+
+def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
+    """Load the step of the learning rate's schedule; the rate that it starts from is the new run's."""
+    saved = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
+    if type(scheduler) is not LambdaLR:  # the rate of any other may depend on those before
+        scheduler.load_state_dict(saved)
+        return
+    factors = [factor_at(saved["last_epoch"]) for factor_at in scheduler.lr_lambdas]
+    rates = [rate * factor for rate, factor in zip(scheduler.base_lrs, factors, strict=True)]
+    scheduler.load_state_dict(saved | {"base_lrs": scheduler.base_lrs, "_last_lr": rates})
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _parameter_and_kind(name: str) -> tuple[str, str]:
+    parameter, _, kind = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
+    return parameter, kind
+
+
+def _update_groups(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
+    """Take the groups' settings from a checkpoint, except for those that the run's arguments give."""
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        for name in saved.keys() - set(_OF_ARGUMENTS):
+            group[name] = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # JSON has no tuples

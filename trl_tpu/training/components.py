@@ -15,10 +15,9 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from ..checkpoint.loader import CheckpointLoader
+from ..checkpoint.checkpointer import Checkpointer, CheckpointLoader, Contents, together
 from ..checkpoint.run_folder import RemoteRun, RunFolder
-from ..checkpoint.saver import Checkpointer, Contents, together
-from ..checkpoint.state_dict import optimizer_numbers, whole_weights, write_progress
+from ..checkpoint.state_dict import PROGRESS_FILE, optimizer_numbers, whole_weights
 from ..config.reward_config import RewardConfig
 from ..data.measure import is_prepared, measure
 from ..errors import UserError
@@ -166,7 +165,7 @@ def _describe(trainer: Any, folder: Path) -> None:
             "batches": trainer.trl_tpu.batch_plan.layout,
             "order": trainer.trl_tpu.order,
         }
-        write_progress(folder, progress)
+        (folder / PROGRESS_FILE).write_text(json.dumps(progress), encoding="utf-8")  # floats come back to the bit
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]
     if has_state:
         trainer._save_scaler(path)

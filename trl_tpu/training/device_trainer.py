@@ -42,9 +42,9 @@ from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, get_scheduler
 from transformers.trainer_utils import HubStrategy, has_length
 
+from ..checkpoint.checkpointer import together
 from ..checkpoint.manifest import files_in, fill_aside, is_ours
 from ..checkpoint.run_folder import RemoteRun, RunFolder
-from ..checkpoint.saver import together
 from ..checkpoint.state_dict import give_weights_on_host, older_weights, whole_weights
 from ..config.checks import check_final_rate
 from ..config.reward_config import RewardConfig, is_url, private_folder
@@ -547,7 +547,7 @@ class DeviceTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint beside training: see `trl_tpu.checkpoint.saver`."""
+        """Save a checkpoint beside training: see `trl_tpu.checkpoint.checkpointer`."""
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         write_card(self.create_model_card)
