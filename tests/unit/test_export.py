@@ -421,19 +421,19 @@ def _adapters(config: str) -> Callable[[Path], list[str]]:
 
 
 REFUSED: list[tuple[Callable[[Path], list[str]], str]] = [
-    (lambda folder: ["--merge"], "has no adapter_config.json: `--merge` and `--base` are for adapters"),
-    (_existing, "out exists, and nothing is written over"),
-    (_pickled, "no weights in safetensors, and pickled ones are not read"),
-    (_torn, "damaged: model.safetensors has 1000 bytes instead of"),
-    (_part_missing, "state lacks shards of the weight model.*A file is missing"),
-    (_incomplete, "c is of another model: 1 weights differ .model.score.weight is not there and"),
-    (_headless, "c .*score.weight"),
-    (_linked("tokenizer.json"), "c/tokenizer.json is a link or no regular file, and neither is exported.*cp -rL"),
+    (lambda folder: ["--merge"], "adapter_config.json.*--merge"),
+    (_existing, "out exists"),
+    (_pickled, "no weights in safetensors"),
+    (_torn, "damaged: model.safetensors"),
+    (_part_missing, "lacks shards of the weight model"),
+    (_incomplete, "model.score.weight"),
+    (_headless, "score.weight"),
+    (_linked("tokenizer.json"), "c/tokenizer.json is a link"),
     (_linked("model.safetensors"), "c/model.safetensors is a link"),
     (_linked("adapter_config.json"), "c/adapter_config.json is a link"),
-    (_large("files"), "score.weight has values that would become infinite in float16. Give `--dtype bfloat16`"),
-    (_large("state"), "score.weight has values that would become infinite"),
-    (_adapters('{"r": 4'), "c/adapter_config.json is broken: .*Copy or download it again"),
+    (_large("files"), "score.weight.*--dtype"),
+    (_large("state"), "score.weight.*--dtype"),
+    (_adapters('{"r": 4'), "c/adapter_config.json is broken"),
 ]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import apart
 import numpy as np
 import pytest
-import saving
 import tiny
 import torch
 from peft import LoraConfig
@@ -135,20 +134,6 @@ def test_a_resumed_run_on_rankings_is_the_same_to_the_bit(
     np.testing.assert_array_equal(rewards[2], rewards[1])
     np.testing.assert_allclose(rewards[1], rewards[0], atol=1e-5, rtol=0)
     assert rewards[0].shape == (13, 5) and np.isnan(rewards[0]).any()
-
-
-def test_a_checkpoint_has_what_a_subclass_saves_and_resumes(
-    config: Callable[..., Any], model_folder: str, tmp_path: Path
-) -> None:
-    args = config(max_steps=4, save_strategy="steps", save_steps=2)
-    whole, resumed = (saving.Saving(model_folder, args, train_dataset=tiny.made_up_pairs(40)) for _ in range(2))
-    whole.train()
-    whole.save_model()
-    saving.check(tmp_path, "checkpoint-2")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    weights = [to_host(dict(each.model.named_parameters()), each.trl_tpu.runtime) for each in (whole, resumed)]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, atol=1e-6, rtol=0, msg=name)
 
 
 def test_a_second_train_goes_on_with_the_same_optimizer(config: Callable[..., Any], model_folder: str) -> None:

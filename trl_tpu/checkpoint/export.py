@@ -103,8 +103,10 @@ def export_checkpoint(
             if has_adapters and not merge:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
             else:
-                read = _merged_model if has_adapters else _whole_model
-                model = read(folder, base, dtype, trust_remote_code)
+                if has_adapters:
+                    model = _merged_model(folder, base, dtype, trust_remote_code)
+                else:
+                    model = _whole_model(folder, dtype, trust_remote_code)
                 tell_engines(model.config)  # another trainer's model may lack what they read
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             write_old_names(staging)
@@ -169,9 +171,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 # ---- weights
 
 
-def _whole_model(
-    checkpoint: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
-) -> PreTrainedModel:
+def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the trained model in ``dtype``, or as it is stored."""
     in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
     stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)

@@ -260,7 +260,7 @@ def empty_adapters(model: PreTrainedModel, folder: str, dtype: torch.dtype) -> "
     """Return the adapters that ``adapter_config.json`` in `folder` describes, in memory but without values.
 
     Args:
-        model: Their base model, on the meta device, where it stays.
+        model: Their base model, which stays on its device; it may be the meta device.
         folder: A checkpoint.
         dtype: Of the adapters.
     """
