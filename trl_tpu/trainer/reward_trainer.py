@@ -21,10 +21,11 @@ from transformers import (
     EvalPrediction,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Trainer,
     TrainerCallback,
 )
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
 
 from .. import runtime
@@ -219,15 +220,16 @@ class RewardTrainer(DeviceTrainer):
     def _is_own(self, name: str) -> bool:
         return name not in vars(self) and getattr(type(self), name) is _OWN[name]
 
-    def _set_signature_columns_if_needed(self) -> None:
-        if self._signature_columns is None:  # type: ignore[has-type]
-            self._signature_columns = [*COLUMNS]  # type: ignore[assignment]
-
-    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        self._set_signature_columns_if_needed()  # a subclass may list TRL's columns only
-        columns: Any = self._signature_columns
-        self._signature_columns = list({*columns, *COLUMNS})  # type: ignore[assignment]
-        return super()._get_dataloader(*args, **kwargs)
+    def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        if type(self)._set_signature_columns_if_needed is not Trainer._set_signature_columns_if_needed:
+            self._set_signature_columns_if_needed()  # a subclass may name columns that its collator reads
+        self._signature_columns = list({*(self._signature_columns or ()), *COLUMNS})  # type: ignore
+        sets = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else (self.eval_dataset,)
+        if not any(dataset is own for own in (self.train_dataset, *sets)):
+            dataset = self._prepared(dataset, "eval" if description == "Evaluation" else description)
+        loader = super()._get_dataloader(dataset, description, *args, **kwargs)
+        loader.evaluated_dataset = dataset  # with the columns that no batch has
+        return loader
 
     # ---- the loss
 
@@ -388,7 +390,7 @@ class RewardTrainer(DeviceTrainer):
         elif compute_metrics is not None and prediction is not None:
             metrics = of_last_batch(is_last=True) if measures_batches else compute_metrics(prediction)
         # what is stopped, saved or kept because of a metric has to be the same in every process
-        own = self._measure(found, metric_key_prefix)
+        own = self._measure(found, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
         if description == "Evaluation" and args.max_eval_steps is not None:
             own["pairs"] = len(next(iter(found.values()), ()))
         metrics = ours.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
@@ -445,8 +447,14 @@ class RewardTrainer(DeviceTrainer):
             found["losses"] = torch.where(is_ours, result.losses_P, loss.mean() * table.row_weight_P)
         return found, result.is_there_P
 
-    def _measure(self, found: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-        """Return the metrics of an evaluation's rows, and keep the verdict on them."""
+    def _measure(self, found: dict[str, torch.Tensor], prefix: str, dataset: Any) -> dict[str, Any]:
+        """Return the metrics of an evaluation of ``dataset``, and keep the verdict on it.
+
+        Args:
+            found: From `EvaluatedPairs.fetch`.
+            prefix: Of the metrics' names.
+            dataset: Prepared; None for a loader of the user's own.
+        """
         ours, args = self.trl_tpu, self.args
         own: dict[str, Any] = {"loss": float(losses_of(found).mean())} if "losses" in found else {}
         fetched = over_processes(self.accelerator, ours.runtime.fetch(ours.metrics.device_sums))
@@ -460,42 +468,20 @@ class RewardTrainer(DeviceTrainer):
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
             ours.metrics.evaluated = scale_of(sums, "the evaluation set")
-        rows = self._evaluated_rows(len(rewards_NAK))
+        rows = self._rows_in_order(dataset, len(rewards_NAK))
         if (verdict := judge(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
-            verdict = replace(verdict, prompts_in_training=ours.seen.get(id(ours.evaluated), ()))
+            verdict = replace(verdict, prompts_in_training=ours.seen.get(id(dataset), ()))
             ours.metrics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own
 
-    def evaluate(
-        self,
-        eval_dataset: EvalDataset | str | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """Evaluate on raw or prepared pairs; by default on the trainer's own. Each of a dict keeps its name."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepared(eval_dataset, "eval")
-        dataset: Any = eval_dataset  # datasets' class, which transformers types as torch's
-        own: Any = self.eval_dataset
-        self.trl_tpu.evaluated = own if dataset is None else own[dataset] if isinstance(dataset, str) else dataset
-        return super().evaluate(dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
-
-    def _evaluated_rows(self, count: int) -> Any:
-        """Return the dataset whose first ``count`` rows an evaluation was on, in order; None if it is not known."""
+    def _rows_in_order(self, dataset: Any, count: int) -> Any:
+        """Return ``dataset`` if an evaluation was on its first ``count`` rows, in order; None if that is unknown."""
         in_order = all(map(self._is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
-        dataset = self.trl_tpu.evaluated
         if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
             return None
         is_part = self.args.dataloader_drop_last or self.args.max_eval_steps is not None
         return dataset if count == len(dataset) or is_part else None
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """Predict the rewards of raw or prepared pairs, [pairs, 2], in order; in the old API their softmax."""
-        self.trl_tpu.evaluated = prepared = self._prepared(test_dataset, "test")
-        return super().predict(prepared, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     # ---- data
 

@@ -256,8 +256,6 @@ class Components:
         """The date that the chat template has written into conversations."""
         self.seen: Mapping[int, tuple[int, ...]] = {}
         """Prompts of evaluation data that are in the training data, by the `id` of a dataset."""
-        self.evaluated: Any = None
-        """The dataset of the last evaluation."""
         self.labels: Any = None
         """The form of its labels."""
         self.last_step: StepResult | None = None

@@ -12,7 +12,6 @@ _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh; by prompts
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
-create_optimizer                    of parts of a model, where processes have parts
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
 floating_point_ops                  the same, counted
@@ -163,6 +162,7 @@ class DeviceTrainer(Trainer):
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
+            reshard(self.model)  # an evaluation may have gathered what the optimizer needs sharded
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -345,11 +345,6 @@ class DeviceTrainer(Trainer):
                 super()._run_epoch(*args, **kwargs)
 
     # ---- the step
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        """Make the optimizer, of parts where processes have parts: transformers 5.24 does so by itself."""
-        reshard(self.model)
-        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""
