@@ -157,7 +157,8 @@ def test_the_loop_skips_batches_by_a_function_of_its_module() -> None:
 def test_the_loop_adds_losses_up_in_place_and_looks_at_the_gradient_before_the_update() -> None:
     """`training/nonfinite.py` replaces the sum where it looks at the gradient's norm."""
     loop = inspect.getsource(Trainer._run_epoch)
-    order = ["self._tr_loss += tr_loss_step", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()"]
+    calls = ("self.floating_point_ops(", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()")
+    order = ["self._tr_loss += tr_loss_step", *calls]
     places = [loop.index(part) for part in order]
     assert places == sorted(places)
 

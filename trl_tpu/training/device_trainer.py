@@ -14,8 +14,8 @@ _get_dataloader                     batches of planned shapes, split over the me
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
-floating_point_ops                  the same, counted
-_clip_grad_norm, _get_grad_norm     end the micro-batch; judge whether the step is finite
+floating_point_ops                  the same, counted; end the micro-batch's program
+_get_grad_norm                      judge whether the step is finite
 _maybe_log_save_evaluate            all hosts decide alike; one stop of the device per log
 save_model                          weights from their shards
 _save_checkpoint                    hand a checkpoint's contents to the `Checkpointer`
@@ -369,7 +369,6 @@ class DeviceTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
         *accumulated, last = apart(inputs)
-        self._end_micro_batch()
         if self.trl_tpu.nonfinite.is_on:
             self.trl_tpu.nonfinite.begin(self._tr_loss)
         for rows in accumulated:
@@ -389,33 +388,25 @@ class DeviceTrainer(Trainer):
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Count the operations of a batch.
+
+        The loop asks for them when it has added the batch's loss up, which is the moment to execute a micro-batch on
+        its own: all of a step would unroll into one long program.
+        """
+        if self._accumulates:
+            self.trl_tpu.runtime.step_boundary()
         tokens = [tensors for tensors in map(tensors_in, apart(inputs)) if "input_ids_RL" in tensors]
         if not tokens:
             return super().floating_point_ops(inputs)
         ids = [{"input_ids": tensors["input_ids_RL"]} for tensors in tokens]
         return sum(map(super().floating_point_ops, ids))
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        self._end_micro_batch()
-        return whole(super()._clip_grad_norm(model))
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None:
-            self._end_micro_batch()
         norm = whole(super()._get_grad_norm(model, grad_norm))
         nonfinite = self.trl_tpu.nonfinite
         if nonfinite.is_on:
             self._tr_loss = nonfinite.end_step(norm, self._tr_loss, self.optimizer)
         return norm
-
-    def _end_micro_batch(self) -> None:
-        """Execute each micro-batch on its own, or all of a step would unroll into one long program.
-
-        Called before the next micro-batch and before the update, not after the micro-batch: the loop adds up its loss
-        after `training_step`, and that belongs to the same program.
-        """
-        if self._accumulates:
-            self.trl_tpu.runtime.step_boundary()
 
     # ---- at a step's end: decide, log, evaluate, save
 
