@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.packing.trees import PairLengths
+from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.layouts import Layout

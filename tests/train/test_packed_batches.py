@@ -12,7 +12,7 @@ from timings import untimed
 from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.data.batch import DictReader, batches_in
+from trl_tpu.data.batch import batches_in
 from trl_tpu.data.measure import read_row
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
@@ -185,7 +185,7 @@ def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
         with_grad = trainer.compute_loss(trainer.model, batch)
         with_grad.backward()
         assert with_grad.item() == pytest.approx(loss.item(), abs=1e-6)
-        batches = batches_in(batch, DictReader(trainer.processing_class.pad_token_id))
+        batches = batches_in(batch, trainer.processing_class.pad_token_id)
         without_trainer = evaluation_step(trainer.model, batches, Loss(center_rewards_coefficient=0.1))
         assert without_trainer.loss.item() == loss.item() and not without_trainer.loss.requires_grad
         assert predicted_P2 is not None

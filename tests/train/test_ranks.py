@@ -17,8 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
 from trl_tpu.data.batch import Batch
-from trl_tpu.data.collators import OwnRows, Padded, Part, Table
+from trl_tpu.data.collators import BatchCollator, Part
+from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.errors import UserError
+from trl_tpu.packing.pack import pad
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh
 from trl_tpu.runtime import Topology, current
 
@@ -126,15 +128,15 @@ def test_processes_give_what_the_mesh_of_xla_gives(folder: Path, together: Any, 
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def parts_of(rows: list[Any], pairs: int, answers: int, per_row: int) -> list[Batch]:
+def parts_of(rows: list[Any], pairs: int, answers: int) -> list[Batch]:
     """The batches of two processes that share rows of the data."""
-    table, lay_out = Table(answers=answers), Padded(0, answers, per_row)
-    return [OwnRows(lay_out, 0, table, Part(pairs, index, 2))(rows).parts[0] for index in range(2)]
+    rule = ComparisonRule(answers=answers)
+    return [BatchCollator(pad, 0, rule, Part(pairs, index, 2))(rows).parts[0] for index in range(2)]
 
 
 @pytest.mark.parametrize(("total", "shares"), [(8, [4, 4]), (5, [4, 1]), (3, [3, 0])])
 def test_a_short_batch_is_shared_by_its_real_pairs(total: int, shares: list[int]) -> None:
-    for share, batch in zip(shares, parts_of([{"answers": [[5], [6]]}] * total, 4, 2, 2), strict=True):
+    for share, batch in zip(shares, parts_of([{"answers": [[5], [6]]}] * total, 4, 2), strict=True):
         assert batch.is_there_P().tolist() == [True] * share + [False] * (4 - share)
         assert (batch.table.weight_C.sum().item(), batch.table.weight_sum_1.item()) == (share, total / 2)
 
@@ -144,11 +146,11 @@ def solution(steps: int) -> dict[str, Any]:
 
 
 def test_a_batch_of_solutions_is_shared_by_its_labeled_steps() -> None:
-    batches = parts_of([solution(steps) for steps in (3, 1, 0, 2)], 2, 3, 1)
+    batches = parts_of([solution(steps) for steps in (3, 1, 0, 2)], 2, 3)
     assert [batch.table.weight_sum_1.item() for batch in batches] == [3, 3]
     ends = [[0, 1, 2], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
     assert torch.cat([batch.rows.score_column_S.view(2, 3) for batch in batches]).tolist() == ends
-    unlabeled, _ = parts_of([solution(steps) for steps in (0, 1, 1, 1)], 2, 3, 1)
+    unlabeled, _ = parts_of([solution(steps) for steps in (0, 1, 1, 1)], 2, 3)
     assert unlabeled.table.weight_sum_1.item() == 1.5
 
 

@@ -17,22 +17,19 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.data.batch import CollatedBatch, DictReader, apart, batches_in
+from trl_tpu.data.batch import CollatedBatch, apart, batches_in
 from trl_tpu.data.collators import (
+    BatchCollator,
     DataCollatorForPreference,
-    ForUsersCode,
-    OwnRows,
-    Padded,
+    DictCollator,
     Part,
-    PlannedRows,
     RewardDataCollatorWithPadding,
-    Table,
-    Unpadded,
 )
-from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
+from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.expanded_attention import use_expanded_attention
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.modeling.packed_attention import use_tree_masks
+from trl_tpu.packing.pack import pack, pack_unpadded, pad
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.training.step import training_step
 
@@ -47,7 +44,7 @@ class Form:
     """Rows with `answers` and labels, and how they are compared."""
 
     rows: Rows
-    table: Table = Table()
+    rule: ComparisonRule = ComparisonRule()
     loss: Loss = Loss()
     outputs: int = 1
 
@@ -79,12 +76,12 @@ FORMS = {
     "probabilities": Form([{"answers": pair, "chosen_probability": at / 4} for at, pair in enumerate(_ANSWERS)]),
     "rankings": Form(
         [row | {"grades": [2.0, 0.0, 1.0, 2.0][: len(row["answers"])]} for row in RANKED],
-        Table(ComparisonRule(learns_ties=True, counts_comparisons=True), 4),
+        ComparisonRule(answers=4, learns_ties=True, counts_comparisons=True),
         Loss(ties="davidson"),
     ),
     "whole rankings": Form(
         [row | {"grades": [3.0, 0.0, 1.0, 2.0][: len(row["answers"])]} for row in RANKED],
-        Table(answers=4),
+        ComparisonRule(answers=4),
         Loss(loss_type="plackett_luce"),
     ),
     "attributes": Form(
@@ -92,7 +89,7 @@ FORMS = {
             row | {"grades": [None if at == 1 else [1.0, 0.0, 2.0, 0.0][: len(row["answers"])], [0.0, 1.0, 1.0, 3.0]]}
             for at, row in enumerate(RANKED[:4])
         ],
-        Table(ComparisonRule(attribute_weights=[2.0, 1.0]), 4, 2),
+        ComparisonRule(answers=4, attributes=2, attribute_weights=[2.0, 1.0]),
         outputs=2,
     ),
     "steps": Form(
@@ -100,7 +97,7 @@ FORMS = {
             {"answers": [PROMPT + [1, 2, 3, 4 + at]], "step_ends": ends, "grades": grades}
             for at, (ends, grades) in enumerate(_STEPS)
         ],
-        Table(answers=3),
+        ComparisonRule(answers=3),
         outputs=2,
     ),
 }
@@ -125,47 +122,41 @@ PLAN = RowPlan((RowShape(2, 16), RowShape(2, 64)), (RowShape(2, 32), RowShape(2,
 WHOLE = RowPlan((RowShape(1, 160),))
 
 
-def own(lay_out: Callable[[Form], Any], parts: int = 1) -> Callable[[Form], list[Any]]:
+def parts_of(count: int) -> list[Any]:
+    """The part of each process: None of one that has all examples."""
+    return [Part(-(-MOST // count), index, count) for index in range(count)] if count > 1 else [None]
+
+
+def own(lay_out: Callable[..., Any], count: int = 1) -> Callable[[Form], list[Any]]:
     """Rows of a process's own: of all examples, or of its part of them."""
+    return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for part in parts_of(count)]
 
+
+def planned(plan: RowPlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
+    part = Part(MOST, 0, count)
+    lay_outs = [partial(pack, plan=plan, expands=expands, part=(index, count)) for index in range(count)]
+    return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for lay_out in lay_outs]
+
+
+def in_trls_form(count: int = 1, **settings: Any) -> Callable[[Form], list[Any]]:
     def make(form: Form) -> list[Any]:
-        own_parts = [Part(-(-MOST // parts), index, parts) for index in range(parts)] if parts > 1 else [None]
-        return [OwnRows(lay_out(form), PAD, form.table, part) for part in own_parts]
-
-    return make
-
-
-def planned(plan: RowPlan, parts: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
-    return lambda form: [PlannedRows(plan, MOST, PAD, form.table, expands, (index, parts)) for index in range(parts)]
-
-
-def in_trls_form(parts: int = 1, **settings: Any) -> Callable[[Form], list[Any]]:
-    def make(form: Form) -> list[Any]:
-        collate: Any = DataCollatorForPreference(PAD, answers=form.table.answers)
+        collate: Any = DataCollatorForPreference(PAD, answers=form.rule.answers)
         if form.has_steps:
             collate = DataCollatorForTokenClassification(TOKENIZER)
-        own_parts = [Part(-(-MOST // parts), index, parts) for index in range(parts)] if parts > 1 else [None]
-        return [ForUsersCode(collate, False, form.table, PAD, part=part, **settings) for part in own_parts]
+        return [DictCollator(collate, False, form.rule, PAD, part=part, **settings) for part in parts_of(count)]
 
     return make
 
 
 def old_dict(_: Form) -> list[Any]:
     collate = RewardDataCollatorWithPadding(TOKENIZER)
-    return [ForUsersCode(collate, True, Table(), PAD, TOKENIZER.padding_side)]
+    return [DictCollator(collate, True, ComparisonRule(), PAD, TOKENIZER.padding_side)]
 
 
-def padded(form: Form, **settings: Any) -> Padded:
-    return Padded(PAD, form.table.answers, 1 if form.has_steps else form.table.answers, **settings)
-
-
-def unpadded(form: Form) -> Unpadded:
-    return Unpadded(PAD, form.table.answers, 20)
-
-
+unpadded = partial(pack_unpadded, attention_crossover_length=20)
 LAYOUTS: dict[str, Callable[[Form], list[Any]]] = {
-    "padded": own(padded),
-    "padded, planned": own(partial(padded, lengths=(4, 20, 64))),
+    "padded": own(pad),
+    "padded, planned": own(partial(pad, lengths=(4, 20, 64))),
     "unpadded": own(unpadded),
     "planned": planned(WHOLE),
     "planned, micro-batches": planned(PLAN),
@@ -174,7 +165,7 @@ LAYOUTS: dict[str, Callable[[Form], list[Any]]] = {
     "TRL's dict, planned": in_trls_form(lengths=(4, 20, 64)),
     "TRL's own collator": lambda form: [TrlCollator(PAD)],
     "old dict": old_dict,
-    "two processes, padded": own(padded, 2),
+    "two processes, padded": own(pad, 2),
     "two processes, unpadded": own(unpadded, 2),
     "four processes, unpadded": own(unpadded, 4),  # of which the last has none
     "two processes, planned": planned(PLAN, 2),
@@ -191,7 +182,7 @@ CASES = [
 
 def by_hand(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The loss, the rewards [S, A] and the tokens [S], of each sequence computed alone."""
-    answers, attributes = form.table.answers, form.table.attributes
+    answers, attributes = form.rule.answers, form.rule.attributes
     rewards = torch.zeros(len(form.rows), answers, attributes or 1, dtype=torch.float64)
     tokens = torch.zeros(len(form.rows), answers, dtype=torch.int32)
     for at, row in enumerate(form.rows):
@@ -204,7 +195,7 @@ def by_hand(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Ten
             counts = [stop - start for start, stop in pairwise(stops)][: len(ends)]
         for place, (value, count) in enumerate(zip(values, counts, strict=True)):
             rewards[at, place], tokens[at, place] = value, count
-    table = compare(Labels.of(form.rows, answers, attributes), form.table.rule).map_tensors(torch.from_numpy)
+    table = form.rule.table(form.rows).map_tensors(torch.from_numpy)
     rewards_SA = rewards.flatten(0, 1)
     loss = form.loss.per_row(rewards_SA, table).sum() / table.weight_sum_1.squeeze()
     return loss, rewards_SA * (tokens.flatten() > 0)[:, None], tokens.flatten()
@@ -225,7 +216,7 @@ def test_loss_rewards_and_gradients_are_the_same_in_every_layout(name: str, layo
         expected, rewards_SA, tokens_S = by_hand(form, model)
         results = []
         for collate in collators:
-            batches = batches_in(collate(form.examples), DictReader(PAD, TOKENIZER.padding_side))
+            batches = batches_in(collate(form.examples), PAD, TOKENIZER.padding_side)
             results.append(training_step(model, batches, form.loss))
         loss = torch.stack([result.loss for result in results]).mean()  # as processes average gradients
         for ours, theirs in zip(gradients(model, loss), gradients(model, expected), strict=True):
@@ -244,10 +235,10 @@ def test_loss_rewards_and_gradients_are_the_same_in_every_layout(name: str, layo
 
 PAIRS, UNUSED = FORMS["pairs"].examples, 30
 COLLATORS: dict[str, Any] = {  # with a pad token that is not in the text, and so is last in no sequence
-    "padded": OwnRows(Padded(UNUSED, 2, 2), UNUSED),
-    "unpadded": OwnRows(Unpadded(UNUSED, 2, 20), UNUSED),
-    "planned": PlannedRows(PLAN, MOST, UNUSED),
-    "expanded": PlannedRows(PLAN, MOST, UNUSED, expands=True),
+    "padded": BatchCollator(pad, UNUSED),
+    "unpadded": BatchCollator(unpadded, UNUSED),
+    "planned": BatchCollator(partial(pack, plan=PLAN), UNUSED, part=Part(MOST)),
+    "expanded": BatchCollator(partial(pack, plan=PLAN, expands=True), UNUSED, part=Part(MOST)),
 }
 
 
@@ -299,18 +290,8 @@ def test_micro_batches_may_be_computed_one_at_a_time() -> None:
     form, model = FORMS["pairs"], model_of(1, False, False)
     batch = COLLATORS["planned"](PAIRS)
     whole = training_step(model, batch.parts, form.loss).loss
-    parts = [training_step(model, batches_in(each, DictReader(PAD)), form.loss).loss for each in apart(batch)]
+    parts = [training_step(model, batches_in(each, PAD), form.loss).loss for each in apart(batch)]
     assert len(parts) > 1
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
     padded = TrlCollator(PAD)(PAIRS)
     assert list(apart(padded)) == [padded]
-
-
-def test_keys_of_a_users_batch_go_to_the_model_and_never_change_the_loss() -> None:
-    model, read = model_of(1, False, False), DictReader(PAD)
-    plain = TrlCollator(PAD)(PAIRS)
-    keys = ("comparisons", "micro_batches", "grades", "step_ends", "chosen_probability", "weight", "answers", "rows")
-    own = dict.fromkeys(keys, torch.arange(5.0))
-    (batch,) = batches_in(plain | own, read)
-    assert batch.extras == own
-    assert training_step(model, [batch], Loss()).loss == training_step(model, [read(plain)], Loss()).loss

@@ -10,7 +10,8 @@ from datasets import Dataset
 from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.collators import DataCollatorForPreference, ForUsersCode, OwnRows, Padded, PlannedRows, Unpadded
+from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
+from trl_tpu.packing.pack import pack, pack_unpadded, pad
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.batch_plan import BatchPlan
 
@@ -49,7 +50,7 @@ def collator(plan: BatchPlan, data: Any = None, own: Any = None) -> Any:
 def test_plain_torch_packs_into_one_tight_row(tmp_path: Path) -> None:
     plan = make(tmp_path)
     assert plan.packed and plan.padded_because is None and plan.layout == "packed"
-    assert isinstance(collator(plan).lay_out, Unpadded)
+    assert collator(plan).lay_out.func is pack_unpadded
     assert plan.shapes is None and not plan.accumulates
 
 
@@ -57,8 +58,9 @@ def test_a_device_that_compiles_gets_planned_rows(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING)
     data = tokens(64)
     collate = collator(plan, data)
-    assert isinstance(collate, PlannedRows) and collate.pairs == 4 and not collate.expands
-    assert collate.plan is plan.rows(data, 4)  # planned once
+    lay_out = collate.lay_out
+    assert lay_out.func is pack and collate.part.pairs == 4 and not lay_out.keywords["expands"]
+    assert lay_out.keywords["plan"] is plan.rows(data, 4)  # planned once
     assert plan.rows(data, 8) != plan.rows(data, 4)
     training = plan.rows(plan._train_dataset, 4)
     assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
@@ -68,8 +70,7 @@ def test_a_device_that_compiles_gets_planned_rows(tmp_path: Path) -> None:
 def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
     model = tiny.tiny_model(TOKENIZER)
     plan = make(tmp_path, COMPILING, model, settings={"packed_attention": "expanded"})
-    collate = collator(plan)
-    assert isinstance(collate, PlannedRows) and collate.expands
+    assert collator(plan).lay_out.keywords["expands"]
     assert model.config._attn_implementation == "trl_tpu_expanded"
     again = tiny.tiny_model(TOKENIZER)  # as `model_init` makes for a trial
     plan.use_model(again)
@@ -126,17 +127,16 @@ def test_a_stream_has_no_shapes_to_plan(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING, data=stream)
     assert "stream" in (plan.padded_because or "")
     packed = make(tmp_path, COMPILING)  # and one that is only evaluated on is padded alone
-    assert isinstance(collator(packed, stream).lay_out, Padded)
-    assert isinstance(collator(packed), PlannedRows)
+    assert collator(packed, stream).lay_out.func is pad
+    assert collator(packed).lay_out.func is pack
 
 
 def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Path) -> None:
     off = {"settings": {"packing": False}}
-    collate = collator(make(tmp_path, **off))
-    assert isinstance(collate, OwnRows) and collate.lay_out.lengths is None
+    assert collator(make(tmp_path, **off)).lay_out.keywords["lengths"] is None
     plan = make(tmp_path, COMPILING, **off)
     collate = collator(plan)
-    assert isinstance(collate, OwnRows) and plan.shapes == len(collate.lay_out.lengths) and not plan.accumulates
+    assert plan.shapes == len(collate.lay_out.keywords["lengths"]) and not plan.accumulates
     assert {tuple(collate(list(rows)).parts[0].rows.input_ids_RL.shape) for rows in (tokens(1), tokens(4))} == {
         (8, 64)
     }
@@ -147,7 +147,7 @@ def test_code_of_users_gets_trls_keys_and_their_collator_makes_them(tmp_path: Pa
     batch = collator(plan, own=OURS)(list(tokens(4)))
     assert batch.keys() == {"input_ids", "attention_mask"} and batch["input_ids"].shape == (8, 64)
     own = collator(plan, own=lambda rows: {"mine": [sorted(row) for row in rows]})
-    assert isinstance(own, ForUsersCode)
+    assert isinstance(own, DictCollator)
     assert own(list(tokens(4))) == {"mine": [["chosen_ids", "rejected_ids"]] * 4}  # of lengths that are its own
 
 

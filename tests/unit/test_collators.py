@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.data.batch import OLD_KEYS, DictReader
+from trl_tpu.data.batch import OLD_KEYS, read_dict
 from trl_tpu.data.collators import (
     DataCollatorForPreference,
-    ForUsersCode,
+    DictCollator,
     RewardDataCollatorWithPadding,
-    Table,
     old_columns,
 )
+from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.data.measure import PAIR, read_row
 from trl_tpu.errors import UserError
 
@@ -56,7 +56,7 @@ def test_batches_for_users_code_take_the_shortest_planned_length_and_are_only_pa
     collate: Any = OLD if old else DataCollatorForPreference(PAD)
     filled = [*rows, *[rows[0]] * missing]
     before = collate([old_columns(row) for row in filled] if old else filled)
-    after = ForUsersCode(collate, old, Table(), PAD, side, lengths)(filled, real=len(rows))
+    after = DictCollator(collate, old, ComparisonRule(), PAD, side, lengths)(filled, real=len(rows))
     keys = [key for key in before if key.startswith(("input_ids", "attention_mask"))]
     longest = max(before[key].shape[1] for key in keys)
     expected = min((length for length in lengths if length >= longest), default=longest)
@@ -93,7 +93,7 @@ def test_a_users_collator_is_given_trls_columns_and_those_of_the_data(
     row: dict[str, Any], is_old: bool, expected: dict[str, Any]
 ) -> None:
     given: list[Any] = []
-    assert ForUsersCode(lambda rows: given.extend(rows) or {}, is_old, Table(), PAD)([row] * 2) == {}
+    assert DictCollator(lambda rows: given.extend(rows) or {}, is_old, ComparisonRule(), PAD)([row] * 2) == {}
     assert given == [expected] * 2
 
 
@@ -127,4 +127,4 @@ def test_a_batch_without_its_labels_is_not_read_as_pairs() -> None:
     for labels in ({"answer_ids": [[1, 2], [3]], "grades": [1.0, 0.0]}, probable):
         batch = DataCollatorForPreference(0)([labels, labels])
         with pytest.raises(UserError, match="data_collator"):
-            DictReader(0)(batch)
+            read_dict(batch, 0)

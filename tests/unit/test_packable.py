@@ -1,6 +1,7 @@
 """Models for which packed rows are taken for exact are; the others are told apart, and left as they were."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import peft
@@ -10,10 +11,11 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import OwnRows, Padded, PlannedRows, Unpadded
+from trl_tpu.data.collators import BatchCollator
 from trl_tpu.modeling.packability import make_packable
 from trl_tpu.modeling.packed_attention import PackingImpossible
 from trl_tpu.modeling.rewards import rewards_of
+from trl_tpu.packing.pack import pack, pack_unpadded, pad
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 PAD = 0
@@ -111,8 +113,8 @@ def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(fa
     for parameter in model.parameters():  # now attention far from uniform
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     plan, rewards = RowPlan((RowShape(1, 800),)), []
-    for collate in (OwnRows(Padded(PAD, 2, 2), PAD), PlannedRows(plan, 2, PAD), OwnRows(Unpadded(PAD, 2, 1000), PAD)):
-        (batch,) = collate(long_pairs()).parts
+    for lay_out in (pad, partial(pack, plan=plan), pack_unpadded):
+        (batch,) = BatchCollator(lay_out, PAD)(long_pairs()).parts
         with torch.no_grad():
             rewards.append(rewards_of(model, batch)[0])
     for in_packed_rows in rewards[1:]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trl_tpu.data.collators import scored
 from trl_tpu.packing.pack import Scored, pack, pack_unpadded, pad
 from trl_tpu.packing.rows import TokenRows
-from trl_tpu.packing.shapes import RowPlan, RowShape, plan_shapes, zigzag
+from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows, zigzag
 
 PAD = 0
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
@@ -51,7 +51,7 @@ def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwar
 
 
 def unpadded(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
-    return pack_unpadded(rows_of(pairs), PAD, attention_crossover_length=attention_crossover_length)
+    return pack_unpadded(rows_of(pairs), PAD, attention_crossover_length=attention_crossover_length)[0]
 
 
 def tree_count(pairs: list[Any], attention_crossover_length: float) -> int:
@@ -132,7 +132,7 @@ def test_steps_are_read_along_one_sequence() -> None:
         scored({"answers": [solution], "step_ends": [1, 3, 4]}, PAD),
         scored({"answers": [unlabeled], "step_ends": []}, PAD),
     ]
-    for batch in (pack_unpadded(rows, PAD, answers=3), pad(rows, RowShape(2, 6), 2, PAD, 3)):
+    for batch in (*pack_unpadded(rows, PAD, answers=3), *pad(rows, PAD, answers=3)):
         ids = batch.input_ids_RL[batch.score_row_S, batch.score_column_S]
         assert ids[:3].tolist() == [6, 8, 9]  # what follows the last labeled step is not computed
         assert batch.tokens_S.tolist() == [2, 2, 2, 0, 0, 0]
@@ -171,7 +171,7 @@ def test_rows_dealt_the_largest_pairs_hold_any_smaller_ones(sizes: list[int], ro
 
 def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
     sizes = np.full(100, 120)  # 100 of a system prompt, 20 of its own
-    apart, shared = (plan_shapes(sizes, 8, max_shapes=1, shared_prefix=common)[0] for common in (0, 100))
+    apart, shared = (plan_rows(sizes, 8, max_shapes=1, shared_prefix=common).update[0] for common in (0, 100))
     assert apart.rows * apart.length >= 8 * 120
     assert shared.rows * shared.length <= 100 + 8 * 20 + 32
     prompt = [1] * 100

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.data.measure import measure
 from trl_tpu.modeling.model_shape import model_without_weights
-from trl_tpu.packing.trees import PairLengths
+from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape
 from trl_tpu.plan.compile import CompiledProgram, call_in_child, received
 from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, search, with_layers

@@ -95,7 +95,7 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
         scored({"answers": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}, 0)
         for prompt, count in zip(prompts, (8, 3), strict=True)
     ]
-    packed = pack_unpadded(rows, 0, answers=8, attention_crossover_length=1e6)
+    (packed,) = pack_unpadded(rows, 0, answers=8, attention_crossover_length=1e6)
     assert packed.input_ids_RL.size == 150 + 2 * 11  # both prompts' first 50 tokens once, too
     is_there_PK = packed.tokens_S.reshape(2, 8) > 0
     assert is_there_PK.sum(axis=1).tolist() == [8, 3]

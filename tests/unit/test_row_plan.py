@@ -87,7 +87,7 @@ def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, m
     for first in range(0, len(order) - pairs + 1, pairs):
         rows = [scored({"answers": both[index]}, 0) for index in order[first : first + pairs]]
         columns += sum(packed.input_ids_RL.size for packed in pack(rows, plan, pairs, 0))
-        unpadded += pack_unpadded(rows, 0, attention_crossover_length=6 * 1024).input_ids_RL.size
+        unpadded += pack_unpadded(rows, 0, attention_crossover_length=6 * 1024)[0].input_ids_RL.size
         real += sum(len(ids) for row in rows for ids in row.sequences)
     assert columns / real <= most_tokens
     assert unpadded / real <= 0.64

@@ -65,7 +65,7 @@ def packed_in(layout: str, model: nn.Module, pairs: Pairs) -> torch.Tensor:
     """The rewards [P, 2], put together from all micro-batches."""
     rows, plan = rows_of(pairs), LAYOUTS[layout]
     if plan is None:
-        some = [pack_unpadded(rows, PAD, attention_crossover_length=20)]
+        some = pack_unpadded(rows, PAD, attention_crossover_length=20)
     else:
         some = pack(rows, plan, len(pairs), PAD)
     return packed(model, *(each.map_tensors(torch.from_numpy) for each in some))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from trl_tpu.data.batch import DictReader, batches_in
-from trl_tpu.data.collators import DataCollatorForPreference, ForUsersCode, Table
+from trl_tpu.data.batch import batches_in
+from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
+from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.losses import Loss
 
 PAIRS = [
@@ -19,14 +20,14 @@ KEYS += " answers step_ends micro_batches comparisons input_ids_chosen attention
 
 @pytest.mark.parametrize("key", KEYS.split())
 def test_keys_of_a_users_batch_go_to_the_model(key: str) -> None:
-    batch, read = DataCollatorForPreference(0)(PAIRS), DictReader(0)
+    batch = DataCollatorForPreference(0)(PAIRS)
     added = {**batch, key: torch.zeros(len(PAIRS))}
-    (plain,), (more,) = batches_in(batch, read), batches_in(added, read)
+    (plain,), (more,) = batches_in(batch, 0), batches_in(added, 0)
     assert plain.extras == {} and more.extras == {key: added[key]}
     expected, found = plain.tensors(), more.tensors()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     rewards_SA = torch.randn(2 * len(PAIRS), 1, generator=torch.Generator().manual_seed(0))
     assert Loss().per_row(rewards_SA, more.table).tolist() == Loss().per_row(rewards_SA, plain.table).tolist()
     # keys that belong to this length would not fit longer planned ones
-    planned = ForUsersCode(lambda _: added, False, Table(), 0, lengths=(64,))(PAIRS)
+    planned = DictCollator(lambda _: added, False, ComparisonRule(), 0, lengths=(64,))(PAIRS)
     assert planned == added

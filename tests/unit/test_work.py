@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.modeling.model_shape import needed_flops, read_model
-from trl_tpu.packing.trees import PairLengths
+from trl_tpu.packing.shapes import PairLengths
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -1,101 +1,80 @@
 """One batch: rows of tokens, the positions where rewards are read, and a table of comparisons.
 
-A collator makes all micro-batches of a batch at once. Code of users that reads batches is given TRL's dict instead:
+A collator makes all micro-batches of a batch at once. A user's code that reads batches is given TRL's dict instead:
 `input_ids` and `attention_mask` [K P, L], all first answers before all second ones, and `margin` [P].
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad as pad_tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
-from ..packing.rows import TokenRows
+from ..packing.rows import Arrays, TokenRows
 from .comparisons import ComparisonRule, Comparisons, Labels, compare
+from .measure import NO_LABEL
 
 OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
 """Keys of a batch in TRL up to 0.23."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch: P rows of the data, or the part of a batch's rows that these rows of tokens hold."""
+class Batch(Arrays):
+    """One micro-batch: P rows of the data, or the part of a batch's rows that these rows of tokens hold.
+
+    It moves to a device as a tensor does: accelerate calls `to`, and a DataLoader that pins memory `pin_memory`.
+    """
 
     rows: TokenRows[Any]
     table: Comparisons[Any]
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of a batch that a user's collator made; the model is given them."""
-    is_old: bool = False
-    """Whether it came as a batch of TRL up to 0.23."""
-
-    def map_tensors(self, function: Callable[[Any], Any]) -> "Batch":
-        """Return the same batch with ``function`` of each of its own tensors."""
-        return replace(self, rows=self.rows.map_tensors(function), table=self.table.map_tensors(function))
-
-    def tensors(self) -> dict[str, Any]:
-        """Return all of its own tensors by name."""
-        return self.rows.tensors() | self.table.arrays()
 
     def is_there_P(self) -> Any:
         """Return which rows of the data are in this micro-batch, [P]."""
         return self.rows.tokens_S.reshape(-1, self.table.answers).any(-1)
 
-
-@dataclass(frozen=True)
-class MicroBatches:
-    """The micro-batches of one batch, in order. The sum of their losses is the batch's, and so are their gradients.
-
-    It moves to a device as a tensor does: accelerate calls `to`, and a DataLoader that pins memory `pin_memory`.
-    """
-
-    parts: tuple[Batch, ...]
-    """All but the last only accumulate gradients."""
-    pad_token_id: int = 0
-    """Fills rows that are padded on request."""
-
-    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatches":
-        """Return the same batch with ``function`` of each tensor."""
-        return replace(self, parts=tuple(part.map_tensors(function) for part in self.parts))
-
-    def to(self, device: Any, non_blocking: bool = False) -> "MicroBatches":
+    def to(self, device: Any, non_blocking: bool = False) -> "Batch":
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> "MicroBatches":
+    def pin_memory(self) -> "Batch":
         return self.map_tensors(torch.Tensor.pin_memory)
 
 
-_KEY = "micro_batches"
+_PARTS, _FILL = "micro_batches", "pad_token_id"
 
 
 class CollatedBatch(dict[str, Any]):
-    """What our collators return: a dict, since loaders and transformers handle dicts.
+    """A batch of our collators, which is a dict since loaders and transformers handle dicts.
 
-    `input_ids` and `attention_mask` are made on request, padded and in TRL's order, for scripts that look at a batch.
+    The sum of its micro-batches' losses is the batch's loss, and the sum of their gradients its gradient; all but the
+    last only accumulate gradients. `input_ids` and `attention_mask` are made on request, padded and in TRL's order,
+    for scripts that look at a batch.
     """
 
     @classmethod
     def of(cls, *parts: Batch, pad_token_id: int) -> "CollatedBatch":
-        return cls({_KEY: MicroBatches(parts, pad_token_id)})
+        return cls({_PARTS: parts, _FILL: pad_token_id})
 
     @property
     def parts(self) -> tuple[Batch, ...]:
-        return self[_KEY].parts
+        """The micro-batches, in order."""
+        return tuple(self[_PARTS])
 
     def __missing__(self, key: str) -> torch.Tensor:
         if key not in ("input_ids", "attention_mask"):
             raise KeyError(f"{key!r} is not in this batch, which has input_ids and attention_mask.")
-        sequences, device = _sequences(self.parts), self.parts[0].rows.input_ids_RL.device
-        fill = self[_KEY].pad_token_id if key == "input_ids" else 0
-        padded_RL = torch.full((len(sequences), max(map(len, sequences))), fill)
-        for row_L, ids in zip(padded_RL, sequences, strict=True):
-            row_L[: len(ids)] = torch.from_numpy(ids) if key == "input_ids" else 1
-        return padded_RL.to(device)
+        rows = [torch.from_numpy(ids).long() for ids in _sequences(self.parts)]
+        rows = rows if key == "input_ids" else list(map(torch.ones_like, rows))
+        padded_RL = pad_sequence(rows, batch_first=True, padding_value=self[_FILL] if key == "input_ids" else 0)
+        return padded_RL.to(self.parts[0].rows.input_ids_RL.device)
 
 
-def _sequences(parts: tuple[Batch, ...]) -> list[np.ndarray]:
+def _sequences(parts: Sequence[Batch]) -> list[np.ndarray]:
     """Return the token ids of sequences up to their last scored token, all first answers before all second ones."""
     found: dict[tuple[int, int], np.ndarray] = {}
     for part in parts:
@@ -110,35 +89,28 @@ def _sequences(parts: tuple[Batch, ...]) -> list[np.ndarray]:
     return [found[key] for key in sorted(found)]
 
 
-def batches_in(inputs: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Batch]) -> list[Batch]:
-    """Return the micro-batches of what a loader gave.
+def parts_of(inputs: Any) -> tuple[Batch, ...]:
+    """Return the micro-batches of our collators' batch, whatever became of its class; none of a batch of another's."""
+    parts: Any = inputs.get(_PARTS) if isinstance(inputs, Mapping) else None
+    is_ours = isinstance(parts, tuple | list) and all(isinstance(part, Batch) for part in parts)
+    return tuple(parts) if is_ours else ()
 
-    Args:
-        inputs: A `CollatedBatch`, whatever became of its class, or a dict of the user's making.
-        read: Reads a dict of the user's making.
-    """
-    ours = _ours(inputs)
-    return [read(inputs)] if ours is None else list(ours.parts)
+
+def batches_in(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Sequence[Batch]:
+    """Return the micro-batches of what a loader gave; a dict of the user's making is one, see `read_dict`."""
+    return parts_of(inputs) or [read_dict(inputs, pad_token_id, padding_side)]
 
 
 def apart(inputs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what a step computes at a time: each micro-batch as a batch of its own; a user's batch as it is."""
-    if (ours := _ours(inputs)) is None:
-        yield inputs
-    else:
-        yield from (CollatedBatch.of(part, pad_token_id=ours.pad_token_id) for part in ours.parts)
+    parts = parts_of(inputs)
+    yield from (CollatedBatch.of(part, pad_token_id=inputs[_FILL]) for part in parts) if parts else (inputs,)
 
 
 def tensors_in(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the tensors of what `apart` gave by name."""
-    ours = _ours(inputs)
-    return inputs if ours is None else ours.parts[0].tensors()
-
-
-def _ours(inputs: Any) -> MicroBatches | None:
-    """Return the micro-batches of our collators, if a batch, which need be no dict, is theirs."""
-    ours = inputs.get(_KEY) if isinstance(inputs, Mapping) else None
-    return ours if isinstance(ours, MicroBatches) else None
+    parts = parts_of(inputs)
+    return parts[0].tensors() if parts else inputs
 
 
 # ---- TRL's dict
@@ -147,68 +119,68 @@ TABLE = "trl_tpu_comparisons"
 """Key of a `Batch` without tokens in a padded batch whose comparisons TRL's keys do not tell; at first of None."""
 
 
-@dataclass(frozen=True)
-class DictReader:
-    """Reads padded batches in TRL's form, of today and up to 0.23: made by a user's collator, or for a user's code.
+def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Batch:
+    """Read a padded batch in TRL's form, of today or up to 0.23: made by a user's collator, or for a user's code.
+
+    Every key but TRL's own belongs to the user or the model.
 
     Args:
-        pad_token_id: Fills rows of the old form up to a common length.
-        padding_side: Where its halves are padded.
+        pad_token_id, padding_side: Pad the halves of the old form to a common length.
+
+    Raises:
+        UserError: The batch has lost its labels.
     """
-
-    pad_token_id: int
-    padding_side: str = "right"
-
-    def __call__(self, inputs: Mapping[str, Any]) -> Batch:
-        """Return the batch. Every key but TRL's own belongs to the user or the model."""
-        is_old = "input_ids" not in inputs
-        tokens = self._joined(inputs) if is_old else {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        input_ids_RL, mask_RL = tokens["input_ids"], tokens["attention_mask"]
-        table, own = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
-        if TABLE in inputs and table is None:
-            raise UserError(
-                "The data has grades or `chosen_probability`, which a batch of `trainer.data_collator` does not hold. "
-                "Take batches from `trainer.get_train_dataloader()` or `get_eval_dataloader()`."
-            )
-        if not isinstance(table, Batch):
-            table = _pairs(len(input_ids_RL) // 2, input_ids_RL.device, mask_RL, inputs.get("margin"))
-        elif table.table.has_baseline:
-            own |= {"labels"}  # by which the model would compute a loss of its own
-        extras = {key: value for key, value in inputs.items() if key not in own and not isinstance(value, Batch)}
-        extras = {} if is_old else extras  # which went nowhere in TRL up to 0.23
-        rows = replace(table.rows, input_ids_RL=input_ids_RL, attention_mask_RL=mask_RL)
-        return replace(table, rows=rows, extras=extras, is_old=is_old)
-
-    def _joined(self, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return both halves of an old batch in rows of one length, each row's text at the end where it was."""
-        length = max(inputs[f"input_ids_{half}"].shape[1] for half in ("chosen", "rejected"))
-        fills = {"input_ids": self.pad_token_id, "attention_mask": 0}
-        return {
-            key: torch.cat(
-                [lengthen(inputs[f"{key}_{half}"], length, fill, self.padding_side) for half in ("chosen", "rejected")]
-            )
-            for key, fill in fills.items()
-        }
+    is_old = "input_ids" not in inputs
+    tokens = {name: inputs[name] for name in (OLD_KEYS if is_old else ("input_ids", "attention_mask"))}
+    if is_old:
+        length = max(tensor.shape[1] for tensor in tokens.values())
+        halves = list(lengthen(tokens, length, pad_token_id, padding_side).values())
+        input_ids_RL, mask_RL = torch.cat(halves[::2]), torch.cat(halves[1::2])
+    else:
+        input_ids_RL, mask_RL = tokens.values()
+    batch, own = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
+    if TABLE in inputs and batch is None:
+        raise UserError(
+            "The data has grades or `chosen_probability`, which a batch of `trainer.data_collator` does not hold. "
+            "Take batches from `trainer.get_train_dataloader()` or `get_eval_dataloader()`."
+        )
+    if not isinstance(batch, Batch):
+        batch = batch_of_pairs(len(input_ids_RL) // 2, input_ids_RL.device, mask_RL, inputs.get("margin"))
+    elif batch.table.has_baseline:
+        own |= {"labels"}  # by which the model would compute a loss of its own
+    # in TRL up to 0.23 other keys went nowhere
+    extras = {} if is_old else {key: value for key, value in inputs.items() if key not in own}
+    rows = replace(batch.rows, input_ids_RL=input_ids_RL, attention_mask_RL=mask_RL)
+    return replace(batch, rows=rows, extras=extras)
 
 
-def lengthen(rows_RL: torch.Tensor, length: int, fill: int, padding_side: str) -> torch.Tensor:
-    """Pad the second dimension of ``rows_RL`` with ``fill`` up to ``length``."""
-    missing = length - rows_RL.shape[1]
-    return pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
+def lengthen(
+    tensors: Mapping[str, torch.Tensor], length: int, pad_token_id: int, padding_side: str
+) -> dict[str, torch.Tensor]:
+    """Pad token ids, attention masks and labels of tokens up to ``length``."""
+    longer = {}
+    for name, rows_RL in tensors.items():
+        fill = pad_token_id if name.startswith("input_ids") else NO_LABEL if name == "labels" else 0
+        missing = length - rows_RL.shape[1]
+        longer[name] = pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
+    return longer
 
 
-def unread_pairs(count: int, device: torch.device) -> Batch:
-    """Return the table of ``count`` pairs in a batch of the user's own making."""
-    return _pairs(count, device, torch.ones(2 * count, 1, device=device), None)
+def batch_of_pairs(
+    count: int, device: torch.device, mask_RL: torch.Tensor | None = None, margin_P: torch.Tensor | None = None
+) -> Batch:
+    """Return pairs, without their tokens, whose chosen sequences are in the first rows of a padded batch.
 
-
-def _pairs(count: int, device: torch.device, mask_RL: torch.Tensor, margin_P: torch.Tensor | None) -> Batch:
-    """Return the table of ``count`` pairs whose chosen sequences are in the first rows."""
+    Args:
+        mask_RL: The attention mask; by default the sequences' lengths are not known.
+        margin_P: Target margins.
+    """
     grade_P12 = np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1))
     table = compare(Labels(grade_P12), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
     if margin_P is not None:
         table = replace(table, margin_C=margin_P.float().view(count))
     row_S = by_answer(count, 2).to(device)
+    mask_RL = torch.ones(2 * count, 1, device=device) if mask_RL is None else mask_RL
     tokens_S = mask_RL.sum(-1, dtype=torch.int32)[row_S]
     return Batch(TokenRows(None, row_S.int(), tokens_S - 1, tokens_S), table)
 

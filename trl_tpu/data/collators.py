@@ -14,15 +14,16 @@ from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
 from ..errors import UserError
-from ..packing.pack import Scored, last_scored, pack, pack_unpadded, pad
+from ..packing.pack import Scored, last_scored
 from ..packing.rows import TokenRows
-from ..packing.shapes import RowPlan, RowShape, round_up
-from .batch import OLD_KEYS, TABLE, Batch, CollatedBatch, by_answer, lengthen
-from .comparisons import ComparisonRule, Comparisons, Labels, compare
+from ..packing.shapes import round_up
+from .batch import OLD_KEYS, TABLE, Batch, CollatedBatch, lengthen
+from .comparisons import ComparisonRule
 from .measure import NO_LABEL, PAIR, form_of, read_row
 
 Example = Mapping[str, Any]
 Collate = Callable[[list[Any]], dict[str, Any]]
+LayOut = Callable[..., list[TokenRows[np.ndarray]]]
 
 
 def old_columns(row: Example) -> Example:
@@ -51,25 +52,6 @@ def scored(row: Example, pad_token_id: int) -> Scored:
 
 
 @dataclass(frozen=True)
-class Table:
-    """What makes the table of comparisons of a batch's rows.
-
-    Args:
-        rule: Settings of the loss.
-        answers: K, the most answers or steps of a row.
-        attributes: A; 0 where `grades` are of no attribute.
-    """
-
-    rule: ComparisonRule = ComparisonRule()
-    answers: int = 2
-    attributes: int = 0
-
-    def of(self, examples: Sequence[Example], rows: int | None = None) -> Comparisons[np.ndarray]:
-        """Compare the rewards of examples, in a table for as many ``rows``."""
-        return compare(Labels.of(examples, self.answers, self.attributes), self.rule, rows)
-
-
-@dataclass(frozen=True)
 class Part:
     """The examples of a batch that one of several processes computes.
 
@@ -87,102 +69,51 @@ class Part:
         """Return this process's examples, in the order of the batch; there may be none."""
         return list(examples[self.index * self.pairs :][: self.pairs])
 
+    def batch(
+        self, tokens: TokenRows[np.ndarray], own: Sequence[Example], every: Sequence[Example], rule: ComparisonRule
+    ) -> Batch:
+        """Return a micro-batch in which only those rewards count that ``tokens`` has.
 
-@dataclass(frozen=True)
-class PlannedRows:
-    """Packs batches into rows of planned shapes, each shared prefix once.
-
-    Args:
-        plan: From `plan_rows`.
-        pairs: P, over all processes, which take the rows of a batch and not its pairs.
-        pad_token_id: Fills what rows have left.
-        table: Compares rewards.
-        expands: Whether attention reads rows of whole sequences: see `trl_tpu.packing.rows`.
-        part: Index of this process, and how many there are.
-    """
-
-    plan: RowPlan
-    pairs: int
-    pad_token_id: int
-    table: Table = Table()
-    expands: bool = False
-    part: tuple[int, int] = (0, 1)
-
-    def __call__(self, examples: Sequence[Example]) -> CollatedBatch:
-        examples = list(map(read_row, examples))
-        rows = [scored(row, self.pad_token_id) for row in examples]
-        settings = self.plan, self.pairs, self.pad_token_id, self.table.answers, self.expands, self.part
-        table = self.table.of(examples, self.pairs)
-        table = replace(table, weight_sum_1=table.weight_sum_1 / np.float32(self.part[1]))
-        parts = [Batch(each, table.among(Batch(each, table).is_there_P())) for each in pack(rows, *settings)]
-        return CollatedBatch.of(
-            *(part.map_tensors(torch.from_numpy) for part in parts), pad_token_id=self.pad_token_id
-        )
+        Args:
+            tokens: Rows of tokens of this process.
+            own: Its rows of the data, at least one.
+            every: Those of all processes, whose weights it is given its share of.
+            rule: Compares rewards.
+        """
+        batch = Batch(tokens, rule.table(own, self.pairs))
+        share = rule.table(every).weight_sum_1 / np.float32(self.count)
+        table = replace(batch.table.among(batch.is_there_P()), weight_sum_1=share)
+        return replace(batch, table=table).map_tensors(torch.from_numpy)
 
 
 @dataclass(frozen=True)
-class OwnRows:
-    """Makes one micro-batch of a process's own part of a batch: packed without padding, or padded.
+class BatchCollator:
+    """Makes our own batches, packed or padded.
 
     Args:
-        lay_out: Writes rows of tokens, given the rows of the data and P.
-        pad_token_id: By which the last scored token is found.
-        table: Compares rewards.
-        part: The process's part; None if the examples are its own, and all of them.
+        lay_out: Writes rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
+        pad_token_id: Fills rows. A sequence is scored at its last other token.
+        rule: Compares rewards.
+        part: The process's part; None if the examples are its own, and all of them. Where processes share the rows of
+            tokens that one batch is packed into, each has all examples as its own.
     """
 
-    lay_out: Callable[[Sequence[Scored], int], TokenRows[np.ndarray]]
+    lay_out: LayOut
     pad_token_id: int
-    table: Table = Table()
+    rule: ComparisonRule = ComparisonRule()
     part: Part | None = None
 
     def __call__(self, examples: Sequence[Example], real: int | None = None) -> CollatedBatch:
         """Make the batch; of examples after the first ``real`` ones nothing is computed."""
-        examples = list(map(read_row, examples))
-        part = self.part or Part(len(examples))
-        weights = self.table.of(examples[:real] or examples[:1]).weight_sum_1 / np.float32(part.count)
-        own = part.of(examples[:real]) if self.part else list(examples[:real])
-        table = replace(self.table.of(own or examples[:1], part.pairs), weight_sum_1=weights)
-        rows = self.lay_out([scored(row, self.pad_token_id) for row in own or examples[:1]], part.pairs)
+        part, rows = self.part or Part(len(examples)), list(map(read_row, examples))
+        every = rows[:real]
+        own = part.of(every)
+        settings = {"pad_token_id": self.pad_token_id, "most_pairs": part.pairs, "answers": self.rule.answers}
+        laid_out = self.lay_out([scored(row, self.pad_token_id) for row in own or rows[:1]], **settings)
         if not own:  # a process with nothing to do computes a row of which nothing counts
-            rows, table = replace(rows, tokens_S=0 * rows.tokens_S), table.among(np.zeros(part.pairs, bool))
-        return CollatedBatch.of(Batch(rows, table).map_tensors(torch.from_numpy), pad_token_id=self.pad_token_id)
-
-
-@dataclass(frozen=True)
-class Unpadded:
-    """Lays out one packed row without padding, for devices that take any shape."""
-
-    pad_token_id: int
-    answers: int
-    attention_crossover_length: float
-
-    def __call__(self, rows: Sequence[Scored], pairs: int) -> TokenRows[np.ndarray]:
-        return pack_unpadded(rows, self.pad_token_id, pairs, self.answers, self.attention_crossover_length)
-
-
-@dataclass(frozen=True)
-class Padded:
-    """Lays out a row for each sequence.
-
-    Args:
-        lengths: Planned lengths, ascending: rows get the shortest that fits, else the longest sequence's, and a batch
-            always has its most rows. None keeps the number of sequences, too.
-        rows_per_pair: Most sequences of a row of the data.
-        multiple: Of lengths that are not planned.
-    """
-
-    pad_token_id: int
-    answers: int
-    rows_per_pair: int
-    lengths: tuple[int, ...] | None = None
-    multiple: int = 1
-
-    def __call__(self, rows: Sequence[Scored], pairs: int) -> TokenRows[np.ndarray]:
-        longest = max(len(ids) for row in rows for ids in row.sequences)
-        length = next((each for each in self.lengths or () if each >= longest), round_up(longest, self.multiple))
-        count = sum(len(row.sequences) for row in rows) if self.lengths is None else pairs * self.rows_per_pair
-        return pad(rows, RowShape(count, length), pairs, self.pad_token_id, self.answers)
+            laid_out = [replace(tokens, tokens_S=0 * tokens.tokens_S) for tokens in laid_out]
+        parts = (part.batch(tokens, own or rows[:1], every or rows[:1], self.rule) for tokens in laid_out)
+        return CollatedBatch.of(*parts, pad_token_id=self.pad_token_id)
 
 
 # ---- TRL's dict
@@ -271,22 +202,22 @@ class RewardDataCollatorWithPadding:
 
 
 @dataclass(frozen=True)
-class ForUsersCode:
-    """Makes padded batches in TRL's form, by TRL's collator or a user's, for code of the user's that reads them.
+class DictCollator:
+    """Makes padded batches in TRL's form, by TRL's collator or a user's, for a user's code that reads them.
 
     Args:
         collate: Examples in TRL's columns -> TRL's dict.
         is_old: Whether ``collate`` reads the columns of TRL up to 0.23.
-        table: Compares rewards, where TRL's keys do not say which.
+        rule: Compares rewards, where TRL's keys do not say which.
         pad_token_id: Fills token ids.
         padding_side: Where ``collate`` pads.
-        lengths: Planned lengths, as in `Padded`.
-        part: As in `OwnRows`.
+        lengths: Planned lengths, as in `pad`.
+        part: As in `BatchCollator`.
     """
 
     collate: Collate
     is_old: bool
-    table: Table
+    rule: ComparisonRule
     pad_token_id: int
     padding_side: str = "right"
     lengths: tuple[int, ...] | None = None
@@ -294,55 +225,43 @@ class ForUsersCode:
 
     def __call__(self, examples: Sequence[Example], real: int | None = None) -> dict[str, Any]:
         """Make the batch; examples after the first ``real`` ones do not count."""
-        part = self.part or Part(len(examples))
-        own = part.of(examples[:real]) if self.part else list(examples[:real])
-        filled = [*own, *[examples[0]] * (part.pairs - len(own))]
+        part, rows = self.part or Part(len(examples)), list(map(read_row, examples))
+        own = part.of(rows[:real])
+        filled = part.of(examples[:real]) + [examples[0]] * (part.pairs - len(own))
         batch = dict(self.collate([*map(old_columns, filled)] if self.is_old else filled))
-        rows, own = list(map(read_row, examples)), list(map(read_row, own))
-        is_told = are_told(rows[0])
         is_short = len(own) < part.pairs or len(examples) < part.pairs * part.count
-        if (is_told or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
-            batch[TABLE] = self._table(batch, rows[:real] or rows[:1], own, part).map_tensors(torch.from_numpy)
+        if (are_told(rows[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
+            tokens = self._positions(batch, own, part.pairs)
+            batch[TABLE] = part.batch(tokens, own or rows[:1], rows[:real] or rows[:1], self.rule)
         return self._lengthened(batch, "step_ends" in rows[0])
 
-    def _table(self, batch: Mapping[str, Any], examples: Sequence[Example], own: list[Example], part: Part) -> Batch:
-        weights = self.table.of(examples).weight_sum_1 / np.float32(part.count)
-        table = self.table.of(own or examples[:1], part.pairs).among(np.arange(part.pairs) < len(own))
-        answers, tokens_SP = self.table.answers, np.zeros((part.pairs, self.table.answers), np.int32)
-        row_S = by_answer(part.pairs, answers).numpy().astype(np.int32)
-        column_SP = np.zeros_like(tokens_SP)
-        if "step_ends" in examples[0]:
-            row_S = np.arange(part.pairs, dtype=np.int32).repeat(answers)
-        for place, row in enumerate(own):
-            if "step_ends" in row:
-                ends = (batch["labels"][place] != NO_LABEL).nonzero().flatten().numpy()
-                column_SP[place, : len(ends)] = ends
-                tokens_SP[place, : len(ends)] = np.diff([0, *(ends[:-1] + 1), len(row["answers"][0])])[: len(ends)]
+    def _positions(self, batch: Mapping[str, Any], rows: Sequence[Example], pairs: int) -> TokenRows[np.ndarray]:
+        """Return where the rewards of a process's rows are read in TRL's order, without the tokens."""
+        row_PK, column_PK, tokens_PK = np.zeros((3, pairs, self.rule.answers), np.int32)
+        for place, row in enumerate(rows):
+            if "answers" in row:
+                lengths = np.concatenate(scored(row, self.pad_token_id).tokens)
+            elif "attention_mask" in batch:  # the user's own columns
+                lengths = batch["attention_mask"][place::pairs].sum(-1).numpy()
             else:
-                lengths = _lengths(batch, row, place, part.pairs)
-                tokens_SP[place, : len(lengths)], column_SP[place, : len(lengths)] = lengths, lengths - 1
-        rows = TokenRows(None, row_S, column_SP.ravel(), tokens_SP.ravel())
-        return Batch(rows, replace(table, weight_sum_1=weights))
+                lengths = np.array([batch[key][place].sum().item() for key in OLD_KEYS[1::2]])
+            here = place, slice(len(lengths))
+            row_PK[here], column_PK[here] = place + pairs * np.arange(len(lengths)), lengths - 1
+            if "step_ends" in row:
+                row_PK[here], column_PK[here] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
+            tokens_PK[here] = lengths
+        no_tokens: Any = None
+        return TokenRows(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel())
 
     def _lengthened(self, batch: dict[str, Any], has_steps: bool) -> dict[str, Any]:
         """Pad to the shortest planned length that fits; a batch longer than all keeps its own length.
 
-        So does one with keys of a user's, which may be as long.
+        A batch with keys of a user's keeps its length too: they may be as long.
         """
-        names = ("input_ids", "attention_mask") if "input_ids" in batch else OLD_KEYS
-        fills = {key: self.pad_token_id if key.startswith("input_ids") else 0 for key in names if key in batch}
-        fills |= {"labels": NO_LABEL} if has_steps and "labels" in batch else {}
-        if not batch.keys() <= {*fills, TABLE, "margin", "return_loss"}:
+        names = [*(("input_ids", "attention_mask") if "input_ids" in batch else OLD_KEYS), *["labels"] * has_steps]
+        tensors = {name: batch[name] for name in names if name in batch}
+        if not batch.keys() <= {*tensors, TABLE, "margin", "return_loss"}:
             return batch
-        longest = max((batch[key].shape[1] for key in fills), default=0)
+        longest = max((tensor.shape[1] for tensor in tensors.values()), default=0)
         length = next((length for length in self.lengths or () if length >= longest), longest)
-        return batch | {key: lengthen(batch[key], length, fill, self.padding_side) for key, fill in fills.items()}
-
-
-def _lengths(batch: Mapping[str, Any], row: Example, place: int, pairs: int) -> np.ndarray:
-    """Return the length of each answer of a row, from its token ids or, in columns of a user's, from the batch."""
-    if "answers" in row:
-        return np.array([len(ids) for ids in row["answers"]])
-    if "attention_mask" in batch:
-        return batch["attention_mask"][place::pairs].sum(-1).numpy()
-    return np.array([batch[key][place].sum().item() for key in OLD_KEYS[1::2]])
+        return batch | lengthen(tensors, length, self.pad_token_id, self.padding_side)

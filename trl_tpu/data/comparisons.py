@@ -15,14 +15,15 @@ Letters: P rows of a batch, K answers or steps of a row, A attributes, G = P A r
 S = P K scored positions, C = G M comparisons.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 
 import numpy as np
 import torch
 
-Array = TypeVar("Array")  # numpy's in a collator, torch's afterwards
+from ..packing.rows import Array, Arrays
+
 Row = Mapping[str, Any]
 
 
@@ -35,12 +36,20 @@ class ComparisonRule:
         counts_comparisons: Whether each comparison counts once in the mean, instead of each row.
         margin_scale: The target margin is this times the difference of the grades; None asks for no margin.
         attribute_weights: Weight of each attribute's loss; None weighs them alike.
+        answers: K, the most answers or steps of a row.
+        attributes: A; 0 where `grades` are of no attribute.
     """
 
     learns_ties: bool = False
     counts_comparisons: bool = False
     margin_scale: float | None = None
     attribute_weights: Sequence[float] | None = None
+    answers: int = 2
+    attributes: int = 0
+
+    def table(self, rows: Sequence[Row], count: int | None = None) -> "Comparisons[np.ndarray]":
+        """Compare the rewards of prepared rows, in a table for ``count`` rows."""
+        return compare(Labels.of(rows, self.answers, self.attributes), self, count)
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,7 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class Comparisons(Generic[Array]):
+class Comparisons(Arrays, Generic[Array]):
     """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
 
     Rewards are numbered row by row, answer by answer, attribute by attribute: ``(p K + k) A + a``. Number -1 is the
@@ -114,15 +123,6 @@ class Comparisons(Generic[Array]):
     are_rankings: bool = False
     has_baseline: bool = False
     """As in `Labels`."""
-
-    def arrays(self) -> dict[str, Array]:
-        """Return the arrays by name."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in named.items() if hasattr(value, "dtype")}
-
-    def map_tensors(self, function: Callable[[Any], Any]) -> "Comparisons[Any]":
-        """Return the same table with ``function`` of each array."""
-        return replace(self, **{name: function(value) for name, value in self.arrays().items()})
 
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
         """Return the same table without the comparisons of rows that are elsewhere (numpy only)."""

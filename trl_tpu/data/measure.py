@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from torch.utils.data import Sampler
 
-from ..packing.trees import PairLengths
+from ..packing.shapes import PairLengths
 
 logger = logging.getLogger(__name__)
 

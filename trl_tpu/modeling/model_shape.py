@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..data.measure import measure
-from ..packing.trees import PairLengths
+from ..packing.shapes import PairLengths
 from ..parallel.sharding_plan import bare_name
 from .outputs import Outputs
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
 from ..data.batch import Batch
-from ..data.collators import DataCollatorForPreference, OwnRows, Padded, PlannedRows, Unpadded
+from ..data.collators import BatchCollator, DataCollatorForPreference
+from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import RowPlan, RowShape
 from .adapters import without_adapters
 from .outputs import find_score_head
@@ -166,9 +167,9 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
     attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
     plan = RowPlan((RowShape(2, 32),))
     layouts = (
-        OwnRows(Padded(pad_token_id, 2, 2), pad_token_id),
-        PlannedRows(plan, len(examples), pad_token_id),
-        OwnRows(Unpadded(pad_token_id, 2, attention_crossover_length=100), pad_token_id),
+        BatchCollator(pad, pad_token_id),
+        BatchCollator(partial(pack, plan=plan), pad_token_id),
+        BatchCollator(partial(pack_unpadded, attention_crossover_length=100), pad_token_id),
     )
     padded: dict[str, torch.Tensor] = {}
     try:

@@ -17,8 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import CompileableContextVar
 
 from ..errors import UserError
-from ..packing.rows import TokenRows
-from ..packing.trees import Tail, Tree
+from ..packing.rows import Tail, TokenRows, Tree
 from ..runtime.base import einsum
 from .outputs import find_score_head
 

@@ -1,11 +1,11 @@
 """Packs the sequences of one batch into rows that hold every shared prefix once. numpy only.
 
 `pack` writes rows of a few planned shapes, for a device that compiles each; `pack_unpadded` writes one row without
-padding, for a device that takes any shape.
+padding, for a device that takes any shape; `pad` writes a row for each sequence.
 
 The sequences of a row form a trie. Written depth first, with the sequences in lexicographic order, each sequence adds
 the tokens that its predecessor does not share, so a pair becomes ``prefix | one tail | other tail``, and pairs that
-share their prompt, or only a system prompt, share its tokens too. What is said of pairs holds for prompts with more
+share their prompt, or only a system prompt, share its tokens too. The same holds for prompts with more than two
 answers. A position id is the depth in the trie, which is the token's index in its own sequence. One integer per token
 says which tokens attend to it: ``subtree_end[k]`` is the column where the tokens that continue k's text end, and the
 token in column q attends to the one in k exactly when ``k <= q < subtree_end[k]``. That also isolates pairs that only
@@ -23,14 +23,15 @@ another), R rows, L length of a row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import UserError
-from .rows import TokenRows, expand_rows
-from .shapes import RowPlan, RowShape, Schedule, zigzag
-from .trees import common_prefixes, lay_out, tree_sizes
+from .rows import Tail, TokenRows, Tree, expand_rows
+from .shapes import RowPlan, RowShape, Schedule, round_up, zigzag
+
+Rows = list[TokenRows[np.ndarray]]
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
@@ -44,6 +45,15 @@ class Scored(NamedTuple):
     at: list[np.ndarray]
     """For each sequence the indices of its scored tokens, ascending."""
 
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """For each sequence the tokens that each of its rewards adds to those before it.
+
+        The last reward of a sequence adds the rest of it, even what follows its scored token.
+        """
+        pairs = zip(self.sequences, self.at, strict=True)
+        return [np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)] for ids, at in pairs]
+
 
 def pack(
     rows: Sequence[Scored],
@@ -53,7 +63,7 @@ def pack(
     answers: int = 2,
     expands: bool = False,
     part: tuple[int, int] = (0, 1),
-) -> list[TokenRows[np.ndarray]]:
+) -> Rows:
     """Pack one batch by the cheapest schedule of ``plan`` that holds it.
 
     Args:
@@ -72,15 +82,14 @@ def pack(
     Raises:
         UserError: If a pair is longer than the longest row, there are too many, or the batch fits no shape.
     """
-    batch = _Batch.read(rows, most_pairs, answers, pad_token_id)
-    schedule, rows_P = _choose(batch, plan, expands)
-    (index, count), micro_batches, before = part, [], 0
+    batch = _Batch.cut(rows, most_pairs, pad_token_id, answers)
+    schedule, row_P = _choose(batch, plan, expands)
+    (index, count), micro_batches, before = part, Rows(), 0
     for shape in schedule:
         own = RowShape(shape.rows // count, shape.length)
-        first = before + index * own.rows
-        here_P = (first <= rows_P) & (rows_P < first + own.rows)
-        trees_P = np.where(here_P, rows_P - first, -1)  # one tree a row; pairs in tree -1 are elsewhere
-        written = batch.written(trees_P[batch.pair_D], np.arange(own.rows), own)
+        row_D = row_P[batch.pair_D] - before - index * own.rows
+        row_D[row_D >= own.rows] = -1
+        written = batch.written(row_D, row_D, own)  # one tree a row
         micro_batches.append(replace(written, trees=None, expansion=expand_rows(written) if expands else None))
         before += shape.rows
     return micro_batches
@@ -92,77 +101,62 @@ def pack_unpadded(
     most_pairs: int | None = None,
     answers: int = 2,
     attention_crossover_length: float = 4096,
-) -> TokenRows[np.ndarray]:
+) -> Rows:
     """Pack one batch into a single row without padding, tree after tree.
 
-    Attention can then be computed tree by tree. Sequences are in one tree where sharing saves more than attention over
-    the larger tree costs.
+    Attention can then be computed tree by tree. Neighbors in lexicographic order share a tree where sharing saves more
+    than attention over the larger tree costs.
 
     Args:
         rows, pad_token_id, answers: As in `pack`.
         most_pairs: P; by default as many as there are.
         attention_crossover_length: The length at which attention costs as much as everything else.
     """
-    batch = _Batch.read(rows, most_pairs or len(rows), answers, pad_token_id)
-    trees_D = _grow_trees(batch, attention_crossover_length)
-    return batch.written(trees_D, np.zeros(len(trees_D), int), RowShape(1, batch.tokens_in(trees_D)))
+
+    def work(size: int) -> float:
+        return size * (1 + size / attention_crossover_length)
+
+    batch = _Batch.cut(rows, most_pairs or len(rows), pad_token_id, answers)
+    tree_D = np.zeros(len(batch.ids), np.int64)
+    tree, size, length, before = -1, 0, 0, 0
+    for index in batch.order.tolist():
+        added = len(batch.ids[index])
+        together = size + added - int(batch.prefix_DD[before, index])
+        if tree >= 0 and work(together) < work(size) + work(added):
+            length, size = length + together - size, together
+        else:
+            length, size, tree = length + added, added, tree + 1
+        tree_D[index], before = tree, index
+    return [batch.written(np.zeros_like(tree_D), tree_D, RowShape(1, length))]
 
 
 def pad(
-    rows: Sequence[Scored], shape: RowShape, most_pairs: int, pad_token_id: int, answers: int = 2
-) -> TokenRows[np.ndarray]:
+    rows: Sequence[Scored],
+    pad_token_id: int,
+    most_pairs: int | None = None,
+    answers: int = 2,
+    lengths: tuple[int, ...] | None = None,
+    multiple: int = 1,
+) -> Rows:
     """Write each sequence into a row of its own, padded on the right.
 
     Args:
         rows, pad_token_id, answers: As in `pack`.
-        shape: Of the rows, which may be more than there are sequences.
-        most_pairs: P.
+        most_pairs: P; by default as many as there are.
+        lengths: Planned lengths, ascending: rows get the shortest that fits, else the longest sequence's, and there
+            are always as many rows as P pairs can have. None keeps the number of sequences, too.
+        multiple: Of lengths that are not planned.
     """
-    sequences = [ids for row in rows for ids in row.sequences]
-    input_ids_RL = np.full((shape.rows, shape.length), pad_token_id, np.int32)
-    lengths_R = np.ones(shape.rows, np.int32)  # a row in which all is masked could become NaN
-    for place, ids in enumerate(sequences):
-        input_ids_RL[place, : len(ids)] = ids
-        lengths_R[place] = len(ids)
-    columns, rows_D = [at for row in rows for at in row.at], np.arange(len(sequences))
-    scores: dict[str, Any] = _score_table(rows, columns, rows_D, rows_D >= 0, most_pairs, answers)
-    return TokenRows(
-        input_ids_RL,
-        **scores,
-        attention_mask_RL=(np.arange(shape.length) < lengths_R[:, None]).astype(np.int32),
-    )
-
-
-def _score_table(
-    rows: Sequence[Scored],
-    columns: Sequence[np.ndarray],
-    row_D: np.ndarray,
-    here_D: np.ndarray,
-    most_pairs: int,
-    answers: int,
-) -> dict[str, np.ndarray]:
-    """Return `score_row_S`, `score_column_S` and `tokens_S`, with zeros for sequences that are not in these rows.
-
-    Args:
-        columns: Of the scored tokens of each sequence.
-        row_D: The row of each sequence.
-        here_D: Which sequences are in these rows.
-    """
-    table_3PK = np.zeros((3, most_pairs, answers), np.int32)
-    sequence = 0
-    for pair, row in enumerate(rows):
-        place = 0
-        for ids, at in zip(*row, strict=True):
-            if here_D[sequence]:
-                stop = place + len(at)
-                table_3PK[0, pair, place:stop] = row_D[sequence]
-                table_3PK[1, pair, place:stop] = columns[sequence]
-                # the last reward of a sequence adds the rest of it, even what follows its scored token
-                table_3PK[2, pair, place:stop] = np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)]
-                place = stop
-            sequence += 1
-    names = ("score_row_S", "score_column_S", "tokens_S")
-    return dict(zip(names, table_3PK.reshape(3, -1), strict=True))
+    ids, at = ([each for row in rows for each in row[field]] for field in (0, 1))
+    longest, pairs = max(map(len, ids)), most_pairs or len(rows)
+    length = next((each for each in lengths or () if each >= longest), round_up(longest, multiple))
+    per_pair = answers if any(len(row.sequences) > 1 for row in rows) else 1  # the steps of a solution are one row
+    shape = RowShape(len(ids) if lengths is None else pairs * per_pair, length)
+    row_D, length_R = np.arange(len(ids)), np.ones(shape.rows, np.int32)  # rows without a token could become NaN
+    length_R[: len(ids)] = list(map(len, ids))
+    written = _Batch(rows, ids, at, (pairs, answers), row_D, np.empty(0), pad_token_id).written(row_D, row_D, shape)
+    mask_RL = (np.arange(length) < length_R[:, None]).astype(np.int32)
+    return [replace(written, attention_mask_RL=mask_RL, position_ids_RL=None, subtree_end_RL=None, trees=None)]
 
 
 @dataclass(frozen=True)
@@ -170,10 +164,10 @@ class _Batch:
     """The sequences of a batch, those of a pair one after another, and what any two of them share."""
 
     rows: Sequence[Scored]
-    sequences: list[np.ndarray]
-    """Up to the last scored token: later tokens cannot influence a reward."""
-    firsts_P: np.ndarray
-    """The first sequence of each pair."""
+    ids: list[np.ndarray]
+    """Of each sequence what is written of it."""
+    at: list[np.ndarray]
+    """The indices of its scored tokens."""
     shape: tuple[int, int]
     """P and K."""
     order: np.ndarray
@@ -181,58 +175,141 @@ class _Batch:
     pad_token_id: int
 
     @classmethod
-    def read(cls, rows: Sequence[Scored], most_pairs: int, answers: int, pad_token_id: int) -> "_Batch":
-        if len(rows) > most_pairs:
+    def cut(cls, rows: Sequence[Scored], most_pairs: int, pad_token_id: int, answers: int) -> "_Batch":
+        """Read sequences up to their last scored tokens: later tokens cannot influence a reward."""
+        if len(rows) > most_pairs:  # numpy would leave the last ones out
             raise UserError(f"A batch has at most {most_pairs} pairs, as its shapes were planned; got {len(rows)}.")
-        sequences = [ids[: at[-1] + 1] if len(at) else ids[:1] for row in rows for ids, at in zip(*row, strict=True)]
-        firsts_P = np.cumsum([0, *(len(row.sequences) for row in rows)])[:-1]
-        order, prefix_DD = common_prefixes(sequences)
-        return cls(rows, sequences, firsts_P, (most_pairs, answers), order, prefix_DD, pad_token_id)
+        at = [each for row in rows for each in row.at]
+        whole = [ids for row in rows for ids in row.sequences]
+        ids = [each[: indices[-1] + 1] if len(indices) else each[:1] for each, indices in zip(whole, at, strict=True)]
+        return cls(rows, ids, at, (most_pairs, answers), *common_prefixes(ids), pad_token_id)
 
     @property
     def pair_D(self) -> np.ndarray:
         """The pair of each sequence."""
-        return np.searchsorted(self.firsts_P, np.arange(len(self.sequences)), side="right") - 1
+        return np.repeat(np.arange(len(self.rows)), [len(row.sequences) for row in self.rows])
 
-    @property
-    def lengths_D(self) -> np.ndarray:
-        return np.array([len(ids) for ids in self.sequences])
+    def written(self, row_D: np.ndarray, tree_D: np.ndarray, shape: RowShape) -> TokenRows[np.ndarray]:
+        """Write sequences into rows of ``shape``, depth first, tree after tree.
 
-    def tokens_in(self, trees_D: np.ndarray) -> int:
-        """Return how many tokens the sequences have in these trees, each of which has neighbors in the order."""
-        one_D, next_D = self.order[:-1], self.order[1:]
-        shared_D = np.where(trees_D[one_D] == trees_D[next_D], self.prefix_DD[one_D, next_D], 0)
-        return int(self.lengths_D.sum() - shared_D.sum())
+        Args:
+            row_D: The row of each sequence; -1 leaves it out.
+            tree_D: Its tree. Trees of one row have consecutive numbers, and rows ascend with them.
+            shape: Of the rows.
+        """
+        columns = np.arange(max(shape.length, max(map(len, self.ids))), dtype=np.int32)
+        input_ids_RL = np.full((shape.rows, shape.length), self.pad_token_id, np.int32)
+        position_ids_RL = np.zeros((shape.rows, shape.length), np.int32)
+        subtree_end_RL = np.tile(columns[: shape.length] + 1, (shape.rows, 1))
+        scores_3S = np.zeros((3, self.shape[0] * self.shape[1]), np.int32)
+        tokens, pair_D, count_D = [n for row in self.rows for n in row.tokens], self.pair_D, list(map(len, self.at))
+        before_D = np.cumsum(count_D) - count_D
+        slot_D = pair_D * self.shape[1] + before_D - before_D[np.searchsorted(pair_D, pair_D)]  # of first rewards
 
-    def written(self, trees_D: np.ndarray, row_of_tree: np.ndarray, shape: RowShape) -> TokenRows[np.ndarray]:
-        """Write each tree's sequences into its row of ``shape``; those in tree -1 are elsewhere."""
-        at = [each for row in self.rows for each in row.at]
-        input_ids_RL, position_ids_RL, subtree_end_RL, columns, trees = lay_out(
-            self.sequences, trees_D, row_of_tree, self.order, self.prefix_DD, shape, self.pad_token_id, at
-        )
-        scores: dict[str, Any] = _score_table(self.rows, columns, row_of_tree[trees_D], trees_D >= 0, *self.shape)
-        return TokenRows(
-            input_ids_RL,
-            **scores,
-            position_ids_RL=position_ids_RL,
-            subtree_end_RL=subtree_end_RL,
-            trees=trees,
-        )
+        path = np.zeros_like(columns)  # by depth, the column of the current sequence's token
+        segments = list[tuple[int, int, int, int, int]]()  # row, columns and depths of what each sequence adds
+        trees, tails = list[Tree](), list[Tail]()
+        before, first, stop = -1, 0, 0
+        for index in self.order[np.argsort(tree_D[self.order], kind="stable")].tolist():
+            row, ids, at = int(row_D[index]), self.ids[index], self.at[index]
+            if row < 0:
+                continue
+            is_new = before < 0 or tree_D[index] != tree_D[before]
+            if before < 0 or row != row_D[before]:
+                stop = 0
+            depth = 0 if is_new else int(self.prefix_DD[before, index])
+            if is_new:
+                first, tails = stop, []
+                trees.append(Tree(0, 0, ()))
+            start, stop, before = stop, stop + len(ids) - depth, index
+            input_ids_RL[row, start:stop] = ids[depth:]
+            position_ids_RL[row, start:stop] = columns[depth : len(ids)]
+            if depth and path[depth - 1] == start - 1:  # it goes on where the one before it ended
+                tails[-1] = replace(tails[-1], stop=stop - first)
+            else:
+                tails.append(Tail(start - first, stop - first, _ranges(path[:depth] - first)))
+            trees[-1] = Tree(first, stop, tuple(tails))
+            path[depth : len(ids)] = columns[start:stop]
+            segments.append((row, start, stop, depth, len(ids)))
+            slots = slice(slot_D[index], slot_D[index] + len(at))
+            scores_3S[0, slots], scores_3S[1, slots], scores_3S[2, slots] = row, path[at], tokens[index]
+
+        end, after = np.empty_like(columns), -1  # by depth, where the subtree of a token at that depth ends
+        for row, start, stop, depth, size in reversed(segments):
+            if row != after:
+                end[:], after = stop, row
+            subtree_end_RL[row, start:stop] = end[depth:size]
+            end[depth:] = start
+        row_S, column_S, tokens_S = scores_3S
+        in_trees = position_ids_RL, subtree_end_RL
+        return TokenRows(input_ids_RL, row_S, column_S, tokens_S, *in_trees, trees=tuple(trees))
+
+
+def _ranges(columns: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Return ascending columns as ranges."""
+    parts = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1) if len(columns) else []
+    return tuple((int(part[0]), int(part[-1]) + 1) for part in parts)
 
 
 def last_scored(ids: np.ndarray, pad_token_id: int) -> int:
     """Return the index of the last token that is not the pad token, or 0: there transformers reads a reward."""
-    if ids[-1] != pad_token_id:
-        return len(ids) - 1
     others = np.flatnonzero(ids != pad_token_id)
     return int(others[-1]) if len(others) else 0
 
 
+# ---- prefixes
+
+
+def in_order(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sequences' lexicographic order [D], and how many first tokens neighbors in it share [D - 1]."""
+    as_bytes = [ids.astype(">u4").tobytes() for ids in sequences]  # compared byte by byte, these sort as the ids do
+    order = np.array(sorted(range(len(sequences)), key=as_bytes.__getitem__))
+    shared = np.zeros(max(len(order) - 1, 0), np.int64)
+    for rank, (one, other) in enumerate(zip(order, order[1:], strict=False)):
+        length = min(len(sequences[one]), len(sequences[other]))
+        differs = np.append(sequences[one][:length] != sequences[other][:length], True)
+        shared[rank] = differs.argmax()  # the first difference
+    return order, shared
+
+
+def common_prefixes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sequences' lexicographic order [D], and the length of the common prefix of any two [D, D].
+
+    The common prefix of two is the shortest common prefix of neighbors between them in lexicographic order.
+    """
+    order, neighbors = in_order(sequences)
+    by_rank_DD = np.diag([len(sequences[index]) for index in order])
+    for rank in range(len(order) - 1):
+        by_rank_DD[rank, rank + 1 :] = np.minimum.accumulate(neighbors[rank:])
+    by_rank_DD = np.maximum(by_rank_DD, by_rank_DD.T)
+    prefix_DD = np.empty_like(by_rank_DD)
+    prefix_DD[np.ix_(order, order)] = by_rank_DD
+    return order, prefix_DD
+
+
+def _tree_sizes(batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the size of each pair's trie [P], and how many tokens the tries of any two pairs share [P, P]."""
+    pair_D, order, prefix_DD = batch.pair_D, batch.order, batch.prefix_DD
+    firsts_P = np.searchsorted(pair_D, np.arange(len(batch.rows)))
+    by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # pair by pair, each in lexicographic order
+    one_D, next_D = by_pair_D[:-1], by_pair_D[1:]
+    common_D = np.where(pair_D[one_D] == pair_D[next_D], prefix_DD[one_D, next_D], 0)
+    in_trie_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[by_pair_D]  # first tokens that are in a trie
+    before_DP = np.minimum(np.minimum(in_trie_DP[:-1], in_trie_DP[1:]), common_D[:, None])
+    shared_PP = np.add.reduceat(in_trie_DP, firsts_P, axis=0)
+    shared_PP -= np.add.reduceat(np.pad(before_DP, ((0, 1), (0, 0))), firsts_P, axis=0)
+    return shared_PP.diagonal().copy(), shared_PP
+
+
+# ---- where pairs go
+
+
 def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
-    sizes_P, shared_PP = tree_sizes(batch.order, batch.prefix_DD, batch.firsts_P)
-    lengths_P2 = batch.lengths_D.reshape(-1, 2) if expands else None
-    fewest = batch.tokens_in(np.zeros(len(batch.sequences), int))  # in one trie
+    sizes_P, shared_PP = _tree_sizes(batch)
+    lengths_D = np.array(list(map(len, batch.ids)))
+    lengths_P2 = lengths_D.reshape(-1, 2) if expands else None
+    fewest = lengths_D.sum() - batch.prefix_DD[batch.order[:-1], batch.order[1:]].sum()  # in one trie
     if sizes_P.max() > plan.longest:
         pair = int(sizes_P.argmax())
         raise UserError(
@@ -244,19 +321,19 @@ def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.n
         lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
         if lengths_R.sum() < fewest or lengths_R.max() < sizes_P.max():
             continue
-        rows_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
-        if rows_P is not None:
-            return schedule, rows_P
+        row_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
+        if row_P is not None:
+            return schedule, row_P
     # Best fit may fail by bad luck where `zigzag`, by which the last shape was made, cannot.
     last = plan.update[-1]
-    rows_P = np.empty(len(sizes_P), np.int64)
-    rows_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
-    if np.bincount(rows_P, sizes_P).max() > last.length:
+    row_P = np.empty(len(sizes_P), np.int64)
+    row_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
+    if np.bincount(row_P, sizes_P).max() > last.length:
         raise UserError(
             f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
             f"{plan}. Plan the shapes with the sizes of these pairs among them."
         )
-    return (last,), rows_P
+    return (last,), row_P
 
 
 def _place(
@@ -264,13 +341,13 @@ def _place(
 ) -> np.ndarray | None:
     """Place pairs by best fit, the largest first: return each pair's row [P], or None where they do not fit.
 
-    What a pair adds to a row is its size less what it shares with the pair in that row that it shares most with; the
-    trie may save more, never less. With ``lengths_P2`` its two sequences need room too, where nothing is shared.
+    A pair adds to a row its size less the most that it shares with any one pair in that row; the trie may save more,
+    never less. With ``lengths_P2`` its two sequences need room too, where nothing is shared.
     """
     free_R = lengths_R.copy()
     free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
     shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
-    rows_P = np.empty(len(sizes_P), np.int64)
+    row_P = np.empty(len(sizes_P), np.int64)
     leader_P = np.where(2 * shared_PP >= sizes_P[:, None], sizes_P, 0).argmax(axis=1)
     for pair in np.lexsort((-sizes_P, leader_P, -sizes_P[leader_P])):
         added_R = sizes_P[pair] - shared_RP[:, pair]
@@ -282,27 +359,9 @@ def _place(
         row = score_R.argmin()
         if full_R[row]:
             return None
-        rows_P[pair] = row
+        row_P[pair] = row
         free_R[row] -= added_R[row]
         if lengths_P2 is not None:
             free_R2[row] -= lengths_P2[pair]
         np.maximum(shared_RP[row], shared_PP[pair], out=shared_RP[row])
-    return rows_P
-
-
-def _grow_trees(batch: _Batch, attention_crossover_length: float) -> np.ndarray:
-    """Return each sequence's tree [D]: neighbors in lexicographic order share one while that costs less than two."""
-
-    def work(size: int) -> float:
-        return size * (1 + size / attention_crossover_length)
-
-    trees_D = np.zeros(len(batch.sequences), np.int64)
-    tree, size, before = -1, 0, 0
-    for index, length in zip(batch.order.tolist(), batch.lengths_D[batch.order].tolist(), strict=True):
-        together = size + length - int(batch.prefix_DD[before, index])
-        if tree >= 0 and work(together) < work(size) + work(length):
-            size = together
-        else:
-            tree, size = tree + 1, length
-        trees_D[index], before = tree, index
-    return trees_D
+    return row_P

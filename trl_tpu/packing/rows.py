@@ -1,19 +1,18 @@
 """Rows of tokens as arrays."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..errors import UserError
-from .trees import Tree
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
 
 
 class Expansion(NamedTuple, Generic[Array]):
-    """Where the tokens of packed rows lie in expanded rows, int32: see `trl_tpu.packing.rows`."""
+    """Where the tokens of packed rows lie in expanded rows, int32: see `expand_rows`."""
 
     gather_R2L: Array
     """The column of the packed row whose token is copied to each place; -1 for padding."""
@@ -25,8 +24,56 @@ class Expansion(NamedTuple, Generic[Array]):
     """For each token, the place in the two rows, flattened, that its output is taken from; -1 for padding."""
 
 
+class Arrays:
+    """A dataclass that holds arrays, directly or in fields that are `Arrays` or an `Expansion`, and other values."""
+
+    def tensors(self) -> dict[str, Any]:
+        """Return all arrays by name."""
+        found = dict[str, Any]()
+        for name, value in vars(self).items():
+            if isinstance(value, Arrays | Expansion):
+                found |= value.tensors() if isinstance(value, Arrays) else value._asdict()
+            elif hasattr(value, "dtype"):
+                found[name] = value
+        return found
+
+    def map_tensors(self, function: Callable[[Any], Any]) -> Any:
+        """Return a copy with ``function`` of each array."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, Arrays):
+                return value.map_tensors(function)
+            if isinstance(value, Expansion):
+                return Expansion(*map(function, value))
+            return function(value) if hasattr(value, "dtype") else value
+
+        own: Any = self
+        return replace(own, **{field.name: mapped(getattr(self, field.name)) for field in fields(own)})
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The tokens that a sequence adds to its tree: they see their path, and one another in order."""
+
+    start: int
+    """Their first column, counted from the tree's."""
+    stop: int
+    path: tuple[tuple[int, int], ...]
+    """The columns before them in their sequence, as ranges counted from the tree's first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where a tree lies in its row."""
+
+    start: int
+    stop: int
+    tails: tuple[Tail, ...]
+    """Its tokens in order. A tree that does not branch has one tail."""
+
+
 @dataclass(frozen=True)
-class TokenRows(Generic[Array]):
+class TokenRows(Arrays, Generic[Array]):
     """Rows of tokens and the positions in them where rewards are read.
 
     Packed rows hold prefix trees of several sequences. Padded rows hold one sequence each, and have an
@@ -58,22 +105,12 @@ class TokenRows(Generic[Array]):
     def is_packed(self) -> bool:
         return self.subtree_end_RL is not None
 
-    def tensors(self) -> dict[str, Array]:
-        """Return all tensors that are there by name."""
-        own = {name: value for name, value in vars(self).items() if hasattr(value, "dtype")}
-        return own | ({} if self.expansion is None else self.expansion._asdict())
-
-    def map_tensors(self, function: Callable[[Any], Any]) -> "TokenRows[Any]":
-        """Return the same rows with ``function`` of each tensor."""
-        own = {name: function(value) for name, value in vars(self).items() if hasattr(value, "dtype")}
-        expansion = None if self.expansion is None else Expansion(*map(function, self.expansion))
-        return replace(self, **own, expansion=expansion)
-
 
 def expand_rows(packed: TokenRows[np.ndarray]) -> Expansion[np.ndarray]:
     """Lay out the sequences of packed rows one after the other.
 
-    A sequence's tokens are contiguous and in order, so that indices count positions within it.
+    Each packed row has two expanded rows, one for its chosen and one for its rejected sequences. A sequence's tokens
+    are contiguous and in order, so that indices count positions within it.
 
     Raises:
         UserError: If the chosen or the rejected sequences of a row are together longer than the row. It takes pairs

@@ -1,7 +1,7 @@
-"""Shapes of rows, planned from the lengths of a dataset."""
+"""Lengths of a dataset's pairs, and the shapes of packed rows that are planned from them. numpy only."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,69 @@ import numpy as np
 
 from ..errors import UserError
 
-_CANDIDATE_LENGTHS = 64
+
+@dataclass(frozen=True)
+class PairLengths:
+    """Tokens of each pair's common prefix, and of its sequences' tails after it: of two, or of K ranked answers."""
+
+    prefix_P: np.ndarray
+    tails_PK: np.ndarray
+    """0 for answers that a prompt does not have."""
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, int, int]]) -> "PairLengths":
+        """Return pairs of which each is given as the tokens of its prefix, its chosen and its rejected tail."""
+        lengths_P3 = np.array(list(pairs), dtype=np.int64).reshape(-1, 3)
+        return cls(lengths_P3[:, 0], lengths_P3[:, 1:])
+
+    @classmethod
+    def joined(cls, parts: Sequence["PairLengths"]) -> "PairLengths":
+        """Return the pairs of all parts, one after another."""
+        most = max((part.tails_PK.shape[1] for part in parts), default=2)
+        parts = [cls.of([]), *parts]
+        tails = [np.pad(part.tails_PK, ((0, 0), (0, most - part.tails_PK.shape[1]))) for part in parts]
+        return cls(np.concatenate([part.prefix_P for part in parts]), np.concatenate(tails))
+
+    @classmethod
+    def of_size(cls, size: int) -> "PairLengths":
+        """Return one pair of ``size`` unique tokens: half of them prompt, a quarter in each answer."""
+        answer = max(1, size // 4)
+        return cls.of([(size - 2 * answer, answer, answer)])
+
+    def __len__(self) -> int:
+        return len(self.prefix_P)
+
+    @property
+    def sizes_P(self) -> np.ndarray:
+        """Unique tokens of each pair: the prefix counts once."""
+        return self.prefix_P + self.tails_PK.sum(axis=1)
+
+    @property
+    def longest_P(self) -> np.ndarray:
+        """Tokens of the longest sequence of each pair."""
+        return self.prefix_P + self.tails_PK.max(axis=1, initial=0)
+
+    @property
+    def tokens(self) -> int:
+        """Unique tokens of all pairs."""
+        return int(self.sizes_P.sum())
+
+    def attended(self, window: int | None = None) -> int:
+        """Count pairs of tokens of which one attends to the other: itself and those before it in its sequence.
+
+        Args:
+            window: How many tokens a token sees at most, itself among them.
+        """
+
+        def seen(length_P: np.ndarray) -> np.ndarray:
+            short_P = length_P if window is None else np.minimum(length_P, window)
+            return short_P * (short_P + 1) // 2 + (length_P - short_P) * (window or 0)
+
+        shared_P = seen(self.prefix_P)
+        return int((shared_P + sum(seen(self.prefix_P + tail_P) - shared_P for tail_P in self.tails_PK.T)).sum())
+
+
+# ---- shapes, and plans of them
 
 
 @dataclass(frozen=True)
@@ -21,7 +83,7 @@ class RowShape:
     length: int
 
     def work(self, attention_crossover_length: float) -> float:
-        """Return what computing all columns costs, in tokens: the linear layers, and attention, quadratic in a row.
+        """Return the cost of computing all columns, in tokens: linear layers, and attention, quadratic in a row.
 
         Args:
             attention_crossover_length: The row length at which attention costs as much as everything else.
@@ -32,6 +94,72 @@ class RowShape:
         return f"{self.rows} x {self.length}"
 
 
+Schedule = tuple[RowShape, ...]
+"""The row shapes of one batch's micro-batches, in order; the last one's updates."""
+
+_MAX_ACCUMULATED = 3  # micro-batches that are planned for; rarer batches take more
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The row shapes of a run.
+
+    Without `accumulate`, the last of `update` holds any batch. With it, its longest row holds any pair, so that enough
+    micro-batches hold any batch.
+
+    Args:
+        update: The shapes of micro-batches that end a batch, at least one.
+        accumulate: The shapes of those that come before.
+        attention_crossover_length: The row length at which attention costs as much as everything else.
+        micro_batch_work: The cost of one more micro-batch by itself, in tokens.
+    """
+
+    update: tuple[RowShape, ...]
+    accumulate: tuple[RowShape, ...] = ()
+    attention_crossover_length: float = 4096
+    micro_batch_work: float = 0
+
+    def __str__(self) -> str:
+        shapes = " or ".join(map(str, self.update))
+        before = f", after micro-batches of {' or '.join(map(str, self.accumulate))} where a batch needs them"
+        return shapes + (before if self.accumulate else "")
+
+    @property
+    def shapes(self) -> tuple[RowShape, ...]:
+        """All shapes, each of which is one program."""
+        return (*self.accumulate, *self.update)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest row, which no pair may exceed."""
+        return max(shape.length for shape in self.shapes)
+
+    def work(self, *schedule: RowShape) -> float:
+        """Return the cost of a schedule's micro-batches, in tokens."""
+        rows = sum(shape.work(self.attention_crossover_length) for shape in schedule)
+        return rows + (len(schedule) - 1) * self.micro_batch_work
+
+    @property
+    def accumulations(self) -> list[Schedule]:
+        """What may come before the update, up to the number of micro-batches that is planned for."""
+        counts = range(_MAX_ACCUMULATED + 1)
+        return [each for n in counts for each in itertools.combinations_with_replacement(self.accumulate, n)]
+
+    @cached_property
+    def _usual_schedules(self) -> list[Schedule]:
+        every = ((*before, update) for before in self.accumulations for update in self.update)
+        return sorted(every, key=lambda schedule: self.work(*schedule))
+
+    def schedules(self) -> Iterator[Schedule]:
+        """Yield schedules, the cheapest first; without end where gradients can accumulate."""
+        yield from self._usual_schedules
+        if not self.accumulate:
+            return
+        longest = max(self.accumulate, key=lambda shape: shape.length)
+        for count in itertools.count(_MAX_ACCUMULATED + 1):
+            yield (longest,) * count + self.update[-1:]
+
+
 def attention_crossover_length(hidden_size: int) -> float:
     """Return the row length at which attention takes as many operations as the linear layers of a plain transformer.
 
@@ -40,44 +168,9 @@ def attention_crossover_length(hidden_size: int) -> float:
     return 6 * hidden_size
 
 
-def plan_shapes(
-    sizes: np.ndarray,
-    pairs: int,
-    shards: int = 1,
-    max_shapes: int = 4,
-    shared_prefix: int = 0,
-    attention_crossover_length: float = 4096,
-    multiple: int = 32,
-) -> tuple[RowShape, ...]:
-    """Choose at most ``max_shapes`` shapes, in ascending order of their work, one of which every batch fits.
-
-    Args:
-        sizes: The size of each pair of the data, [N]: its tokens with the common prefix once (see
-            `trl_tpu.data.measure.Measured.sizes_N`). For a stream: of a sample, and of the longest pair that may come,
-            ``pairs`` times.
-        pairs: P, pairs in a batch.
-        shards: Over how many devices the rows are split: the number of rows is a multiple of it.
-        max_shapes: How many shapes at most.
-        shared_prefix: How many first tokens all sequences of the data share, such as a system prompt.
-        attention_crossover_length: The row length at which attention costs as much as everything else. For a plain
-            transformer it is about six times the hidden size.
-        multiple: Lengths are multiples of this.
-    """
-
-    def work(shape: RowShape) -> float:
-        return shape.work(attention_crossover_length)
-
-    # what a pair adds to a row that begins with the shared prefix; pairs of size 0 fill up data of less than a batch
-    added = np.maximum(np.asarray(sizes) - shared_prefix, 0)
-    added = np.concatenate([added, np.zeros(max(0, pairs - len(sizes)), int)])
-    worst_P = np.sort(added)[::-1][:pairs]
-    largest = min(holding_all(worst_P, shards, shared_prefix, multiple), key=work)
-    batches_BP = draw_batches(added, pairs)
-    candidates, fits_CB = _candidates(batches_BP, worst_P, shards, shared_prefix, multiple)
-    works_C = np.array([work(shape) for shape in candidates])
-    works_CB = np.where(fits_CB, works_C[:, None], np.inf)
-    chosen = least_work(works_CB, work(largest), max_shapes - 1)
-    return tuple(sorted({candidates[at] for at in chosen if works_C[at] < work(largest)} | {largest}, key=work))
+def round_up(values: Any, multiple: int) -> Any:
+    """Return the next multiple."""
+    return -(-values // multiple) * multiple
 
 
 def zigzag(pairs: int, rows: int) -> np.ndarray:
@@ -90,41 +183,164 @@ def zigzag(pairs: int, rows: int) -> np.ndarray:
     return np.where(deal % 2 == 0, place, rows - 1 - place)
 
 
-def round_up(values: Any, multiple: int) -> Any:
-    """Return the next multiple."""
-    return -(-values // multiple) * multiple
+# ---- planning
+
+_CANDIDATE_LENGTHS = 64
+_LENGTHS_OF_A_PLAN = 7
+_CANDIDATE_QUANTILES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
+_GOOD_ENOUGH = 1.05  # times the tokens themselves
 
 
-def holding_all(worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int) -> Iterator[RowShape]:
-    """Yield shapes that hold the largest pairs of the data, assigned by `zigzag`: then they hold every batch."""
-    for rows in range(shards, len(worst_P) + shards, shards):
-        longest = int(np.bincount(zigzag(len(worst_P), rows), worst_P).max()) + shared_prefix
-        yield RowShape(rows, round_up(max(longest, 1), multiple))
+def plan_rows(
+    sizes: np.ndarray,
+    pairs: int,
+    shards: int = 1,
+    *,
+    max_shapes: int = 4,
+    shared_prefix: int = 0,
+    attention_crossover_length: float = 4096,
+    micro_batch_work: float = 128,
+    multiple: int = 32,
+    row_length: int | None = None,
+) -> RowPlan:
+    """Choose at most ``max_shapes`` shapes for the least expected work on batches drawn from the data's own sizes.
+
+    Args:
+        sizes: The size of each pair of the data, [N]: its tokens with the common prefix once (see
+            `trl_tpu.data.measure.Measured.sizes_N`). For a stream: of a sample, and of the longest pair that may come,
+            ``pairs`` times.
+        pairs: P, pairs in a batch.
+        shards: Over how many devices the rows are split: the number of rows is a multiple of it.
+        max_shapes: How many shapes at most.
+        shared_prefix: How many first tokens all sequences of the data share, such as a system prompt.
+        attention_crossover_length: The row length at which attention costs as much as everything else. For a plain
+            transformer it is about six times the hidden size.
+        micro_batch_work: The cost of one more micro-batch by itself on each device, in tokens: reading the weights
+            again, and reading and writing the gradients.
+        multiple: Lengths are multiples of this.
+        row_length: The length of all rows, instead of lengths that fit the data.
+
+    Raises:
+        UserError: If ``row_length`` is too short for a pair.
+    """
+    sizes = np.asarray(sizes)
+    if row_length is not None and sizes.max() > row_length:
+        raise UserError(
+            f"row_length={row_length} is too short: the largest pair takes {sizes.max()} tokens (both sequences, "
+            f"their common prefix once), and pairs are never cut. Choose row_length="
+            f"{round_up(int(sizes.max()), 128)} or more, or leave out long sequences with a smaller max_length."
+        )
+    added_N = np.maximum(sizes - shared_prefix, 0)
+    added_N = np.concatenate([added_N, np.zeros(max(0, pairs - len(sizes)), int)])  # data of less than a batch
+    unplanned = RowPlan((), (), attention_crossover_length, micro_batch_work * shards)
+    planner = _Planner(added_N, pairs, shards, max_shapes, shared_prefix, multiple, row_length, unplanned)
+    single = replace(unplanned, update=planner.updates_alone())
+    if max_shapes < 2 or len(sizes) < pairs:
+        return single
+    batches_BP = planner.draw_batches(max(48, 2048 // pairs))
+    work_B = planner.covering_work([(shape,) for shape in single.update], batches_BP).min(axis=0)
+    work_B[np.isinf(work_B)] = single.work(single.update[-1])  # by `zigzag`, where best fit fails
+    needed = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
+    if work_B.sum() / (1 + single.longest / attention_crossover_length) < _GOOD_ENOUGH * needed:
+        return single
+    several, several_work = planner.accumulating(batches_BP)
+    return several if several_work < work_B.sum() else single
 
 
-def draw_batches(sizes: np.ndarray, pairs: int, max_batches: int = 512) -> np.ndarray:
-    """Draw batches of sizes [B, P] as training would, consecutive parts of random orders; each in descending order."""
-    count = min(max_batches, max(64, 2**15 // pairs))
-    generator = np.random.default_rng(0)
-    whole = len(sizes) // pairs
-    epochs = [generator.permutation(sizes)[: whole * pairs].reshape(whole, pairs) for _ in range(-(-count // whole))]
-    return -np.sort(-np.concatenate(epochs)[:count], axis=1)
+@dataclass(frozen=True)
+class _Planner:
+    """Plans shapes for the data of `plan_rows`, whose arguments these are.
 
+    Letters: B batches of P pairs, in descending order of size; C candidates.
+    """
 
-def _candidates(
-    batches_BP: np.ndarray, worst_P: np.ndarray, shards: int, shared_prefix: int, multiple: int
-) -> tuple[list[RowShape], np.ndarray]:
-    """Return shapes worth trying, and which of the batches fit each, [C, B]."""
-    longest = max(worst_P[0], batches_BP.sum(axis=1).max() / shards, 1)
-    shortest = np.clip(np.median(batches_BP), 1, longest)
-    lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + shared_prefix
-    candidates, fits = [], []
-    for length in np.unique(round_up(np.ceil(lengths).astype(int), multiple)):
-        rows_B = round_up(rows_needed(batches_BP, int(length) - shared_prefix), shards)
-        for rows in np.unique(rows_B[rows_B > 0]):
-            candidates.append(RowShape(int(rows), int(length)))
-            fits.append((rows_B > 0) & (rows_B <= rows))
-    return candidates, np.array(fits)
+    added_N: np.ndarray
+    """What each pair adds to a row that begins with the shared prefix."""
+    pairs: int
+    shards: int
+    max_shapes: int
+    shared_prefix: int
+    multiple: int
+    row_length: int | None
+    unplanned: RowPlan
+    """Has the costs, and no shapes yet."""
+
+    def draw_batches(self, most: int) -> np.ndarray:
+        """Draw batches of sizes [B, P] as training would: consecutive parts of random orders."""
+        generator, whole = np.random.default_rng(0), len(self.added_N) // self.pairs
+        orders = (generator.permutation(self.added_N)[: whole * self.pairs] for _ in range(-(-most // whole)))
+        return -np.sort(-np.concatenate([order.reshape(whole, -1) for order in orders])[:most], axis=1)
+
+    def updates_alone(self) -> tuple[RowShape, ...]:
+        """Choose shapes in ascending order of their work, one of which every batch fits.
+
+        The last one holds the largest pairs of the data, assigned by `zigzag`: then it holds every batch.
+        """
+        worst_P = np.sort(self.added_N)[::-1][: self.pairs]
+        holding_all = []
+        for rows in range(self.shards, self.pairs + self.shards, self.shards):
+            longest = max(int(np.bincount(zigzag(self.pairs, rows), worst_P).max()) + self.shared_prefix, 1)
+            if self.row_length is None:
+                holding_all.append(RowShape(rows, int(round_up(longest, self.multiple))))
+            elif longest <= self.row_length:
+                return (RowShape(rows, self.row_length),)
+        work = self.unplanned.work
+        largest = min(holding_all, key=work)
+        batches_BP = self.draw_batches(min(512, max(64, 2**15 // self.pairs)))
+        longest = max(worst_P[0], batches_BP.sum(axis=1).max() / self.shards, 1)
+        shortest = np.clip(np.median(batches_BP), 1, longest)
+        lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + self.shared_prefix
+        candidates, works = [], []
+        for length in np.unique(round_up(np.ceil(lengths).astype(int), self.multiple)).tolist():
+            rows_B = round_up(rows_needed(batches_BP, length - self.shared_prefix), self.shards)
+            for rows in np.unique(rows_B[rows_B > 0]).tolist():
+                candidates.append(RowShape(rows, length))
+                works.append(np.where((rows_B > 0) & (rows_B <= rows), work(candidates[-1]), np.inf))
+        chosen = {candidates[at] for at in least_work(np.array(works), work(largest), self.max_shapes - 1)}
+        return tuple(sorted({shape for shape in chosen if work(shape) < work(largest)} | {largest}, key=work))
+
+    def accumulating(self, batches_BP: np.ndarray) -> tuple[RowPlan, float]:
+        """Return the best plan whose batches may accumulate, and its total work on the batches."""
+        lengths, updates = self._lengths(batches_BP), set[RowShape]()
+        for length in lengths:  # updates that are worth trying have the rows that some of the batches need
+            free = length - self.shared_prefix
+            for rows in np.quantile(rows_needed(np.minimum(batches_BP, free), free), _CANDIDATE_QUANTILES):
+                updates.add(RowShape(int(round_up(int(rows), self.shards)) or self.shards, length))
+        candidates = sorted(updates, key=lambda shape: (shape.rows * shape.length, shape.length))
+        plans = list[tuple[RowPlan, float]]()
+        *others, any_pair = (RowShape(self.shards, length) for length in lengths)
+        for accumulate in [(any_pair,), *((any_pair, other) for other in others if self.max_shapes > 2)]:
+            plan = replace(self.unplanned, accumulate=accumulate)
+            schedules = [(*before, update) for update in candidates for before in plan.accumulations]
+            works_CB = self.covering_work(schedules, batches_BP)
+            works_CB = works_CB.reshape(len(candidates), -1, len(batches_BP)).min(axis=1)
+            enough = self.pairs * (plan.work(any_pair) + plan.micro_batch_work)
+            chosen = least_work(works_CB, enough, self.max_shapes - len(accumulate))
+            work = float(np.minimum(works_CB[chosen].min(axis=0), enough).sum())
+            shapes = sorted({candidates[index] for index in chosen}, key=plan.work)
+            plans.append((replace(plan, update=tuple(shapes)), work))
+        return min(plans, key=lambda each: each[1])
+
+    def _lengths(self, batches_BP: np.ndarray) -> list[int]:
+        """Return row lengths worth trying, in ascending order; the last holds any pair."""
+        if self.row_length is not None:
+            return [self.row_length]
+        longest = int(self.added_N.max()) + self.shared_prefix
+        shortest = min(max(float(np.median(batches_BP)) + self.shared_prefix, 1.0), longest)
+        lengths = np.geomspace(shortest, max(longest, 1), _LENGTHS_OF_A_PLAN).astype(int)
+        return np.unique(round_up(lengths, self.multiple)).tolist()
+
+    def covering_work(self, schedules: list[Schedule], batches_BP: np.ndarray) -> np.ndarray:
+        """Return the work of each schedule for each batch [C, B]; infinite where the batch does not fit."""
+        totals_B = batches_BP.sum(axis=1)
+        works_CB = np.full((len(schedules), len(batches_BP)), np.inf)
+        for index, schedule in enumerate(schedules):
+            lengths = np.array([shape.length - self.shared_prefix for shape in schedule for _ in range(shape.rows)])
+            may_fit = np.flatnonzero((totals_B <= lengths.sum()) & (batches_BP[:, 0] <= lengths.max()))
+            if len(may_fit):
+                fits, _ = best_fit(batches_BP[may_fit], lengths)
+                works_CB[index, may_fit[fits]] = self.unplanned.work(*schedule)
+        return works_CB
 
 
 def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
@@ -143,13 +359,13 @@ def best_fit(sizes_BP: np.ndarray, lengths_R: np.ndarray) -> tuple[np.ndarray, n
     """
     free_BR = np.tile(lengths_R, (len(sizes_BP), 1))
     fits_B = np.ones(len(sizes_BP), bool)
-    each = np.arange(len(sizes_BP))
+    every_B = np.arange(len(sizes_BP))
     for size_B in sizes_BP.T:
         left_BR = free_BR - size_B[:, None]
         row_B = np.where(left_BR >= 0, left_BR, np.iinfo(np.int64).max).argmin(axis=1)
-        placed_B = left_BR[each, row_B] >= 0
+        placed_B = left_BR[every_B, row_B] >= 0
         fits_B &= placed_B
-        free_BR[each, row_B] -= np.where(placed_B, size_B, 0)
+        free_BR[every_B, row_B] -= np.where(placed_B, size_B, 0)
     return fits_B, free_BR
 
 
@@ -161,187 +377,3 @@ def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[in
         chosen.append(int(np.minimum(works_CB, best_B).sum(axis=1).argmin()))
         best_B = np.minimum(best_B, works_CB[chosen[-1]])
     return chosen
-
-
-Schedule = tuple[RowShape, ...]
-"""The row shapes of one batch's micro-batches, in order; the last one's updates."""
-
-_MAX_ACCUMULATED = 3  # micro-batches that are planned for; rarer batches take more
-_LENGTHS_OF_A_PLAN = 7
-_CANDIDATE_QUANTILES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-_GOOD_ENOUGH = 1.05  # times the tokens themselves
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """The row shapes of a run.
-
-    Without `accumulate`, the last of `update` holds any batch. With it, its longest row holds any pair, so that enough
-    micro-batches hold any batch.
-
-    Args:
-        update: The shapes of micro-batches that end a batch, at least one.
-        accumulate: The shapes of those that come before.
-        attention_crossover_length: The row length at which attention costs as much as everything else.
-        micro_batch_work: What one more micro-batch costs by itself, in tokens.
-    """
-
-    update: tuple[RowShape, ...]
-    accumulate: tuple[RowShape, ...] = ()
-    attention_crossover_length: float = 4096
-    micro_batch_work: float = 0
-
-    def __str__(self) -> str:
-        shapes = " or ".join(map(str, self.update))
-        before = f", after micro-batches of {' or '.join(map(str, self.accumulate))} where a batch needs them"
-        return shapes + (before if self.accumulate else "")
-
-    @property
-    def shapes(self) -> tuple[RowShape, ...]:
-        """All shapes, of which each is one program."""
-        return (*self.accumulate, *self.update)
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest row, which no pair may exceed."""
-        return max(shape.length for shape in self.shapes)
-
-    def work(self, schedule: Schedule) -> float:
-        """Return what the micro-batches of a schedule cost, in tokens."""
-        rows = sum(shape.work(self.attention_crossover_length) for shape in schedule)
-        return rows + (len(schedule) - 1) * self.micro_batch_work
-
-    @property
-    def accumulations(self) -> list[Schedule]:
-        """What may come before the update, up to the number of micro-batches that is planned for."""
-        counts = range(_MAX_ACCUMULATED + 1)
-        return [each for n in counts for each in itertools.combinations_with_replacement(self.accumulate, n)]
-
-    @cached_property
-    def _usual_schedules(self) -> tuple[Schedule, ...]:
-        every = ((*before, update) for before in self.accumulations for update in self.update)
-        return tuple(sorted(every, key=self.work))
-
-    def schedules(self) -> Iterator[Schedule]:
-        """Yield schedules, the cheapest first; without end where gradients can accumulate."""
-        yield from self._usual_schedules
-        if not self.accumulate:
-            return
-        longest = max(self.accumulate, key=lambda shape: shape.length)
-        for count in itertools.count(_MAX_ACCUMULATED + 1):
-            yield (longest,) * count + self.update[-1:]
-
-
-def plan_rows(
-    sizes: np.ndarray,
-    pairs: int,
-    shards: int = 1,
-    *,
-    max_shapes: int = 4,
-    shared_prefix: int = 0,
-    attention_crossover_length: float = 4096,
-    micro_batch_work: float = 128,
-    multiple: int = 32,
-    row_length: int | None = None,
-) -> RowPlan:
-    """Choose at most ``max_shapes`` shapes for the least expected work on batches drawn from the data's own sizes.
-
-    Args:
-        sizes, pairs, shards, max_shapes, shared_prefix, attention_crossover_length, multiple: As in
-            `plan_shapes`.
-        micro_batch_work: What one more micro-batch costs by itself on each device, in tokens: reading the weights
-            again, and reading and writing the gradients.
-        row_length: The length of all rows, instead of lengths that fit the data.
-
-    Raises:
-        UserError: If ``row_length`` is too short for a pair.
-    """
-    if row_length is None:
-        shapes = plan_shapes(sizes, pairs, shards, max_shapes, shared_prefix, attention_crossover_length, multiple)
-    else:
-        shapes = (_rows_of(row_length, sizes, pairs, shards, shared_prefix),)
-    single = RowPlan(shapes, (), attention_crossover_length, micro_batch_work * shards)
-    added = np.maximum(np.asarray(sizes) - shared_prefix, 0)
-    if max_shapes < 2 or len(added) < pairs:
-        return single
-    batches_BP = draw_batches(added, pairs, max_batches=max(48, 2048 // pairs))
-    work_B = covering_work([(shape,) for shape in single.update], single, batches_BP, shared_prefix).min(axis=0)
-    work_B[np.isinf(work_B)] = single.work(single.update[-1:])  # by `zigzag`, where best fit fails
-    needed = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
-    if work_B.sum() / (1 + single.longest / attention_crossover_length) < _GOOD_ENOUGH * needed:
-        return single
-    longest = int(added.max()) + shared_prefix
-    lengths = np.array([row_length]) if row_length else _lengths(batches_BP, longest, shared_prefix, multiple)
-    several, several_work = _plan_accumulation(batches_BP, lengths, shards, max_shapes, shared_prefix, single)
-    return several if several_work < work_B.sum() else single
-
-
-def _rows_of(length: int, sizes: np.ndarray, pairs: int, shards: int, shared_prefix: int) -> RowShape:
-    """Return as many rows of ``length`` as the largest pairs of the data need by `zigzag`: they hold every batch.
-
-    Raises:
-        UserError: If a pair is longer.
-    """
-    if sizes.max() > length:
-        raise UserError(
-            f"row_length={length} is too short: the largest pair takes {sizes.max()} tokens (both sequences, their "
-            f"common prefix once), and pairs are never cut. Choose row_length={round_up(int(sizes.max()), 128)} or "
-            "more, or leave out long sequences with a smaller max_length."
-        )
-    worst_P = np.sort(np.maximum(sizes - shared_prefix, 0))[::-1][:pairs]
-    shapes = holding_all(worst_P, shards, shared_prefix, 1)
-    return RowShape(next(shape.rows for shape in shapes if shape.length <= length), length)
-
-
-def _lengths(batches_BP: np.ndarray, longest: int, shared_prefix: int, multiple: int) -> np.ndarray:
-    """Return row lengths worth trying, in ascending order; the last holds any pair."""
-    shortest = min(max(float(np.median(batches_BP)) + shared_prefix, 1.0), longest)
-    return np.unique(round_up(np.geomspace(shortest, max(longest, 1), _LENGTHS_OF_A_PLAN).astype(int), multiple))
-
-
-def _plan_accumulation(
-    batches_BP: np.ndarray, lengths: np.ndarray, shards: int, max_shapes: int, shared_prefix: int, like: RowPlan
-) -> tuple[RowPlan, float]:
-    """Return the best plan whose batches may accumulate, and its total work on the batches."""
-    crossover_length, updates = like.attention_crossover_length, _updates(batches_BP, lengths, shards, shared_prefix)
-    plans = []
-    *others, any_pair = (RowShape(shards, int(length)) for length in lengths)
-    for accumulate in [(any_pair,), *((any_pair, other) for other in others if max_shapes > 2)]:
-        plan = replace(like, update=(), accumulate=accumulate)
-        before = plan.accumulations
-        schedules = [(*each, update) for update in updates for each in before]
-        works_CB = covering_work(schedules, plan, batches_BP, shared_prefix)
-        works_CB = works_CB.reshape(len(updates), len(before), -1).min(axis=1)
-        enough = batches_BP.shape[1] * (any_pair.work(crossover_length) + like.micro_batch_work)
-        chosen = least_work(works_CB, enough, max_shapes - len(accumulate))
-        work = float(np.minimum(works_CB[chosen].min(axis=0), enough).sum())
-        shapes = sorted({updates[index] for index in chosen}, key=lambda shape: shape.work(crossover_length))
-        plans.append((replace(plan, update=tuple(shapes)), work))
-    return min(plans, key=lambda each: each[1])
-
-
-def _updates(batches_BP: np.ndarray, lengths: np.ndarray, shards: int, shared_prefix: int) -> list[RowShape]:
-    """Return shapes to update with that are worth trying: for each length, the rows that some of the batches need."""
-    updates = set()
-    for length in lengths.tolist():
-        rows_B = rows_needed(np.minimum(batches_BP, length - shared_prefix), length - shared_prefix)
-        for rows in np.quantile(rows_B, _CANDIDATE_QUANTILES):
-            updates.add(RowShape(int(round_up(int(rows), shards)) or shards, length))
-    return sorted(updates, key=lambda shape: (shape.rows * shape.length, shape.length))
-
-
-def covering_work(schedules: list[Schedule], plan: RowPlan, batches_BP: np.ndarray, shared_prefix: int) -> np.ndarray:
-    """Return the work of each schedule for each batch [C, B]; infinite where the batch does not fit.
-
-    Args:
-        batches_BP: Sizes without the first ``shared_prefix`` tokens, in descending order.
-    """
-    totals_B = batches_BP.sum(axis=1)
-    works_CB = np.full((len(schedules), len(batches_BP)), np.inf)
-    for index, schedule in enumerate(schedules):
-        lengths = np.array([shape.length - shared_prefix for shape in schedule for _ in range(shape.rows)])
-        may_fit = np.flatnonzero((totals_B <= lengths.sum()) & (batches_BP[:, 0] <= lengths.max()))
-        if len(may_fit):
-            fits, _ = best_fit(batches_BP[may_fit], lengths)
-            works_CB[index, may_fit[fits]] = plan.work(schedule)
-    return works_CB

@@ -15,8 +15,7 @@ from ..config.reward_config import RewardConfig
 from ..data.measure import PAIR, has_form, measure
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, needed_flops, read_model
-from ..packing.shapes import round_up
-from ..packing.trees import PairLengths
+from ..packing.shapes import PairLengths, round_up
 from ..parallel.mesh import MeshShape, Topology
 from ..runtime import Remat
 from ..training.batch_plan import LONG_ROW, plan_rows_of

@@ -65,7 +65,9 @@ class DeviceLoader:
         """Return a batch, or a part of it, with its tensors on the device."""
         if isinstance(value, dict):
             return type(value)({key: self.upload(part, device) for key, part in value.items()})
-        if hasattr(value, "map_tensors"):  # packed rows
+        if type(value) in (tuple, list):
+            return type(value)(self.upload(part, device) for part in value)
+        if hasattr(value, "map_tensors"):  # a micro-batch
             return value.map_tensors(lambda tensor: self._upload(tensor, device))
         return self._upload(value, device) if isinstance(value, torch.Tensor) else value
 

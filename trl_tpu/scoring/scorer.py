@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..data.batch import Batch
-from ..data.collators import OwnRows, Padded, Part, PlannedRows, Table, Unpadded
+from ..data.collators import BatchCollator, Part
+from ..data.comparisons import ComparisonRule
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
 from ..modeling.layers import use_static_experts
@@ -24,8 +26,8 @@ from ..modeling.outputs import Outputs, RewardScale, keep_heads_in_float32, save
 from ..modeling.packability import make_packable
 from ..modeling.packed_attention import PackingImpossible, use_static_attention
 from ..modeling.rewards import rewards_of
+from ..packing.pack import in_order, pack, pack_unpadded, pad
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
-from ..packing.trees import in_order
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model
 
@@ -36,7 +38,7 @@ _SHORTEST_PADDED_ROW = 64
 _MOST = 2048  # dialogues that are packed together
 _USUAL = 0.75  # of the dialogues fit three times into a usual row
 
-_TABLE = Table(answers=1)  # nothing is compared
+_RULE = ComparisonRule(answers=1)  # nothing is compared
 
 #: Which dialogues a batch has, [N], and its micro-batches.
 Members = tuple[np.ndarray, tuple[Batch, ...]]
@@ -64,7 +66,8 @@ class Batches:
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield rows without padding, for a device that takes any shape."""
-        collate = OwnRows(Unpadded(self.pad_token_id, 1, self.attention_crossover_length), self.pad_token_id, _TABLE)
+        lay_out = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
+        collate = BatchCollator(lay_out, self.pad_token_id, _RULE)
         order, shared = in_order(list(dialogues))
         some, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
@@ -90,7 +93,7 @@ class Batches:
         for length, members in sorted(by_length.items()):
             shape = RowShape(self.shards * max(1, self.tokens // length), length)
             plan = RowPlan((shape,), (shape,), self.attention_crossover_length)
-            collate = PlannedRows(plan, most, self.pad_token_id, _TABLE)
+            collate = BatchCollator(partial(pack, plan=plan), self.pad_token_id, _RULE, Part(most))
             for first in range(0, len(members), most):
                 yield _batch(collate, dialogues, members[first : first + most])
 
@@ -103,7 +106,7 @@ class Batches:
             most = self.shards * max(1, self.tokens // length)
             some, waiting = waiting[:most], waiting[most:]
             lengths, part = ((length,), Part(most)) if self.is_static else (None, None)
-            collate = OwnRows(Padded(self.pad_token_id, 1, 1, lengths), self.pad_token_id, _TABLE, part)
+            collate = BatchCollator(partial(pad, lengths=lengths), self.pad_token_id, _RULE, part)
             yield _batch(collate, dialogues, some)
 
 

@@ -4,7 +4,7 @@ import inspect
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from importlib.metadata import version
@@ -30,7 +30,7 @@ from transformers.utils import CONFIG_NAME
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.batch import TABLE, Batch, CollatedBatch, DictReader, apart, batches_in, tensors_in, unread_pairs
+from ..data.batch import TABLE, Batch, CollatedBatch, apart, batch_of_pairs, batches_in, tensors_in
 from ..data.collators import NO_LABEL, DataCollatorForPreference
 from ..data.comparisons import Labels
 from ..data.formats import date_written
@@ -264,14 +264,13 @@ class RewardTrainer(DeviceTrainer):
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
         loss = Loss(**{field.name: getattr(self.args, field.name) for field in fields(Loss)})
-        result = training_step(model, batches_in(inputs, self._read_dict), loss, **extras)
+        result = training_step(model, self._batches_in(inputs), loss, **extras)
         if self.model.training:
             self.trl_tpu.metrics.update(result.rewards_SA, result.tokens_S, result.table)
         return result
 
-    def _read_dict(self, inputs: Mapping[str, Any]) -> Batch:
-        plan = self.trl_tpu.batch_plan
-        return DictReader(self.processing_class.pad_token_id, plan.padding_side)(inputs)
+    def _batches_in(self, inputs: Mapping[str, Any]) -> Sequence[Batch]:
+        return batches_in(inputs, self.processing_class.pad_token_id, self.trl_tpu.batch_plan.padding_side)
 
     def _last_metrics(self) -> dict[str, float]:
         """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
@@ -318,11 +317,11 @@ class RewardTrainer(DeviceTrainer):
         loss, own, ours = loss.detach(), None, self.trl_tpu.last_step
         # not a batch of the user's own making
         if isinstance(inputs, Mapping) and {"input_ids", "input_ids_chosen"} & {*inputs}:
-            own = self._read_dict(inputs)
+            (own,) = self._batches_in(inputs)
         rewards_SA = rewards_in(outputs, own)
         if rewards_SA is None:
             return loss, ours
-        batch = own or unread_pairs(len(rewards_SA) // 2, rewards_SA.device)
+        batch = own or batch_of_pairs(len(rewards_SA) // 2, rewards_SA.device)
         losses_P = loss.mean() * batch.table.row_weight_P
         if ours is not None:  # per row, as processes fill the last batch up; a subclass may return another loss
             losses_P = torch.where(loss == ours.loss, ours.losses_P, losses_P)

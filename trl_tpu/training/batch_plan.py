@@ -1,9 +1,10 @@
-"""Plans the shapes of a dataset's batches for a device that compiles each: rows to pack pairs in, or lengths."""
+"""Decides once whether a run's batches are packed, plans their shapes, and makes their collators."""
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,14 @@ from transformers import DataCollatorForTokenClassification, PreTrainedModel, Pr
 
 from ..config.reward_config import RewardConfig
 from ..data.collators import (
+    BatchCollator,
     DataCollatorForPreference,
-    ForUsersCode,
-    OwnRows,
-    Padded,
+    DictCollator,
     Part,
-    PlannedRows,
     RewardDataCollatorWithPadding,
-    Table,
-    Unpadded,
 )
 from ..data.comparisons import ComparisonRule
-from ..data.measure import PAIR, RANKING, SOLUTION, ByPrompt, has_form, is_prepared, measure, prompt_groups, read_row
+from ..data.measure import PAIR, SOLUTION, ByPrompt, has_form, is_prepared, measure, prompt_groups, read_row
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.build import fit_to_device
@@ -33,13 +30,19 @@ from ..modeling.losses import TIES
 from ..modeling.model_shape import position_groups
 from ..modeling.packability import check_unmodified, make_packable, reads_padding
 from ..modeling.packed_attention import PackingImpossible
+from ..packing.pack import in_order, pack, pack_unpadded, pad
 from ..packing.shapes import RowPlan, attention_crossover_length, plan_rows, round_up
-from ..packing.trees import in_order
 from ..runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 _DRAWN = 2048  # pairs whose tokens are read to know what they share
+
+# of TRL and transformers: the batches that we make in their place have the same rows
+_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
+
+# below this, a mask for each query and key costs less than moving every layer's queries, keys and values
+LONG_ROW = 2048
 
 
 def plan_rows_of(
@@ -76,7 +79,7 @@ def plan_rows_of(
 
 
 def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
-    """Return the tokens that pairs add to batches in the order of `ByPrompt`, and say in the log what that saves.
+    """Return the tokens that pairs add to batches in the order of `ByPrompt`, and log what that saves.
 
     The last ``pairs`` are the largest pairs by themselves, so that what holds these sizes holds any batch.
 
@@ -107,21 +110,6 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     return np.append(sizes_N, np.sort(measured.sizes_N)[-pairs:])
 
 
-def planned_lengths(dataset: Any, args: RewardConfig) -> tuple[int, ...] | None:
-    """Choose the row lengths of padded batches of ``dataset`` on a device that compiles once per length.
-
-    A few that fit the data, or with `pad_to_multiple_of` the multiples. None for a stream without `max_length`.
-    """
-    is_known = isinstance(dataset, Dataset) and len(dataset) > 0
-    longest = int(measure(dataset).longest_N.max()) if is_known else args.max_length
-    if not longest:
-        return None
-    if multiple := args.pad_to_multiple_of:
-        assert isinstance(multiple, int)  # the config has read its text forms
-        return tuple(range(multiple, longest + -longest % multiple + 1, multiple))
-    return bucket_lengths(longest, args.max_shapes)
-
-
 def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
     """Return a few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
 
@@ -132,13 +120,6 @@ def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tu
     """
     halves = (round_up(longest, 2**halvings) // 2**halvings for halvings in range(max_lengths))
     return tuple(sorted({round_up(length, multiple) for length in halves}))
-
-
-# of TRL and transformers: the batches that we make in their place have the same rows
-_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
-
-# below this, a mask for each query and key costs less than moving every layer's queries, keys and values
-LONG_ROW = 2048
 
 
 class BatchPlan:
@@ -153,7 +134,7 @@ class BatchPlan:
         model: Its model, with the attention it trains with; it is made to read packed rows.
         tokenizer: The model's.
         train_dataset: Pairs, as raw or as prepared as they are. `prepare` gets them when they are token ids.
-        runtime: What trains.
+        runtime: The devices' runtime.
         data_collator: The user's own, if any.
         old_columns: Whether the data has the columns of TRL's old API.
         reads_padded_rows: Names a method of the user's that reads batches, and so expects TRL's padded layout; None
@@ -164,7 +145,7 @@ class BatchPlan:
         UserError: If the user insists on packing and something is in its way.
     """
 
-    padded_because: str | None
+    padded_because: str | None = None
     """What keeps batches from being packed; None where they are."""
 
     def __init__(
@@ -181,22 +162,26 @@ class BatchPlan:
         fixed_rows: RowPlan | None = None,
     ) -> None:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
-        self._train_dataset = train_dataset
+        self._train_dataset, self._collator = train_dataset, data_collator
         self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
-        self._collator = data_collator
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
-        self._sizes_N: Any = None  # of training pairs, where `group_by_prompt` puts them together
+        self._sizes_N: np.ndarray | None = None  # of training pairs, where `group_by_prompt` orders them
         self._is_unpadded = not runtime.plans_shapes and fixed_rows is None  # where batches are packed
         self._expands = False
-        self._tried_for: str | None = None  # what of the user's, in the model, `_reads_padding` was found out for
-        self._reads_padding = False
-        self.padded_because = None
-        obstacle = _obstacle_in_settings(args, model) or self._obstacle_in_code(data_collator)
-        if obstacle is not None:
-            self._pad_because(obstacle)
+        self._reads_padding: dict[str, bool] = {}  # by the user's own code in the model
+        self._pad_because(self._obstacle_in_settings(model) or self._obstacle_in_code())
         self.use_model(model)
 
     # ---- the decision
+
+    @property
+    def packed(self) -> bool:
+        return self.padded_because is None
+
+    @property
+    def layout(self) -> str:
+        """The layout of batches that a checkpoint was trained on: "packed" or "padded"."""
+        return "packed" if self.packed else "padded"
 
     def use_model(self, model: PreTrainedModel) -> None:
         """Make ``model``, the first or one that `model_init` made anew, compute on the device and read these batches.
@@ -207,82 +192,19 @@ class BatchPlan:
         fit_to_device(model, self._args)
         self._whole_model, self._model = model, without_adapters(model)
         if self.packed:
-            self._read_packed_rows()
-        self._find_out_about_padding()
-
-    def _read_packed_rows(self) -> None:
-        try:
-            make_packable(self._whole_model, self._pad_token_id)
-        except PackingImpossible as reason:
-            self._pad_because(str(reason))
-            return
-        if not self._packs(self._train_dataset):
+            try:
+                make_packable(model, self._pad_token_id)
+            except PackingImpossible as reason:
+                self._pad_because(str(reason))
+        if self.packed and not self._packs(self._train_dataset):
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
-        elif self._expands:
+        if self.packed and self._expands:
             use_expanded_attention(self._model)
-
-    def _obstacle_in_code(self, data_collator: Any) -> str | None:
-        """Return what of the user's code expects padded rows; None if nothing does."""
-        if data_collator is not None and type(data_collator) not in _COLLATORS:
-            return "a data collator of your own makes the batches"
-        method = self._reads_padded_rows()
-        if method is None:
-            return None
-        if method.endswith("_dataloader") and self._runtime.shares_mesh:
-            return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
-        return f"{method} is overridden, and such code expects padded rows"
-
-    def _find_out_about_padding(self) -> None:
-        """Keep TRL's lengths where more padding gives other rewards: some forwards of users', learned prompts."""
-        if self.packed or not self._runtime.plans_shapes or self._args.pad_to_multiple_of:
-            return
-        own_code = _own_code(self._whole_model)
-        if own_code == self._tried_for:
-            return
-        self._tried_for = own_code
-        self._reads_padding = own_code is not None and reads_padding(self._whole_model, self._pad_token_id)
-        if self._reads_padding:
-            logger.warning(
-                f"Batches keep the length of their longest dialogue, each length compiled anew, since rewards change "
-                f"with padding: {own_code}. `pad_to_multiple_of` makes lengths few; as in TRL, it changes rewards too."
-            )
-
-    def _look_again(self, data_collator: Any) -> None:
-        """Pad batches from here on if the user has replaced something since the model was made to read packed rows.
-
-        Raises:
-            UserError: If the user insists on packing.
-        """
-        if self.packed:
-            obstacle = self._obstacle_in_code(data_collator) or _own_code(self._whole_model)
-            if obstacle is not None:
-                self._pad_because(obstacle)
-        self._find_out_about_padding()
-
-    def _pad_because(self, obstacle: str) -> None:
-        if self._args.packing == "true":
-            raise UserError(
-                f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle."
-            )
-        if self._args.packing == "auto":
-            logger.warning(f"Batches are padded, not packed: {obstacle}.")
-        self.padded_because = obstacle
-
-    @property
-    def packed(self) -> bool:
-        return self.padded_because is None
-
-    @property
-    def layout(self) -> str:
-        """Which batches a checkpoint was trained on: "packed" or "padded"."""
-        return "packed" if self.packed else "padded"
-
-    def _packs(self, dataset: Any) -> bool:
-        """Return whether batches of ``dataset`` are packed: those of a stream have no shapes that could be planned."""
-        return self.packed and (self._is_unpadded or isinstance(dataset, Dataset))
+        if not self.packed and self._runtime.plans_shapes:
+            self._keeps_lengths()  # on the host still, where trying it compiles nothing
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Plan the rows of prepared datasets, choose how they attend, and see that a `row_length` holds every pair.
+        """Plan the rows of prepared datasets, choose how they attend, and check that a `row_length` holds every pair.
 
         Raises:
             UserError: If it is too short for a pair of the training or evaluation data, and not hours into a run; if
@@ -293,20 +215,104 @@ class BatchPlan:
             self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(self._args.train_batch_size))
         if not self._runtime.plans_shapes or not self._packs(train_dataset):
             return
-        evaluated = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-        if not any(map(_has_grades, [train_dataset, *evaluated])):  # an expansion holds two sequences of a row
-            self._expands = expands_rows(self._model, self._training_rows.longest, self._args, self._runtime)
+        evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
+        # an expansion holds two sequences of a row
+        if all(has_form(each, PAIR) or not is_prepared(each) for each in (train_dataset, *evaluated)):
+            self._expands = self._choose_expansion()
         if self._expands:
-            self._row_plans.clear()  # dialogues then take more room
+            self._row_plans.clear()  # sequences then take more room
         for dataset in evaluated:
             if self._args.row_length is not None and isinstance(dataset, Dataset):
                 self.rows(dataset, self._args.eval_batch_size)
+
+    def _choose_expansion(self) -> bool:
+        """Choose whether packed rows attend in rows of whole sequences, and prepare the model for it.
+
+        Raises:
+            ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
+        """
+        asked, longest = self._args.packed_attention, self._training_rows.longest
+        is_long = self._runtime.has_attention_kernel and longest >= LONG_ROW
+        if asked == "masks" or (asked == "auto" and not is_long):
+            return False
+        try:
+            use_expanded_attention(self._model)
+        except ExpansionImpossible as reason:
+            if asked == "expanded":
+                raise
+            logger.warning(f"Rows of {longest} tokens attend through masks of their length squared. {reason}")
+            return False
+        return True
+
+    def _packs(self, dataset: Any) -> bool:
+        """Return whether batches of ``dataset`` are packed: those of a stream have no shapes that could be planned."""
+        return self.packed and (self._is_unpadded or isinstance(dataset, Dataset))
+
+    def _pad_because(self, obstacle: str | None) -> None:
+        """Pad batches from here on if there is an obstacle to packing.
+
+        Raises:
+            UserError: If the user insists on packing.
+        """
+        if obstacle is None:
+            return
+        if self._args.packing == "true":
+            raise UserError(
+                f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle."
+            )
+        if self._args.packing == "auto":
+            logger.warning(f"Batches are padded, not packed: {obstacle}.")
+        self.padded_because = obstacle
+
+    def _obstacle_in_settings(self, model: PreTrainedModel) -> str | None:
+        args = self._args
+        counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
+        shards = args.fsdp or args.deepspeed_plugin or args.parallelism_config
+        obstacles = {
+            "packing is turned off": args.packing == "false",
+            "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
+            "long dialogues change positions beside them (see max_length)": _outgrows_rope(model, args),
+            "accelerate shards the model, with which packed rows were not tried": (
+                shards or parse_flag_from_env("ACCELERATE_USE_FSDP")
+            ),
+            "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
+                counts_tokens not in (False, "no")
+            ),
+        }
+        return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
+
+    def _obstacle_in_code(self) -> str | None:
+        """Return what of the user's code expects padded rows; None if nothing does."""
+        if self._collator is not None and type(self._collator) not in _COLLATORS:
+            return "a data collator of your own makes the batches"
+        method = self._reads_padded_rows()
+        if method is None:
+            return None
+        if method.endswith("_dataloader") and self._runtime.shares_mesh:
+            return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
+        return f"{method} is overridden, and such code expects padded rows"
+
+    def _keeps_lengths(self) -> bool:
+        """Return whether batches keep TRL's lengths, as more padding gives other rewards.
+
+        Some forwards of users' and learned prompts do; and so do positions that depend on the longest sequence.
+        """
+        own_code = _own_code(self._whole_model)
+        if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
+            self._reads_padding[own_code] = reads_padding(self._whole_model, self._pad_token_id)
+            if self._reads_padding[own_code]:
+                logger.warning(
+                    f"Batches keep the length of their longest dialogue, each length compiled anew, since rewards "
+                    f"change with padding: {own_code}. `pad_to_multiple_of` makes lengths few; as in TRL, it changes "
+                    "rewards too."
+                )
+        return self._reads_padding.get(own_code or "", False) or _outgrows_rope(self._model, self._args)
 
     # ---- collators
 
     @property
     def padding_side(self) -> str:
-        """Where padded batches are padded: today's collator pads on the right, whatever the tokenizer says."""
+        """The side of padding: today's collator pads on the right, whatever the tokenizer says."""
         return self._tokenizer.padding_side if self._old_columns else "right"
 
     @property
@@ -322,50 +328,56 @@ class BatchPlan:
             return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
         return DataCollatorForPreference(self._pad_token_id, multiple)
 
-    def table(self, dataset: Any) -> Table:
-        """Return what compares the rewards of ``dataset``; a stream has pairs."""
-        args, answers = self._args, measure(dataset).answers if is_prepared(dataset) else 2
-        rule = ComparisonRule(
-            args.ties in TIES, args.average_over == "comparisons", args.margin_scale, args.attribute_loss_weights
-        )
-        return Table(rule, answers, len(args.attributes or ()))
-
     def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., dict[str, Any]]:
         """Return what makes batches of ``dataset``: packed, padded, or TRL's dict for code of the user's.
 
-        Where processes have parts of one model, it is given the rows of all, and makes this one's part: of planned
-        shapes all have the same.
+        Batches are padded from here on if the user has replaced something since the model was made to read packed
+        rows. Where processes have parts of one model, the collator is given the rows of all, and makes this one's
+        part: of planned shapes all have the same.
 
         Args:
             dataset: Prepared; a stream's examples may have more columns.
             batch_size: P, of one part.
             user_collator: The trainer's collator, which makes TRL's dict.
+
+        Raises:
+            UserError: If the user insists on packing.
         """
-        self._look_again(user_collator)
         self._collator = user_collator
-        table, (index, count), pad = self.table(dataset), self._runtime.batch_part, self._pad_token_id
-        has_steps = has_form(dataset, SOLUTION)
-        if self._packs(dataset) and not self._is_unpadded:
-            rows = self.rows(dataset, batch_size)
-            return PlannedRows(rows, batch_size * count, pad, table, self._expands, (index, count))
+        if self.packed:
+            self._pad_because(self._obstacle_in_code() or _own_code(self._whole_model))
+        args, answers, (index, count) = self._args, 2, self._runtime.batch_part
+        if is_prepared(dataset):  # a stream has pairs
+            answers = measure(dataset).answers
+        rule = ComparisonRule(
+            args.ties in TIES,
+            args.average_over == "comparisons",
+            args.margin_scale,
+            args.attribute_loss_weights,
+            answers,
+            len(args.attributes or ()),
+        )
         part = Part(batch_size, index, count) if count > 1 else None
-        if self._packs(dataset):
-            return OwnRows(
-                Unpadded(pad, table.answers, attention_crossover_length(self._hidden_size)), pad, table, part
-            )
-        lengths = self._lengths_of(dataset) if self._plans_lengths else None
-        if self._obstacle_in_code(user_collator) is not None:
+        if self._packs(dataset) and self._is_unpadded:
+            lay_out = partial(pack_unpadded, attention_crossover_length=attention_crossover_length(self._hidden_size))
+        elif self._packs(dataset):
+            rows = self.rows(dataset, batch_size)
+            lay_out = partial(pack, plan=rows, expands=self._expands, part=(index, count))
+            part = Part(batch_size * count, 0, count)  # processes share rows of tokens, and not those of the data
+        elif self._obstacle_in_code() is not None:
             are_old = self._old_columns or isinstance(user_collator, RewardDataCollatorWithPadding)
             collate = user_collator
-            if type(collate) is DataCollatorForPreference and table.answers != 2:
-                collate = replace(collate, answers=table.answers)
-            return ForUsersCode(collate, are_old, table, pad, self.padding_side, lengths, part)
-        if self._runtime.plans_shapes:
-            lengths, part = lengths or (), Part(batch_size, index, count)
-        multiple: Any = self._args.pad_to_multiple_of or 1
-        return OwnRows(
-            Padded(pad, table.answers, 1 if has_steps else table.answers, lengths, multiple), pad, table, part
-        )
+            if type(collate) is DataCollatorForPreference and answers != 2:
+                collate = replace(collate, answers=answers)
+            lengths = self._lengths_of(dataset)
+            return DictCollator(collate, are_old, rule, self._pad_token_id, self.padding_side, lengths, part)
+        else:
+            lengths = self._lengths_of(dataset)
+            if self._runtime.plans_shapes:  # even a batch whose length is not planned has all rows
+                lengths, part = lengths or (), Part(batch_size, index, count)
+            multiple: Any = args.pad_to_multiple_of or 1
+            lay_out = partial(pad, lengths=lengths, multiple=multiple)
+        return BatchCollator(lay_out, self._pad_token_id, rule, part)
 
     # ---- shapes
 
@@ -373,13 +385,14 @@ class BatchPlan:
         """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size."""
         if self._fixed_rows is not None:
             return self._fixed_rows
-        shards, pairs = self._args.mesh_shape.batch_shards, self._pairs_together(batch_size)
+        pairs = self._pairs_together(batch_size)
         key = dataset._fingerprint, pairs
         if key not in self._row_plans:
             # kernels want lengths in large multiples
             multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
-            sizes_N = self._sizes_N if is_training and not self._expands else None  # else dialogues share no room
+            sizes_N = self._sizes_N if is_training and not self._expands else None  # else sequences share no room
+            shards = self._args.mesh_shape.batch_shards
             self._row_plans[key] = plan_rows_of(
                 dataset, self._hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N
             )
@@ -399,14 +412,22 @@ class BatchPlan:
         return self._model.config.get_text_config().hidden_size
 
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
-        """Return the lengths of padded batches of ``dataset``; None where they are not planned."""
-        keeps = self._reads_padding or _outgrows_rope(self._model, self._args)
-        return planned_lengths(dataset, self._args) if self._plans_lengths and not keeps else None
+        """Choose the row lengths of padded batches of ``dataset`` on a device that compiles once per length.
 
-    @property
-    def _plans_lengths(self) -> bool:
-        """Whether padded batches are collated as TRL's, for a device that compiles each length."""
-        return self._runtime.plans_shapes and (self._collator is None or isinstance(self._collator, _COLLATORS))
+        A few that fit the data, or with `pad_to_multiple_of` the multiples. None where lengths are not planned: on
+        other devices, for collators of users, where rewards would change, and for a stream without `max_length`.
+        """
+        is_ours = self._collator is None or isinstance(self._collator, _COLLATORS)
+        if not self._runtime.plans_shapes or self._keeps_lengths() or not is_ours:
+            return None
+        is_known = isinstance(dataset, Dataset) and len(dataset) > 0
+        longest = int(measure(dataset).longest_N.max()) if is_known else self._args.max_length
+        if not longest:
+            return None
+        if multiple := self._args.pad_to_multiple_of:
+            assert isinstance(multiple, int)  # the config has read its text forms
+            return tuple(range(multiple, round_up(longest, multiple) + 1, multiple))
+        return bucket_lengths(longest, self._args.max_shapes)
 
     @property
     def shapes(self) -> int | None:
@@ -423,22 +444,16 @@ class BatchPlan:
 
     def describe(self) -> str:
         """Return the start of a log's word on training batches: packed or padded, to which shapes and why."""
+        if self.packed and self._is_unpadded:
+            return "each packed into one row without padding"
         if self.packed:
-            if self._is_unpadded:
-                return "each packed into one row without padding"
             attention = "in rows of whole dialogues" if self._expands else "through masks"
             return f"packed into rows of {self._training_rows}; they attend {attention}"
         lengths = self._lengths_of(self._train_dataset)
         if lengths is None:
-            shape = "their longest"
-        else:
-            listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
-            shape = f"{listed} tokens"
-        return f"padded to {shape} ({self.padded_because})"
-
-
-def _has_grades(dataset: Any) -> bool:
-    return has_form(dataset, RANKING) or has_form(dataset, SOLUTION)
+            return f"padded to their longest ({self.padded_because})"
+        listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
+        return f"padded to {listed} tokens ({self.padded_because})"
 
 
 def _own_code(model: PreTrainedModel) -> str | None:
@@ -451,41 +466,5 @@ def _own_code(model: PreTrainedModel) -> str | None:
 
 
 def _outgrows_rope(model: PreTrainedModel, args: RewardConfig) -> bool:
-    """Tell whether dialogues may be so long that they change the positions of others in their batch."""
+    """Tell whether sequences may be so long that they change the positions of others in their batch."""
     return position_groups(model)(args.max_length or math.inf) > 0
-
-
-def _obstacle_in_settings(args: RewardConfig, model: PreTrainedModel) -> str | None:
-    """Return which setting keeps batches from being packed; None if none does."""
-    counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
-    obstacles = {
-        "packing is turned off": args.packing == "false",
-        "neftune_noise_alpha scales its noise by the length of rows": bool(args.neftune_noise_alpha),
-        "long dialogues change positions beside them (see max_length)": _outgrows_rope(model, args),
-        "accelerate shards the model, with which packed rows were not tried": bool(
-            args.fsdp or args.deepspeed_plugin or args.parallelism_config or parse_flag_from_env("ACCELERATE_USE_FSDP")
-        ),
-        "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
-            counts_tokens not in (False, "no")
-        ),
-    }
-    return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
-
-
-def expands_rows(model: PreTrainedModel, longest_row: int, args: RewardConfig, runtime: Runtime) -> bool:
-    """Choose how packed rows attend on XLA, and prepare ``model`` for it: whether in rows of whole dialogues.
-
-    Raises:
-        ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
-    """
-    long = runtime.has_attention_kernel and longest_row >= LONG_ROW
-    if args.packed_attention == "masks" or (args.packed_attention == "auto" and not long):
-        return False
-    try:
-        use_expanded_attention(model)
-    except ExpansionImpossible as reason:
-        if args.packed_attention == "expanded":
-            raise
-        logger.warning(f"Rows of {longest_row} tokens attend through masks of their length squared. {reason}")
-        return False
-    return True
