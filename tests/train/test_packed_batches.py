@@ -1,6 +1,5 @@
 """Packed batches in plain torch, in one tight row or fixed rows of several micro-batches, train as padded do."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +148,6 @@ def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTo
     assert counts == [2 * tokens] * 2
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "padded, not packed" in record.getMessage()]
-
-
-def test_turned_off_it_trains_on_padded_rows_without_a_word(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        trainer = make_trainer(tokenizer, tmp_path, packing=False)
-        trainer.train()
-    assert told(caplog) == []
-    assert "packing is turned off" in trainer.describe()
-    assert not next(iter(trainer.get_train_dataloader())).parts[0].rows.is_packed
-
-
 def test_what_is_said_of_batches_is_how_they_are(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     assert "one row without padding" in make_trainer(tokenizer, tmp_path, "tight").describe()
     fixed = make_trainer(tokenizer, tmp_path, "micro-batches")
@@ -195,17 +179,6 @@ def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
     assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
     for packed, padded in zip(*gradients, strict=True):
         torch.testing.assert_close(packed, padded, atol=1e-6, rtol=1e-4)
-
-
-def test_a_packed_batch_gives_padded_rows_on_request(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    trainer = make_trainer(tokenizer, tmp_path, dataloader_num_workers=1)
-    rows = trainer.train_dataset.select(range(4))
-    expected = trainer.batch_plan.default_collator()(rows.to_list())
-    trainer.args.per_device_eval_batch_size = 4
-    batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
-    assert batch.parts[0].rows.is_packed and "input_ids" not in batch
-    for key in ("input_ids", "attention_mask"):
-        assert torch.equal(batch[key], expected[key])
 
 
 @pytest.mark.parametrize("name", ["get_batch_samples", "evaluation_loop", "floating_point_ops", "_prepare_input"])

@@ -233,12 +233,12 @@ def test_attributes_are_a_weighted_mean_of_rankings_that_are_there(
             assert gradient_AK[place].tolist() == pytest.approx(slopes_K, rel=1e-4, abs=1e-4)
 
 
-@given(rankings)
-def test_a_ranking_of_two_with_different_grades_is_a_pair(some: Any) -> None:
+@given(rankings, st.sampled_from([Loss(), Loss(loss_type="plackett_luce"), Loss(label_smoothing=0.1)]))
+def test_a_ranking_of_two_with_different_grades_is_a_pair(some: Any, loss: Loss) -> None:
     two = [each[:2] for each in some if each[0][1] > each[1][1]]
     if not two:
         return
     values = [[[reward for reward, _ in each]] for each in two]
-    ranked = losses([{"grades": [g for _, g in each]} for each in two], values, Loss(), PLAIN)
-    paired = losses([{} for _ in two], values, Loss(), PLAIN)
+    ranked = losses([{"grades": [g for _, g in each]} for each in two], values, loss, PLAIN)
+    paired = losses([{} for _ in two], values, loss, PLAIN)
     assert ranked[0] == paired[0] and torch.equal(ranked[1], paired[1]) and ranked[2] == paired[2]

@@ -14,33 +14,19 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 
 from trl_tpu.data.collators import scored
-from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
+from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.measure import PAIR, form_of, measure, read_row
 from trl_tpu.data.row_formats import Rankings
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.judge import judge_rankings, rankings_of
 from trl_tpu.evaluation.reward_sums import sums_on_host
-from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.scoring.stream import Summary
 
 K = 5
 answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # reward, grade
 prompts = st.lists(st.lists(answers, min_size=2, max_size=K), min_size=1, max_size=4)
-
-
-@pytest.mark.parametrize("settings", [{}, {"loss_type": "plackett_luce"}, {"label_smoothing": 0.1}])
-def test_two_answers_are_a_pair(settings: Any) -> None:
-    rewards_P2 = torch.tensor([[1.0, -0.5], [0.2, 3.0]])
-    loss = Loss(center_rewards_coefficient=0.1, **settings)
-    ranked, paired = (
-        loss.per_row(
-            rewards_P2.view(-1, 1), compare(Labels.of([row] * 2, 2), ComparisonRule()).map_tensors(torch.tensor)
-        )
-        for row in ({"grades": [2, 1]}, {})
-    )
-    torch.testing.assert_close(ranked, paired)
 
 
 @given(prompts)
