@@ -3,8 +3,8 @@
 A save has three steps:
 
 1. Wait for the save before it, and make the staging folder.
-2. While training waits, write what is small (config, tokenizer, numbers, random states), and copy the tensors to the
-   host: each process those that its devices hold.
+2. While training waits, write the small files (config, tokenizer, numbers, random states), and copy the tensors to
+   the host. Each process copies those that its devices hold.
 3. Alongside training, a thread writes the tensors, seals the folder with a manifest, renames it (or uploads it, the
    manifest last), and deletes older checkpoints.
 
@@ -80,7 +80,7 @@ class Contents:
     Args:
         name: Name of its folder, ``checkpoint-12``.
         run: The run that it belongs to.
-        describe: Writes what is small to a folder. All processes call it.
+        describe: Writes the small files to a folder. All processes call it.
         model: The model whose weights are saved; None if `describe` has written them.
         optimizer: The optimizer whose state is saved; None for a checkpoint of the model alone.
         best: The name of the checkpoint that must not be deleted.
@@ -110,7 +110,7 @@ class Checkpointer:
     Args:
         runtime: The runtime of the tensors.
         processes: All processes that train.
-        writes: Whether this process writes what is small, and publishes: one of those that share a disk.
+        writes: Whether this process writes the small files, and publishes: one of those that share a disk.
         shares_disk: Whether all processes write to one folder, rather than each to a disk of its own.
         limit: How many checkpoints are kept; None for all.
     """
@@ -172,7 +172,7 @@ class Checkpointer:
             contents.staging.mkdir(parents=True)
 
     def _take(self, contents: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Write what is small, and copy the tensors that this process's devices hold to the host, each once.
+        """Write the small files, and copy the tensors that this process's devices hold to the host, each once.
 
         Weights go into model files if one process has all of them, else into the state. They go into both if model
         files do not have every weight under its own name.

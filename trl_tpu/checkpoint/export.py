@@ -77,7 +77,7 @@ def export_checkpoint(
             a URL of fsspec's (`gs://...`) it is copied to below TMPDIR first.
         out: The new folder, or an empty one.
         merge: Whether to merge adapters into their base model.
-        base: Folder or Hub id of that base model; the one that the adapters name when None.
+        base: Folder or Hub id of that base model; None for the one that the adapters name.
         dtype: Of the weights; None leaves them as they were trained (merged ones: as the base model is stored).
         max_shard_size: Of one file, such as "5GB".
         trust_remote_code: Whether the model may bring its own code.

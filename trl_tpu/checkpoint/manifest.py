@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, which tells whether it is whole, and staging folders, which keep others invisible."""
+"""Manifests tell complete checkpoints from damaged ones; staging folders keep unfinished ones invisible."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""The folder of a run: who owns it, what a new run moves aside, and its mirror at a URL."""
+"""The folder of a run: its lock, its checkpoints, and its mirror at a URL."""
 
 import fcntl
 import glob
@@ -37,7 +37,7 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         yield RemoteRun(str(folder)).get(Path(place) if name in ("", ".", "..") else Path(place, name))
 
 
-_CORRECT = "Correct the URL, or what is there."
+_CORRECT = "Correct the URL, or its content."
 
 
 class RemoteRun:

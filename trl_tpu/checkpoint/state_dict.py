@@ -127,7 +127,7 @@ def tensors_in(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Join the shards of `Runtime.local_shards`, of which this process has all; tied tensors stay tied."""
+    """Join the shards of `Runtime.local_shards` if this process has all of them; tied tensors stay tied."""
     unique = {id(held): held if isinstance(held, torch.Tensor) else held.join() for held in shards.values()}
     return {name: unique[id(held)] for name, held in shards.items()}
 
