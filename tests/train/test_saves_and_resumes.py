@@ -638,15 +638,6 @@ def test_a_url_is_refused_where_every_process_writes_a_part(
         make_trainer(model_folder, "memory://bucket/run")
 
 
-def test_damage_at_a_url_is_found(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
-    url = "memory://bucket/damaged"
-    make_trainer(model_folder, url).train()
-    fsspec.filesystem("memory").pipe_file("/bucket/damaged/checkpoint-6/config.json", b"{}")
-    resumed = make_trainer(model_folder, url)
-    resumed.train(resume_from_checkpoint=True)
-    assert "config.json has 2 bytes" in caplog.text and resumed.checkpointer.failed == []
-
-
 def test_best_model_at_a_url_is_kept_and_loaded(model_folder: str) -> None:
     trainer = make_trainer(model_folder, "memory://bucket/best", **BEST)
     trainer.train()
