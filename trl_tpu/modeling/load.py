@@ -175,34 +175,30 @@ def _draw_whole(
 def _load_in_files(
     name: str, outputs: Outputs, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """Load a model whose backbone is "offloaded to disk", as transformers calls it; None where it cannot be."""
+    """Load a model whose backbone, but for its input embeddings, is "offloaded to disk"; None where it cannot be."""
+    config = AutoConfig.from_pretrained(name, **kwargs)
+    write_outputs(config, (), None, outputs.step_separator)
+    empty = model_without_weights(config, None, kwargs["trust_remote_code"])
+    offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
+    device_map = {
+        path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
+        for path, module in empty.named_modules()
+        if not any(True for _ in module.children())
+    }
     of_offloading = logging.getLogger("accelerate.big_modeling")
     level = of_offloading.level
     of_offloading.setLevel(logging.ERROR)  # it warns of what was asked for
     try:
-        settings = kwargs | {"device_map": _offload_backbone(name, outputs, kwargs), "output_loading_info": True}
+        settings = kwargs | {"device_map": device_map, "output_loading_info": True}
         model, info = outputs.auto_class.from_pretrained(name, **settings)
     except (OSError, ValueError):  # weights that are in no file as they are, or an error that the host meets as well
         return None
     finally:
         of_offloading.setLevel(level)
-    is_lost = any(settings["device_map"].get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
+    is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
     # of a model in another type these stay float32, but would be read in that type
     is_mixed = model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
     return None if is_lost or is_mixed else (model, info)
-
-
-def _offload_backbone(name: str, outputs: Outputs, kwargs: dict[str, Any]) -> dict[str, str]:
-    """Return the device map of a classifier whose backbone, but for its input embeddings, stays on disk."""
-    config = AutoConfig.from_pretrained(name, **kwargs)
-    write_outputs(config, (), None, outputs.step_separator)
-    empty = model_without_weights(config, None, kwargs["trust_remote_code"])
-    offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
-    return {
-        path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
-        for path, module in empty.named_modules()
-        if not any(True for _ in module.children())
-    }
 
 
 def forget_files(model: PreTrainedModel) -> None:

@@ -1,8 +1,8 @@
 """The sizes of a model: the positions it can read, its weights, and the operations of its forward and backward."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -58,53 +58,26 @@ def position_groups(model: PreTrainedModel) -> Callable[[float], float]:
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One parameter.
-
-    Args:
-        name: As the model has it.
-        trained: Whether it gets a gradient.
-        kind: "embedding" (looked up), "matrix" (multiplied with every token), "experts" (with the tokens that are
-            routed to them) or "vector".
-        used: The share of it that multiplies a token: of experts those that it is routed to.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    trained: bool
-    kind: str
-    used: float
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-
-@dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides its costs.
+    """The sizes of a model that decide its costs.
 
     Args:
-        weights: All parameters, tied ones once.
+        parameters: Numbers in all parameters, tied ones once.
+        trained_parameters: Those that get a gradient.
         hidden: Features of a token between layers.
-        heads: Attention heads of queries.
-        head_dims: Features of a query with a key, and with a value.
+        products: Weights that multiply a token; of experts those that it is routed to.
+        trained_products: Those that get a gradient.
+        attention: Products of a query with a key and of its weight with a value, in one layer.
         windows: For each layer how many tokens a token sees; None: all before it.
     """
 
-    weights: tuple[Weight, ...]
+    parameters: int
+    trained_parameters: int
     hidden: int
-    heads: int
-    head_dims: tuple[int, int]
+    products: float
+    trained_products: float
+    attention: int
     windows: tuple[int | None, ...]
-
-    @property
-    def parameters(self) -> int:
-        return sum(weight.numel for weight in self.weights)
-
-    @property
-    def trained_parameters(self) -> int:
-        return sum(weight.numel for weight in self.weights if weight.trained)
 
 
 def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_code: bool = False) -> Any:
@@ -123,41 +96,30 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
 def read_model(model: Any) -> ModelShape:
     """Return the shapes of a reward model, which may be on torch's meta device and have adapters."""
     config = model.config.get_text_config()
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    weights = []
-    for name, parameter in model.named_parameters():
-        kind = "embedding" if id(parameter) in tables else _kind(bare_name(name), parameter.dim())
-        used = _routed_share(config) if kind == "experts" else 1.0
-        if ".original_module." in name:  # what PEFT keeps of a module that it trains a copy of
-            used = 0.0
-        weights.append(Weight(name, tuple(parameter.shape), parameter.requires_grad, kind, used))
-    return ModelShape(
-        tuple(weights),
-        config.hidden_size,
-        config.num_attention_heads,
-        (getattr(config, "qk_head_dim", None) or head_dim, getattr(config, "v_head_dim", None) or head_dim),
-        _windows(config),
-    )
-
-
-def _kind(name: str, dims: int) -> str:
-    if dims < 2:
-        return "vector"
-    return "experts" if "experts" in name.split(".") else "matrix"
-
-
-def _routed_share(config: Any) -> float:
-    """Return the share of a layer's experts that a token goes to."""
     routed = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return routed / next((count for name in names if (count := getattr(config, name, None))), routed)
-
-
-def _windows(config: Any) -> tuple[int | None, ...]:
+    share = routed / next((count for name in names if (count := getattr(config, name, None))), routed)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    sizes, products = Counter[bool](), {True: 0.0, False: 0.0}
+    for name, parameter in model.named_parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+        # vectors and tables multiply nothing; nor does the original of a module that PEFT trains a copy of
+        if parameter.dim() > 1 and id(parameter) not in tables and ".original_module." not in name:
+            is_routed = "experts" in bare_name(name).split(".")
+            products[parameter.requires_grad] += parameter.numel() * (share if is_routed else 1.0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dims = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return ModelShape(
+        sizes.total(),
+        sizes[True],
+        config.hidden_size,
+        sum(products.values()),
+        products[True],
+        config.num_attention_heads * sum(dims),
+        tuple(window if kind == "sliding_attention" else None for kind in kinds),
+    )
 
 
 def needed_flops(model: ModelShape, pairs: PairLengths) -> float:
@@ -168,37 +130,27 @@ def needed_flops(model: ModelShape, pairs: PairLengths) -> float:
     norms and activations are not counted. No weight gradient is counted for frozen weights. Input gradients are
     counted for every layer, an overestimate below the first trainable weight.
     """
-    products = [weight for weight in model.weights if weight.kind in ("matrix", "experts")]
-    forward = {weight: 2.0 * weight.numel * weight.used * pairs.tokens for weight in products}
-    trained = sum(forward[weight] for weight in products if weight.trained)
     attended = {window: pairs.attended(window) for window in set(model.windows)}
-    attention = sum(2.0 * model.heads * sum(model.head_dims) * attended[window] for window in model.windows)
-    return 2 * sum(forward.values()) + trained + 3 * attention
+    attention = 2 * model.attention * sum(attended[window] for window in model.windows)
+    return 2 * (2 * model.products + model.trained_products) * pairs.tokens + 3 * attention
 
 
 def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
     """Return the operations that an average pair of ``dataset`` needs, forward and backward.
 
-    None if unknown: for a stream, a quantized model, or a model that is no causal decoder of transformers.
+    None if unknown: for a stream, a quantized model, or a model that is no causal decoder of transformers, with
+    attention to all earlier tokens, or to a window of them, in every layer.
     """
     if not isinstance(dataset, Dataset) or getattr(model, "is_quantized", False):
         return None
     try:
-        shape = read_model(model)
-        if not _attends_in_every_layer(model):
+        shape, config = read_model(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
+        causal = sum(bool(getattr(module, "is_causal", False)) for module in model.modules())
+        kinds = set(getattr(config, "layer_types", None) or ())
+        both_ways = getattr(config, "use_bidirectional_attention", False)
+        if causal != len(shape.windows) or not kinds <= {"full_attention", "sliding_attention"} or both_ways:
             return None
         pairs = measure(dataset).lengths
     except (AttributeError, TypeError, ValueError):  # a user's own config or columns
         return None
     return needed_flops(shape, pairs) / len(pairs) if len(pairs) else None
-
-
-def _attends_in_every_layer(model: Any) -> bool:
-    """Tell whether each layer has attention to what came before, of a whole text or in a window."""
-    config = model.config.get_text_config()
-    causal = [module for module in model.modules() if getattr(module, "is_causal", False)]
-    kinds = set(getattr(config, "layer_types", None) or ())
-    both_ways = getattr(config, "use_bidirectional_attention", False)
-    return (
-        len(causal) == config.num_hidden_layers and kinds <= {"full_attention", "sliding_attention"} and not both_ways
-    )
