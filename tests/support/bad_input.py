@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load_file, save_file
 from tiny import tiny_model, tiny_tokenizer
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 PAIR = {"prompt": "Count on from 1:", "chosen": " 2 3 4", "rejected": " 4 2"}
 CHAT = {
@@ -180,13 +179,6 @@ def code_in_the_folder(job: Job) -> None:
     edit_json("config.json", set_to(auto_map=classes, model_type="own"))(job)
     ran = job.folder / "code-ran"
     model_file("own.py", f"open({str(ran)!r}, 'w')\nclass Config: pass\nclass Model: pass\n".encode())(job)
-
-
-def two_labels(job: Job) -> None:
-    changed = AutoModelForSequenceClassification.from_pretrained(job.model)
-    changed.score = torch.nn.Linear(changed.score.in_features, 2, bias=False)
-    changed.config.num_labels = 2
-    changed.save_pretrained(job.model)
 
 
 def learned_positions(job: Job) -> None:

@@ -20,14 +20,14 @@ import trl_tpu
 from trl_tpu.modeling.packability import reads_padding
 
 CASES: dict[Callable[[], Any], str] = {
-    customized.averaging: "the forward of Averaging is not a library's own",
-    customized.replaced_forward: "the forward of LlamaForSequenceClassification is not a library's own",
-    customized.deep_head: "the `score` head is a Sequential instead of a linear layer",
-    customized.normalized_head: r"the forward of Head \(score\) is not a library's own",
-    customized.prompt_tuning: "adapters of the kind PROMPT_TUNING",
-    customized.prefix_tuning: "adapters of the kind PREFIX_TUNING",
-    customized.longrope: "long dialogues change positions beside them",
-    customized.dynamic_rope: "long dialogues change positions beside them",
+    customized.averaging: "Averaging",
+    customized.replaced_forward: "LlamaForSequenceClassification",
+    customized.deep_head: "Sequential",
+    customized.normalized_head: "Head",
+    customized.prompt_tuning: "PROMPT_TUNING",
+    customized.prefix_tuning: "PREFIX_TUNING",
+    customized.longrope: "max_length",
+    customized.dynamic_rope: "max_length",
 }
 
 
@@ -39,7 +39,7 @@ def test_the_users_model_is_what_trains(make: Callable[[], Any], tmp_path: Path)
     assert trainer.batch_plan.padded_because is not None
     _, reference = losses(trl, make(), tmp_path)
     assert ours == pytest.approx(reference, abs=1e-5)
-    with pytest.raises(ValueError, match=f"packing=True is impossible: {CASES[make]}"):
+    with pytest.raises(ValueError, match=f"packing=True.*{CASES[make]}"):
         losses(trl_tpu, make(), tmp_path, packing=True)
     assert reads_padding(make(), customized.TOKENIZER.pad_token_id) == (make in customized.READ_PADDING)
 

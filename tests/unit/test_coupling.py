@@ -148,9 +148,19 @@ def test_an_attribute_that_is_read_or_set_is_there(name: str) -> None:
     assert f"self.{name}" in TRAINER
 
 
-def test_the_loop_skips_batches_by_a_function_of_its_module() -> None:
-    """On XLA `data/loader.py` runs a copy of it with another function of that name."""
-    assert "train_dataloader = skip_first_batches(train_dataloader," in inspect.getsource(Trainer._run_epoch)
+# by the method of transformers' Trainer that has to contain it
+SOURCES = {
+    "__init__": "self.init_hf_repo()",  # the hub's repository is made with the trainer
+    "_finalize_training": "self.args.save_total_limit == 1",  # `DeviceTrainer` sets another limit after a stop
+    "_get_dataloader": "data_collator = self.data_collator",  # `data/loader.py` has another there meanwhile
+    # on XLA `data/loader.py` runs a copy of the loop with another function of that name
+    "_run_epoch": "train_dataloader = skip_first_batches(train_dataloader,",
+}
+
+
+@pytest.mark.parametrize("method", SOURCES)
+def test_a_method_does_what_is_built_upon(method: str) -> None:
+    assert SOURCES[method] in inspect.getsource(getattr(Trainer, method))
     assert parameters_of(transformers.trainer.skip_first_batches) == ["dataloader", "num_batches"]
 
 
@@ -161,20 +171,6 @@ def test_the_loop_adds_losses_up_in_place_and_looks_at_the_gradient_before_the_u
     order = ["self._tr_loss += tr_loss_step", *calls]
     places = [loop.index(part) for part in order]
     assert places == sorted(places)
-
-
-def test_the_hubs_repository_is_made_with_the_trainer() -> None:
-    assert "self.init_hf_repo()" in inspect.getsource(Trainer.__init__)
-
-
-def test_the_end_deletes_all_but_the_best_with_a_limit_of_one() -> None:
-    """`training/device_trainer.py` sets another limit after a stop."""
-    assert "self.args.save_total_limit == 1" in inspect.getsource(Trainer._finalize_training)
-
-
-def test_a_collator_is_taken_from_the_trainer_when_a_loader_is_made() -> None:
-    """`data/loader.py` has another there meanwhile."""
-    assert "data_collator = self.data_collator" in inspect.getsource(Trainer._get_dataloader)
 
 
 # ---- names in modules: read from their source, so that nothing need be imported (torch_xla starts devices)

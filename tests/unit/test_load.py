@@ -28,8 +28,7 @@ import trl_tpu
 from trl_tpu import chat_template_utils, runtime
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import load
-from trl_tpu.modeling import tokenizer as chat_template
-from trl_tpu.modeling import tokenizer as special_tokens
+from trl_tpu.modeling import tokenizer as tokenizers
 from trl_tpu.modeling.build import build_reward_model
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import Outputs
@@ -93,7 +92,7 @@ def test_the_old_name_of_dtype_counts(checkpoint: str) -> None:
 
 
 def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
-    with pytest.raises(ValueError, match="and in `model_init_kwargs` too"):
+    with pytest.raises(ValueError, match="quantization_config"):
         load.load_model(checkpoint, model_init_kwargs={"quantization_config": 1}, quantization_config=1)
 
 
@@ -106,7 +105,7 @@ def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
 )
 def test_bitsandbytes_is_refused_on_xla(checkpoint: str, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(runtime.current()), "shares_mesh", True)
-    with pytest.raises(ValueError, match="bitsandbytes quantization needs CUDA kernels.*USE_TORCH_XLA=0"):
+    with pytest.raises(ValueError, match="USE_TORCH_XLA=0"):
         load.load_model(checkpoint, **kwargs)
 
 
@@ -125,7 +124,7 @@ def test_another_number_of_labels_is_overruled_aloud(checkpoint: str, caplog: py
 
 def test_a_head_of_another_size_is_refused_and_may_be_made_anew(tmp_path: Path) -> None:
     tiny_model(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="cannot be loaded as a reward model: .*`ignore_mismatched_sizes`"):
+    with pytest.raises(UserError, match="ignore_mismatched_sizes"):
         load.load_model(str(tmp_path))
     model = load.load_model(str(tmp_path), model_init_kwargs={"ignore_mismatched_sizes": True})
     assert model.score.weight.shape[0] == 1
@@ -177,11 +176,10 @@ def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_w
 
 def test_one_label_is_required_as_in_trl(tmp_path: Path) -> None:
     load.check_num_labels(tiny_model())
-    checks: list[Callable] = [load.check_num_labels, lambda model: trl_trainer(model, tmp_path, tiny_tokenizer())]
-    for check in checks:
-        with pytest.raises(ValueError, match=r"num_labels=2.*reward models require `num_labels=1`"):
+    for check in (load.check_num_labels, lambda model: trl_trainer(model, tmp_path, tiny_tokenizer())):
+        with pytest.raises(ValueError, match=r"num_labels=2.*require `num_labels=1`"):
             check(tiny_model(num_labels=2))
-    with pytest.raises(ValueError, match=r"num_labels=None.*require `num_labels=1`.*num_labels=1\)"):
+    with pytest.raises(ValueError, match="num_labels=None"):
         load.check_num_labels(torch.nn.Linear(1, 1))
 
 
@@ -210,26 +208,17 @@ def test_what_cannot_be_is_an_error_of_trls_kind(
 
 
 def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
-    tokenizer = tiny_tokenizer()
-    assert load.load_processing_class(tiny_model(), tokenizer) is tokenizer
-    loaded = load.load_processing_class(load.load_model(checkpoint))
-    assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
-    with pytest.raises(ValueError, match="not loaded from a checkpoint.*`processing_class`"):
-        load.load_processing_class(tiny_model())
-
-
-def test_a_processor_gives_its_tokenizer(tmp_path: Path) -> None:
     class Processor(ProcessorMixin):
         def __init__(self, tokenizer: Any) -> None:
             self.tokenizer = tokenizer
 
     tokenizer = tiny_tokenizer()
-    processor: Any = Processor(tokenizer)
-    args = trl_tpu.RewardConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
-    pairs = Dataset.from_list([{"chosen": "a", "rejected": "b"}])
-    trainer = trl_tpu.RewardTrainer(tiny_model(), args, train_dataset=pairs, processing_class=processor)
-    assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
-    assert isinstance(trainer.processing_class, type(tokenizer))
+    assert load.load_processing_class(tiny_model(), tokenizer) is tokenizer
+    assert load.load_processing_class(tiny_model(), Processor(tokenizer)) is tokenizer
+    loaded = load.load_processing_class(load.load_model(checkpoint))
+    assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
+    with pytest.raises(ValueError, match="processing_class"):
+        load.load_processing_class(tiny_model())
 
 
 def test_the_tokenizer_is_loaded_from_where_the_model_is(
@@ -258,7 +247,7 @@ def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
     theirs = trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(pad_token=own_pad), pad_token=pad, eos_token=eos)
     model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)
     before = given.special_tokens_map
-    tokenizer = special_tokens.set_pad_token(model, special_tokens.set_eos_token(model, given, eos), pad)
+    tokenizer = tokenizers.set_pad_token(model, tokenizers.set_eos_token(model, given, eos), pad)
     assert tokenizer.special_tokens_map == theirs.processing_class.special_tokens_map
     assert model.config.pad_token_id == theirs.model.config.pad_token_id
     assert model.config.eos_token_id == theirs.model.config.eos_token_id
@@ -266,11 +255,11 @@ def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
 
 
 @pytest.mark.parametrize(
-    ("kind", "settle"), [("pad_token", special_tokens.set_pad_token), ("eos_token", special_tokens.set_eos_token)]
+    ("kind", "settle"), [("pad_token", tokenizers.set_pad_token), ("eos_token", tokenizers.set_eos_token)]
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, settle: Callable, tmp_path: Path) -> None:
-    text = rf"The specified `{kind}` \('<none>'\) is not found in the vocabulary of the given `processing_class`"
+    text = rf"`{kind}` \('<none>'\) is not found"
     with pytest.raises(ValueError, match=text):
         trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(), **{kind: "<none>"})
     with pytest.raises(ValueError, match=text):
@@ -281,11 +270,11 @@ def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog
     own_pad, shared = tiny_tokenizer(), tiny_tokenizer(pad_token=None)
     shared.pad_token = shared.eos_token
     eos: Any = own_pad.eos_token_id
-    special_tokens.warn_of_unscored_eos(own_pad, [[1, 2, eos]])
-    special_tokens.warn_of_unscored_eos(shared, [[1, 2, eos, 3], [1]])
+    tokenizers.warn_of_unscored_eos(own_pad, [[1, 2, eos]])
+    tokenizers.warn_of_unscored_eos(shared, [[1, 2, eos, 3], [1]])
     assert caplog.text == ""
     for unscored in ([[1, 2, eos], [1]], None):
-        special_tokens.warn_of_unscored_eos(shared, unscored)
+        tokenizers.warn_of_unscored_eos(shared, unscored)
         assert "Set own_pad_token=True" in caplog.text
         caplog.clear()
 
@@ -307,29 +296,21 @@ def test_a_pad_token_of_its_own_is_one_that_texts_do_not_contain(reserved: list[
     tokenizer.chat_template = "".join(SPECIAL)
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer) + (taken == "<|pad|>"))
-    settled = special_tokens.set_pad_token(model, tokenizer, own=True)
+    settled = tokenizers.set_pad_token(model, tokenizer, own=True)
     assert settled.pad_token == taken and tokenizer.pad_token is None
     assert model.config.pad_token_id == settled.pad_token_id != settled.eos_token_id
-    assert special_tokens.set_pad_token(model, settled, own=True) is settled
+    assert tokenizers.set_pad_token(model, settled, own=True) is settled
     assert len(settled) == len(tokenizer) + (taken == "<|pad|>")
-
-
-def test_a_new_pad_token_needs_a_row_of_embeddings() -> None:
-    tokenizer, model = tiny_tokenizer(pad_token=None), tiny_model()
-    tokenizer.chat_template = "".join(SPECIAL)
-    model.resize_token_embeddings(len(tokenizer))
-    with pytest.raises(UserError, match=r"'<\|pad\|>' has the id .* rows.*resize_token_embeddings"):
-        special_tokens.set_pad_token(model, tokenizer, own=True)
 
 
 def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
     given = tiny_tokenizer()
-    _, tokenizer, added = chat_template.set_chat_template(tiny_model(), given, str(path))
+    _, tokenizer, added = tokenizers.set_chat_template(tiny_model(), given, str(path))
     assert (tokenizer.chat_template, added, given.chat_template) == ("{{ messages }}", [], TEMPLATE)
-    with pytest.raises(FileNotFoundError, match="No such file.*none.j2"):
-        chat_template.set_chat_template(tiny_model(), given, str(tmp_path / "none.j2"))
+    with pytest.raises(FileNotFoundError, match="none.j2"):
+        tokenizers.set_chat_template(tiny_model(), given, str(tmp_path / "none.j2"))
 
 
 @pytest.mark.parametrize("multiple", [64, None, 100])
@@ -353,7 +334,7 @@ def test_cloning_a_chat_template_grows_a_model_without_weights_as_one_with_them(
     """As a model that is planned is: there are no embeddings whose mean new ones could have."""
     results = []
     for given in (tiny_model(), model_without_weights(tiny_config(), "float32")):
-        model, tokenizer, added = chat_template.clone_chat_template(given, tiny_tokenizer(), source_tokenizer)
+        model, tokenizer, added = tokenizers.clone_chat_template(given, tiny_tokenizer(), source_tokenizer)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         results.append((shapes, tokenizer.get_vocab(), added, model.config.vocab_size, model.config.eos_token_id))
     assert results[0] == results[1]

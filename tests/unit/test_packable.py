@@ -188,12 +188,5 @@ def test_remote_code_is_packed_only_where_its_forwards_are_transformers() -> Non
     make_packable(Llama(transformers.LlamaConfig(**TINY)), PAD)
     with pytest.raises(PackingImpossible, match="OwnMasks"):
         make_packable(OwnMasks(transformers.LlamaConfig(**TINY)), PAD)
-
-
-def test_attention_that_takes_no_mask_is_refused_with_what_to_do() -> None:
-    model = tiny_model("Gemma", EXACT)
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(PackingImpossible, match="flash_attention_2"):
-        make_packable(model, PAD)
     with pytest.raises(PackingImpossible, match="Linear"):
         make_packable(nn.Linear(2, 1), PAD)

@@ -30,22 +30,17 @@ def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str
 
 
 @pytest.mark.parametrize(
-    ("settings", "fragment"),
+    ("settings", "named"),
     [
-        ({"remat": "dot"}, "remat must be 'full', 'dots' or 'none', got 'dot'"),
-        ({"remat": "dots", "gradient_checkpointing": False}, "contradicts gradient_checkpointing=False"),
-        ({"remat": "none", "activation_checkpointing": True}, "contradicts gradient_checkpointing=True"),
-        (
-            {"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-            "sets use_reentrant and context_fn by itself",
-        ),
-        ({"scan_layers": True}, "plain torch compiles nothing"),
+        ({"remat": "dot"}, "'dot'"),
+        ({"remat": "dots", "gradient_checkpointing": False}, "gradient_checkpointing=False"),
+        ({"remat": "none", "activation_checkpointing": True}, "gradient_checkpointing=True"),
+        ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ({"scan_layers": True}, "plain torch"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    tmp_path: Path, settings: dict[str, Any], fragment: str
-) -> None:
-    with pytest.raises(ValueError, match=fragment):
+def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         RewardConfig(str(tmp_path), bf16=False, report_to="none", **settings)
 
 

@@ -113,33 +113,19 @@ def test_entries_with_more_than_a_weights_name_are_named_by_layer() -> None:
     assert named == averages | steps | {"optimizer.model.norm.weight.step": 8}
 
 
-def by_group(model: nn.Module) -> torch.optim.Optimizer:
-    """Layers that learn faster and faster."""
-    layers = [{"params": layer.parameters(), "lr": 0.1 * number} for number, layer in enumerate(model.model.layers)]
-    return torch.optim.SGD(layers, lr=0.1)
-
-
-def last_layer_only(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.model.layers[-1].parameters(), lr=0.1)
-
-
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return Adafactor(model.parameters())
-
-
 @pytest.mark.parametrize(
-    ("make_optimizer", "message"),
+    ("make_optimizer", "named"),
     [
-        (by_group, r"of some layers in another group"),
-        (last_layer_only, r"or not at all"),
-        (adafactor, r"Adafactor may look at a weight as a whole: choose optim='adamw_torch'"),
+        (lambda model: torch.optim.SGD([{"params": layer.parameters()} for layer in model.model.layers]), "group"),
+        (lambda model: torch.optim.SGD(model.model.layers[-1].parameters()), "not at all"),
+        (lambda model: Adafactor(model.parameters()), "Adafactor"),
     ],
 )
-def test_an_optimizer_that_would_not_do_the_same_is_refused(make_optimizer: MakeOptimizer, message: str) -> None:
+def test_an_optimizer_that_would_not_do_the_same_is_refused(make_optimizer: MakeOptimizer, named: str) -> None:
     model = make_model()
     before: dict[str, Any] = {name: parameter.clone() for name, parameter in model.named_parameters()}
     optimizer = make_optimizer(model)
-    with pytest.raises(ScanImpossible, match=message):
+    with pytest.raises(ScanImpossible, match=named):
         make_stack(model).stack(optimizer)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
@@ -147,5 +133,5 @@ def test_an_optimizer_that_would_not_do_the_same_is_refused(make_optimizer: Make
 def test_a_shared_weight_is_refused() -> None:
     model = make_model()
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    with pytest.raises(ScanImpossible, match=r"model\.layers\.0\.mlp\.up_proj\.weight is used elsewhere too"):
+    with pytest.raises(ScanImpossible, match="up_proj.weight"):
         make_stack(model)

@@ -75,7 +75,7 @@ def reads_base_weights(peft_config: "PeftConfig") -> bool:
 
 
 def fits_shards(peft_config: "PeftConfig") -> bool:
-    """Tell whether the adapters are matrices of their own beside weights that may be in several processes' shards."""
+    """Tell whether the adapters can be added to a model whose weights are sharded over processes."""
     reads = reads_base_weights(peft_config) or getattr(peft_config, "trainable_token_indices", None)
     return peft_config.peft_type == "LORA" and not reads
 
@@ -120,11 +120,11 @@ def add_adapters(model: PreTrainedModel, peft_config: "PeftConfig", added_tokens
     fix = "Correct it (on a command line, the `--lora_` flags); a reward model's task_type is 'SEQ_CLS'."
     with explaining(f"{type(model).__name__} cannot have the adapters of `peft_config`", fix):
         adapted: Any = get_peft_model(model, peft_config)
-    for name, module in adapted.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            shard = parameter.detach()
-            if "modules_to_save" in name and isinstance(shard, DTensor):  # a copy, which FSDP2 does not know
-                module._parameters[leaf] = nn.Parameter(shard.full_tensor(), parameter.requires_grad)
+    for name, parameter in [*adapted.named_parameters()]:
+        if "modules_to_save" in name and isinstance(shard := parameter.detach(), DTensor):
+            module, _, leaf = name.rpartition(".")  # peft's copy of a module, which FSDP2 does not know
+            whole = nn.Parameter(shard.full_tensor(), parameter.requires_grad)
+            adapted.get_submodule(module)._parameters[leaf] = whole
     return adapted
 
 
@@ -213,7 +213,7 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
 
 
 def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
-    """Write what adapters in a checkpoint are, and the tokenizer; but for the adapters themselves."""
+    """Write the configs of a model's adapters and its tokenizer, without weights."""
     for name, config in model.peft_config.items():
         config.save_pretrained(Path(folder, "" if name == "default" else name))
     if processing_class is not None:
@@ -240,7 +240,7 @@ def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[st
 
 
 def names_in_file(model: nn.Module, state: Mapping[str, torch.Tensor], adapter: str) -> dict[str, str]:
-    """Return the names in a state dict of what ``save_pretrained`` writes of an adapter, each by that in the file."""
+    """Map names in the file that ``save_pretrained`` writes of an adapter to names in a state dict."""
     from peft import get_peft_model_state_dict
 
     order = list(state)
