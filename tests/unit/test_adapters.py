@@ -18,6 +18,9 @@ from trl_tpu.trainer.model_config import ModelConfig
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
 
 
+PROMPTS = peft.PromptTuningConfig, peft.PrefixTuningConfig
+
+
 def tiny(kind: Any = LlamaForSequenceClassification, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -159,16 +162,21 @@ def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "config", [peft.LoraConfig(), peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(trainable_token_indices=[3])]
+    "config",
+    [
+        *(peft.LoraConfig(), peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(trainable_token_indices=[3])),
+        *(prompts(task_type="SEQ_CLS", num_virtual_tokens=2) for prompts in PROMPTS),
+    ],
+    ids=lambda config: config.peft_type.value,
 )
-def test_adapter_names_are_those_of_the_saved_tensors(config: peft.LoraConfig, tmp_path: Path) -> None:
+def test_adapter_names_are_all_that_is_trained_and_as_large_as_what_is_saved(config: Any, tmp_path: Path) -> None:
     model: Any = adapters.add_adapters(tiny(), config)
     state = model.state_dict(keep_vars=True)
     names = adapters.adapter_names(model, state)
     model.save_pretrained(tmp_path)
     written = load_file(tmp_path / "adapter_model.safetensors")
     assert sorted(tuple(state[name].shape) for name in names) == sorted(tuple(t.shape) for t in written.values())
-    assert {name for name in names if not state[name].requires_grad} == set()
+    assert names == trainable(model)
 
 
 @pytest.mark.parametrize(

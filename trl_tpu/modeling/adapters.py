@@ -234,9 +234,11 @@ def complete_config(model: nn.Module, folder: str | Path) -> None:
 
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names in a state dict of `model` that its ``save_pretrained`` keeps: adapters and modules to save."""
+    """Return the names in a state dict of `model` that a checkpoint keeps: adapters, prompts and modules to save."""
     adapters: Any = getattr(model, "peft_config", {})
-    return {name for adapter in adapters for name in names_in_file(model, state, adapter).values()}
+    kept = {name for adapter in adapters for name in names_in_file(model, state, adapter).values()}
+    # of a prompt encoder peft's file has the output, and a checkpoint needs the weights
+    return kept | {name for name in state if name.startswith("prompt_encoder.")}
 
 
 def names_in_file(model: nn.Module, state: Mapping[str, torch.Tensor], adapter: str) -> dict[str, str]:
