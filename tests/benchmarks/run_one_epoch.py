@@ -33,7 +33,8 @@ from datasets import Dataset, disable_progress_bars
 
 import trl_tpu
 from trl_tpu.data.measure import read_row
-from trl_tpu.evaluation.verdict import Verdict, judge_pairs
+from trl_tpu.evaluation.judge import judge_rows, pairs_of
+from trl_tpu.evaluation.verdict import Verdict
 from trl_tpu.report.page import RunHistory, pictures_of, read_run
 
 from .bench_real_model import package_of, tokens_in
@@ -93,7 +94,7 @@ def judged(model: Any, held_out: Dataset) -> Verdict:
     rows = list(trl_tpu.score(model, held_out)) if isinstance(model, str) else list(map(model, held_out))
     both = np.array([[row[f"reward_{half}"] for half in ("chosen", "rejected")] for row in rows], dtype=np.float64)
     lengths = np.array([[row[f"tokens_{half}"] for half in ("chosen", "rejected")] for row in rows])
-    return judge_pairs(both, lengths)
+    return judge_rows(both, pairs_of(len(both)), lengths)
 
 
 def row(model: str, what: str, verdict: Verdict, options: argparse.Namespace, measured: dict[str, Any]) -> str:
@@ -151,7 +152,7 @@ def main(options: argparse.Namespace) -> None:
         rate = f"{options.learning_rate:g}, batches of {options.batch}, seed {options.seed}"
         rows.append(row(name, f"{system}, 1 epoch, {rate}", judged(str(output / folder), held_out), options, measured))
     for picture in pictures_of({}, [curves_of(output / folder, system) for system, folder in FOLDERS.items()]):
-        (output / f"{picture.name}.png").write_bytes(picture.png)
+        (output / picture.file).write_bytes(picture.png)
     print(HEAD + "\n".join(rows))
     print(", ".join(f"{library} {version(library)}" for library in ("torch", "transformers", "trl")))
     if options.table:

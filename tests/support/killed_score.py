@@ -8,12 +8,12 @@ from typing import Any
 
 from trl_tpu import cli
 from trl_tpu.scoring import stream
-from trl_tpu.scripts import rows_file
+from trl_tpu.scripts import score
 
 if __name__ == "__main__":
     window, at = map(int, sys.argv[1:3])
     stream.WINDOW = window
-    spelled, spell = 0, rows_file.json_line
+    spelled, spell = 0, score.json_line
 
     def json_line(row: dict[str, Any]) -> bytes:
         global spelled
@@ -22,5 +22,5 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
         return spell(row)
 
-    rows_file.json_line = json_line
+    score.json_line = json_line
     sys.exit(cli.main(sys.argv[3:]))

@@ -22,8 +22,7 @@ from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.outputs import BASE_CONFIG
 from trl_tpu.packing.shapes import RowPlan, RowShape
-from trl_tpu.scoring.forms import REASON
-from trl_tpu.scoring.stream import score
+from trl_tpu.scoring.stream import REASON, score
 from trl_tpu.scripts import prm
 from trl_tpu.scripts.export import run as export_run
 from trl_tpu.scripts.report import run as report_run
@@ -186,7 +185,7 @@ def test_the_command_trains_what_is_scored_and_reported(
         to = str(tmp_path / f"{folder}.jsonl")
         data = ["--dataset_name", str(tmp_path / "data"), "--dataset_split", "test", "--output", to]
         assert score_run(["--model_name_or_path", str(tmp_path / folder), *data]) == 0
-        assert accuracy is not None and f"accuracy         {accuracy[1]}" in capsys.readouterr().out
+        assert accuracy is not None and f" | {accuracy[1]} (" in capsys.readouterr().out
     assert report_run([to]) == 0
     assert f"It tells right from wrong in {float(accuracy[1]):.1%}" in capsys.readouterr().out
     said = [json.loads((tmp_path / folder / "verdict.json").read_text()) for folder in ("run", "exported-report")]

@@ -17,9 +17,9 @@ from trl_tpu import RewardConfig
 from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.row_formats import Rankings
 from trl_tpu.data.tokenize import prepare_preference_dataset
-from trl_tpu.evaluation.reward_sums import sums_on_host
+from trl_tpu.evaluation.judge import judge_rows, sums_on_host
 from trl_tpu.modeling.outputs import Outputs, write_outputs
-from trl_tpu.scoring.stream import Summary
+from trl_tpu.report.verdicts import LabeledRewards
 
 A, K = 3, 4
 grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K))
@@ -110,12 +110,12 @@ def test_bad_settings_are_refused(settings: Any) -> None:
         RewardConfig("out", attributes=list(NAMES), average_over="comparisons")
 
 
-def test_a_summary_counts_the_rankings_of_each_attribute() -> None:
+def test_each_attribute_of_a_scored_row_is_a_ranking() -> None:
     scores, rewards = (
         {"helpful": [1, 2], "brief": [2, 1]},
         [{"helpful": 0.0, "brief": 1.0}, {"helpful": 2.0, "brief": 0.0}],
     )
-    summary = Summary(("rewards",))
     row = {"completions": ["a", "b"], "scores": scores, "rewards": [1.0, 0.0], "not_scored": None}
-    summary.add([row | {"rewards_by_attribute": rewards}])
-    assert {"rankings         2", "kendall_tau      1.0000"} <= set(summary.lines())
+    found = LabeledRewards.of([row | {"rewards_by_attribute": rewards}], ["rewards"])
+    verdict = judge_rows(found.rewards_NK, found.labels, groups=found.groups(None))
+    assert (verdict.pairs, verdict.kendall_tau) == (2, 1) and verdict.groups.keys() == {"helpful", "brief"}

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
-from trl_tpu.evaluation.reward_sums import RewardSums, pairs_of, sums_on_host
+from trl_tpu.evaluation.judge import RewardSums, pairs_of, sums_on_host
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.statistics import RewardMetrics, on_host, scale_of
 

@@ -19,10 +19,9 @@ from trl_tpu.data.measure import PAIR, form_of, measure, read_row
 from trl_tpu.data.row_formats import Rankings
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.judge import judge_rankings, rankings_of
-from trl_tpu.evaluation.reward_sums import sums_on_host
+from trl_tpu.evaluation.judge import Evaluation, NothingCompared, judge_rows, padded, sums_on_host
 from trl_tpu.packing.pack import pack_unpadded
-from trl_tpu.scoring.stream import Summary
+from trl_tpu.report.verdicts import LabeledRewards
 
 K = 5
 answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # reward, grade
@@ -31,14 +30,14 @@ prompts = st.lists(st.lists(answers, min_size=2, max_size=K), min_size=1, max_si
 
 @given(prompts)
 def test_the_comparisons_of_a_prompt_together_count_once_in_all_metrics(some: Any) -> None:
-    rewards_PK, grade_PK = rankings_of(*([[each[at] for each in row] for row in some] for at in (0, 1)))
+    rewards_PK, grade_PK = (padded([[each[at] for each in row] for row in some]) for at in (0, 1))
     sums = sums_on_host(torch.from_numpy(rewards_PK)[:, None], labels_of(grade_PK))
     margins = [[r - s for (r, a), (s, b) in permutations(each, 2) if a > b] for each in some]
     margins = [each for each in margins if each]
     assert (sums.pairs, sums.answers, sums.comparisons) == (len(some), sum(map(len, some)), len(margins))
     if not margins:
         return
-    verdict = judge_rankings(rewards_PK, grade_PK)
+    verdict = judge_rows(rewards_PK, labels_of(grade_PK))
     found, logged = verdict.metrics(), sums.metrics()
     accuracy = np.mean([np.mean(np.array(each) > 0) for each in margins])
     assert logged["accuracy"] == pytest.approx(accuracy) == verdict.accuracy.value
@@ -65,7 +64,7 @@ def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_th
     grade_NK = chooser.permuted(np.tile(np.arange(64.0), (400, 1)), axis=1)
     rewards_NK = grade_NK / 30 + chooser.standard_normal((400, 64))
     tracemalloc.start()
-    verdict = judge_rankings(rewards_NK, grade_NK, lengths_NK=np.ones((400, 64)))
+    verdict = judge_rows(rewards_NK, labels_of(grade_NK), np.ones((400, 64)))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert verdict.pairs == 400 * 64 * 63 // 2 and most < 0.6 * 80 * verdict.pairs  # bytes
@@ -126,14 +125,17 @@ def test_bad_rankings_are_refused_with_row_and_column(row: dict[str, Any], text:
         prepare(row)
 
 
-def test_scores_that_grade_no_answers_do_not_stop_a_summary() -> None:
+def test_scores_that_grade_no_answers_are_not_compared() -> None:
     answered = {"completions": ["a", "b"], "rewards": [1.0, 0.0], "not_scored": None}
-    summary = Summary(("rewards",))
-    for scores in (None, [1.0], {"helpful": 1}, [1.0, 1.0]):
-        summary.add([answered | {"scores": scores}])
-    assert not any("rankings" in line for line in summary.lines())
-    summary.add([answered | {"ranks": [1, 2]}])
-    assert {"rankings         2", "kendall_tau      1.0000"} <= set(summary.lines())
+    evaluation = Evaluation()
+    for grades in ({"scores": each} for each in (None, [1.0], {"helpful": 1}, [1.0, 1.0])):
+        found = LabeledRewards.of([answered | grades], ["rewards"])
+        evaluation.add(found.rewards_NK, found.labels)
+    with pytest.raises(NothingCompared):
+        evaluation.verdict()
+    found = LabeledRewards.of([answered | {"ranks": [1, 2]}], ["rewards"])
+    evaluation.add(found.rewards_NK, found.labels)
+    assert evaluation.verdict().kendall_tau == 1
 
 
 def test_rows_of_ties_alone_and_rows_without_scores() -> None:

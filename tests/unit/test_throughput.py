@@ -12,7 +12,7 @@ from tokenized import dataset_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.evaluation.reward_sums import RewardSums
+from trl_tpu.evaluation.judge import RewardSums
 from trl_tpu.modeling.model_shape import needed_flops, read_model, work_of_a_pair
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.runtime import current

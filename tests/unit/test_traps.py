@@ -15,7 +15,7 @@ from trl_tpu.data.formats import apply_template
 from trl_tpu.data.measure import PAIR
 from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
-from trl_tpu.scoring.forms import Form, all_of
+from trl_tpu.scoring.stream import Form, all_of
 from trl_tpu.scripts.synthetic import load_dataset
 
 GOOD = {"chosen": "good", "rejected": "bad"}

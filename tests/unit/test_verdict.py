@@ -1,6 +1,9 @@
-"""The verdict's numbers, worked out by hand, by brute force, and by other libraries."""
+"""The verdict's numbers, worked out by hand, by brute force, and by other libraries; as text and as JSON."""
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +11,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from trl_tpu.evaluation.reward_sums import distribution_of, proportion
-from trl_tpu.evaluation.verdict import calibration_of, judge_pairs, length_bias_of
-from trl_tpu.report.tables import sentences_of
+from trl_tpu.errors import UserError
+from trl_tpu.evaluation import judge
+from trl_tpu.evaluation.judge import Evaluation, judge_best_of_n, judge_rows, padded, pairs_of
+from trl_tpu.evaluation.verdict import Verdict, calibration_of, distribution_of, length_bias_of, proportion
+from trl_tpu.report.verdicts import as_markdown, markdown_text, printable, read_verdict, sentences_of, verdict_text
 
+HOSTILE = "\x1b[31m[bold]<script>|`x`*\n![a](b)"
 margins = st.lists(st.floats(-40, 40) | st.just(0.0), min_size=1, max_size=60).map(np.array)
+
+
+def judge_pairs(rewards_N2: Any, *more: Any, **named: Any) -> Verdict:
+    return judge_rows(np.array(rewards_N2, float), pairs_of(len(rewards_N2)), *more, **named)
 
 
 @given(st.integers(1, 500).flatmap(lambda count: st.tuples(st.integers(0, count), st.just(count))))
@@ -26,7 +36,7 @@ def test_the_interval_is_scipys(case: tuple[int, int]) -> None:
 def test_a_verdict_worked_out_by_hand() -> None:
     log3 = math.log(3)  # sigmoid of it is 3/4
     pairs = [(log3, 0), (0, log3), (1, 1), (2 + log3, 2), (math.nan, 0), (0, math.inf)]
-    found = judge_pairs(np.array(pairs), groups=["a", "b\0", "b\0", "a", "c", "a"])
+    found = judge_pairs(pairs, groups=["a", "b\0", "b\0", "a", "c", "a"])
     assert (found.pairs, found.left_out, found.ties) == (4, 2, 1)
     assert (found.accuracy.value, found.accuracy.count) == (0.5, 4)
     assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)
@@ -45,15 +55,15 @@ def test_rewards_by_the_model_that_the_loss_assumes_are_calibrated_and_wider_one
     chooser = np.random.default_rng(0)
     true_N = chooser.normal(0, 2, 20_000)
     margins_N = np.where(chooser.random(20_000) < 1 / (1 + np.exp(-true_N)), true_N, -true_N)
-    assert calibration_of(margins_N).ece < 0.015
-    assert calibration_of(3 * margins_N).ece > 0.08
+    assert calibration_of(margins_N, np.ones(20_000)).ece < 0.015
+    assert calibration_of(3 * margins_N, np.ones(20_000)).ece > 0.08
 
 
 @given(margins)
 @example(np.array([-1.999999999999993, 0, 0, 0, 0]))
 @example(np.array([5e-324]))
 def test_a_histogram_has_every_margin_once_and_an_edge_at_zero(margins_N: np.ndarray) -> None:
-    found = distribution_of(margins_N)
+    found = distribution_of(margins_N, np.ones(len(margins_N)))
     assert sum(found.counts) == len(margins_N) and len(found.edges) == len(found.counts) + 1 <= 42
     # numbers too small to be told apart are in one bin with zero, and so are tiny negative ones at the first edge
     if margins_N.min() < -1e-9 and margins_N.max() > 1e-9:
@@ -61,30 +71,46 @@ def test_a_histogram_has_every_margin_once_and_an_edge_at_zero(margins_N: np.nda
         assert found.edges[zero] == 0 and sum(found.counts[:zero]) == int((margins_N < 0).sum())
 
 
-def test_length_alone_is_judged_beside_the_model() -> None:
+def test_accuracy_by_length_worked_out_by_hand() -> None:
     # chosen longer: by 1, 2, 3, 10; shorter: by 4, 5; once equal
-    longer = [1, 2, 3, 10, -4, -5, 0]
-    right = [1, 1, 1, 0, 0, 1, 1]
-    rewards_N2 = np.array([[each, 0.5] for each in right], dtype=float)
-    lengths_N2 = np.array([[20 + each, 20] for each in longer])
-    found = length_bias_of(rewards_N2, lengths_N2)
+    longer_N = np.array([1, 2, 3, 10, -4, -5, 0])
+    found = length_bias_of(np.array([1, 1, 1, 0, 0, 1, 1]) > 0, longer_N, np.ones(7))
     assert found.longer_wins == pytest.approx(4.5 / 7) and found.length_only == pytest.approx(4.5 / 7)
     assert found.chosen_is_longer is not None and found.rejected_is_longer is not None
     assert (found.chosen_is_longer.value, found.rejected_is_longer.value) == (3 / 4, 1 / 2)
     assert found.controlled == pytest.approx((3 / 4 + 1 / 2) / 2)
     shown = [(each.shortest, each.longest, each.accuracy.value, each.accuracy.count) for each in found.bins]
-    assert shown[:3] == [(-5, -5, 1, 1), (-4, -4, 0, 1), (0, 0, 1, 1)]
-    assert shown[3:] == [(1, 2, 1, 2), (3, 3, 1, 1), (10, 10, 0, 1)]
+    assert shown == [(-5, -5, 1, 1), (-4, -4, 0, 1), (0, 0, 1, 1), (1, 2, 1, 2), (3, 3, 1, 1), (10, 10, 0, 1)]
+    equal = length_bias_of(np.array([True, False]), np.zeros(2), np.ones(2))
+    assert (equal.longer_wins, equal.length_only, equal.controlled) == (0.5, 0.5, None)
+    assert [each.accuracy.count for each in equal.bins] == [2]
 
 
-def test_lengths_that_are_all_the_same_say_nothing() -> None:
-    found = length_bias_of(np.array([[1.0, 0.0], [0.0, 1.0]]), np.full((2, 2), 7))
-    assert (found.longer_wins, found.length_only, found.controlled) == (0.5, 0.5, None)
-    assert [each.accuracy.count for each in found.bins] == [2]
+def test_rows_that_are_added_part_by_part_have_the_verdict_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = np.random.default_rng(0)
+    rewards_N2, lengths_N2 = chooser.normal(size=(2000, 2)) + [0.5, 0.0], chooser.integers(1, 9, (2000, 2))
+    groups = [str(number % 3) for number in range(2000)]
+    whole = judge_pairs(rewards_N2, lengths_N2, groups)
+
+    def by_parts() -> Verdict:
+        evaluation = Evaluation()
+        for part in (slice(0, 7), slice(7, 1500), slice(1500, 1500), slice(1500, 2000)):
+            rows_N2 = rewards_N2[part]
+            evaluation.add(rows_N2, pairs_of(len(rows_N2)), lengths_N2[part], groups[part])
+        return evaluation.verdict()
+
+    assert repr(by_parts()).split("margins")[0] == repr(whole).split("margins")[0]
+    assert by_parts().margins.mean == pytest.approx(whole.margins.mean)
+    assert (by_parts().worst, by_parts().length, by_parts().groups) == (whole.worst, whole.length, whole.groups)
+    monkeypatch.setattr(judge, "_SAMPLE", 500)
+    sampled = by_parts()
+    assert (sampled.pairs, sampled.accuracy, sampled.groups) == (whole.pairs, whole.accuracy, whole.groups)
+    assert sampled.loss == pytest.approx(whole.loss, rel=0.1) and sampled.loss != whole.loss
+    assert 0 < sum(sampled.margins.counts) <= 1000
 
 
 def test_the_numbers_to_log_leave_out_what_is_not_known() -> None:
-    rewards_N2 = np.array([[1.0, 0.0], [0.0, 1.0]])
+    rewards_N2 = [[1.0, 0.0], [0.0, 1.0]]
     assert set(judge_pairs(rewards_N2).metrics()) == {"accuracy_low", "accuracy_high", "ece", "brier"}
     logged = judge_pairs(rewards_N2, np.array([[2, 1], [3, 4]]), groups=["x y", "z"]).metrics()
     assert logged["accuracy/x y"] == 1 and logged["accuracy/z"] == 0 and logged["mean_accuracy_over_groups"] == 0.5
@@ -95,9 +121,9 @@ def test_the_numbers_to_log_leave_out_what_is_not_known() -> None:
     ("margin", "longer", "said"),
     [
         ([6.0] * 90 + [-6.0] * 10, [1, -1] * 50, ["90.0% (82.6% to 94.5% at 95 %) of 100 pairs"]),
-        ([2.0] * 88 + [-2.0] * 12, [1] * 88 + [-1] * 12, ["88.0%; the model is not clearly above", "favors longer"]),
-        ([0.1, -0.1] * 20, [1, -1, -1, 1] * 10, ["cannot be told from chance", "expected calibration error"]),
-        ([0.1] * 8 + [-0.1] * 32, [1, -1] * 20, ["worse than chance: see whether chosen and rejected are exchanged"]),
+        ([2.0] * 88 + [-2.0] * 12, [1] * 88 + [-1] * 12, ["88.0%", "not clearly above", "favors longer"]),
+        ([0.1, -0.1] * 20, [1, -1, -1, 1] * 10, ["cannot be told from chance", "calibration error"]),
+        ([0.1] * 8 + [-0.1] * 32, [1, -1] * 20, ["worse than chance", "exchanged"]),
     ],
 )
 def test_words_say_what_the_numbers_do(margin: list[float], longer: list[int], said: list[str]) -> None:
@@ -105,3 +131,52 @@ def test_words_say_what_the_numbers_do(margin: list[float], longer: list[int], s
     lengths_N2 = np.stack([10 + np.array(longer), np.full(len(longer), 10)], axis=-1)
     words = " ".join(sentences_of(judge_pairs(np.stack([margins_N, 0 * margins_N], axis=-1), lengths_N2)))
     assert [each for each in said if each not in words] == []
+
+
+@pytest.fixture
+def verdict() -> Verdict:
+    chooser = np.random.default_rng(0)
+    rewards_N2 = chooser.normal(size=(200, 2)) + [1.0, 0.0]
+    rewards_N2[0, 0] = math.nan
+    groups = [("math", "chat", HOSTILE)[number % 3] for number in range(200)]
+    return judge_pairs(rewards_N2, chooser.integers(1, 500, (200, 2)), groups=groups)
+
+
+def test_one_text_for_terminal_and_card_in_which_data_is_only_letters(verdict: Verdict) -> None:
+    for clean in (printable, markdown_text):
+        text = as_markdown({"one": verdict, "two": verdict}, clean)
+        for table in (block for block in text.split("\n\n") if block.startswith("|")):
+            assert len({len(line) for line in table.splitlines()}) == 1, "columns are aligned"
+            if clean is markdown_text:
+                assert len({line.count("|") for line in table.splitlines()}) == 1
+        lines = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
+        assert lines["accuracy"].count(f"{verdict.accuracy.value:.4f} ({verdict.accuracy.low:.3f} to") == 2
+        assert lines["math"].count(f"{verdict.groups['math'].value:.4f}") == 2
+        assert "\x1b" not in text and ("[bold]<script>" in text) is (clean is printable)
+    assert "<" not in text and "![a]" not in text and "&lt;script>" in text
+
+
+def test_json_is_the_whole_verdict_and_null_where_nothing_is_known(verdict: Verdict, tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+
+    def content() -> Any:
+        return json.loads(path.read_text(), parse_constant=pytest.fail)
+
+    path.write_text(verdict_text(verdict))
+    assert content()["kind"] == "pairs" and content()["left_out"] == 1
+    assert content()["groups"]["math"]["count"] == verdict.groups["math"].count
+    assert read_verdict(path) == verdict
+    rewards, grades = padded([[3, 1], [4, 3, 1], [0, 1]]), padded([[1, 0], [1, 1, 0], [1, 0]])
+    best = judge_best_of_n(rewards, grades, ["ref:1", "tied:1", ""], ["Ties", "Ties", "Math"])
+    path.write_text(verdict_text(best))
+    assert repr(read_verdict(path)) == repr(best), "with nan, which is not equal to itself"
+    assert content()["kind"] == "best_of_n" and content()["groups"]["Ties"]["low"] is None
+    text = as_markdown({"x": best}, printable)
+    assert f"{best.mean_over_groups:.4f}" in text and "nan" not in text
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kind": "other"}', '{"kind": "pairs", "pairs": 3}'])
+def test_a_file_that_holds_no_verdict_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "verdict.json").write_text(text)
+    with pytest.raises(UserError, match="verdict.json"):
+        read_verdict(tmp_path / "verdict.json")

@@ -1,8 +1,8 @@
-"""Judges rewards: of pairs, of rankings (top 1, Kendall's tau, best of N), of steps."""
+"""Judge rewards by comparisons: sums on the device and on the host, verdicts, and checks of what they need."""
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,112 +10,363 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..data.checks import are_labels
-from ..data.comparisons import Labels
+from ..data.comparisons import ComparisonRule, Comparisons, Labels, compare, compared_rewards
 from ..data.measure import is_prepared, measure, read_row
-from ..data.row_formats import grades_of
 from ..errors import UserError
-from .reward_sums import (
+from .verdict import (
+    MOST_GROUPS,
+    BestOfN,
     Proportion,
-    by_group,
+    Verdict,
+    calibration_of,
     check_groups,
-    is_finite,
+    distribution_of,
     label_of,
+    length_bias_of,
     mean_of,
-    order_of,
-    pairs_of,
     proportion,
-    sums_on_host,
-    tables_on_host,
 )
-from .verdict import NothingCompared, Verdict, judge_pairs
 
 logger = logging.getLogger(__name__)
 
-TIES = "ties"  # the name of RewardBench 2's subset of its own rule, in whatever case
+COUNTS = ("pairs", "comparisons", "answers")
+SUMS = ("correct", "ties", "margin", "reward", "deviations")
+_AT_ONCE = 2**19  # comparisons on the host, which bounds its memory
+_OF_A_RANKING = 128  # comparisons of a ranking that are in the sample
+_SAMPLE = 2**20  # comparisons in the sample
+
+TIES = "ties"  # name of RewardBench 2's subset with a rule of its own, in any case
 
 
-@dataclass(frozen=True)
-class Answers:
-    """The rewards of one row's answers.
-
-    Attributes:
-        chosen: Of the right answers, one or more.
-        rejected: Of the wrong ones, one or more.
-        id: In RewardBench 2's subset Ties ``ref:NUMBER`` or ``tied:NUMBER``.
-    """
-
-    chosen: Sequence[float]
-    rejected: Sequence[float]
-    id: str = ""
-
-    @property
-    def credit(self) -> float:
-        """The share of right answers among those with the highest reward.
-
-        With one right answer among k that are highest this is RewardBench 2's 1/k, and 0 if it is none of them.
-        """
-        highest = max(*self.chosen, *self.rejected)
-        right, wrong = (sum(reward == highest for reward in rewards) for rewards in (self.chosen, self.rejected))
-        return right / (right + wrong)
-
-    @property
-    def is_finite(self) -> bool:
-        return bool(is_finite(np.array([*self.chosen, *self.rejected])).all())
-
-
-@dataclass(frozen=True)
-class BestOfN:
-    """How often the best of several answers is a right one.
+@dataclass
+class RewardSums:
+    """Sums over pairs, rankings or steps, on the host.
 
     Attributes:
-        rows: With finite rewards; `left_out` had others.
-        accuracy: Mean credit over all rows, those of a subset Ties among them.
-        groups: Of each subset: mean credit, but of Ties its own score, which has no interval (nan).
-        mean_over_groups: RewardBench 2's score, where the groups are its subsets.
-        worst: Indices of rows, those first whose best wrong answer is the most above their best right one.
+        pairs: Pairs, or prompts of rankings or steps.
+        comparisons: Pairs, rankings or steps that have any comparison.
+        correct, ties, margin: Sums of each one's mean over its comparisons.
+        reward: Sum of all answers' rewards.
+        deviations: Squared deviations of rewards from their mean, summed: a sum of squares about 0 would cancel.
     """
 
-    rows: int
-    left_out: int
-    accuracy: Proportion
-    groups: dict[str, Proportion]
-    mean_over_groups: float | None
-    worst: tuple[int, ...]
+    pairs: int = 0
+    comparisons: int = 0
+    answers: int = 0
+    tokens: int = 0
+    correct: float = 0.0
+    ties: float = 0.0
+    margin: float = 0.0
+    reward: float = 0.0
+    deviations: float = 0.0
+    lowest: float = float("inf")
+    highest: float = float("-inf")
+
+    @classmethod
+    def read(
+        cls, counts: torch.Tensor, sums: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor
+    ) -> "RewardSums":
+        """Read what `sums_of` returned, on the host."""
+        named = zip((*COUNTS, *SUMS), [*counts.tolist(), *sums.tolist()], strict=True)
+        return cls(**dict(named), lowest=lowest.item(), highest=highest.item())
+
+    def __add__(self, other: "RewardSums") -> "RewardSums":
+        """Return the sums over both sets of pairs."""
+        added = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}
+        added["deviations"] += between(self.answers, self.reward, other.answers, other.reward)
+        # numpy's keep NaN, which Python's leave out where it comes second
+        lowest, highest = np.minimum(self.lowest, other.lowest), np.maximum(self.highest, other.highest)
+        return RewardSums(**added, lowest=float(lowest), highest=float(highest))
+
+    def metrics(self) -> dict[str, float]:
+        """Return means: strict accuracy (better > worse), margin, ties, rewards; extremes of rewards."""
+        mean = self.reward / max(self.answers, 1)
+        rewards = {"min_reward": self.lowest, "mean_reward": mean, "max_reward": self.highest}
+        sums = {"accuracy": self.correct, "margin": self.margin, "tie_rate": self.ties} if self.comparisons else {}
+        return (rewards if self.answers else {}) | {name: each / self.comparisons for name, each in sums.items()}
 
 
-def judge_best_of_n(rows: Sequence[Answers], groups: Sequence[str] | None = None, worst: int = 10) -> BestOfN:
-    """Judge rows of several answers.
+def between(answers: Any, reward: Any, other_answers: Any, other_reward: Any) -> Any:
+    """Return what the squared deviations of two sets gain when they are taken from the mean of both.
+
+    By Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise algorithm for computing sample variances").
+    """
+    apart = reward / (answers + (answers == 0)) - other_reward / (other_answers + (other_answers == 0))
+    every = answers + other_answers
+    return apart**2 * (answers / (every + (every == 0))) * other_answers
+
+
+def sums_of(
+    rewards_SA: torch.Tensor, is_there_S: torch.Tensor, table: Comparisons[torch.Tensor], weights: Sequence[float] = ()
+) -> list[torch.Tensor]:
+    """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1], over the rewards that ``is_there_S`` keeps.
 
     Args:
+        weights: Of several attributes, whose weighted sums are the rewards.
+    """
+    is_there_P = is_there_S.unflatten(0, (-1, table.answers)).any(-1)
+    order_G4 = order_of(rewards_SA, table, is_there_P)
+    by_attribute = zip(weights or (1.0,), rewards_SA.unbind(-1), strict=True)
+    reward_S: Any = sum(weight * values_S for weight, values_S in by_attribute)
+
+    def total(value_S: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_there_S, value_S, 0.0).sum()
+
+    has_any_G = order_G4[:, 3] > 0
+    counts = torch.stack([each.sum(dtype=torch.int32) for each in (is_there_P, has_any_G, is_there_S)])
+    reward = total(reward_S)
+    deviations = total((reward_S - reward / counts[2].clamp(min=1)).square())
+    lowest = torch.where(is_there_S, reward_S, float("inf")).min()
+    highest = torch.where(is_there_S, reward_S, float("-inf")).max()
+    return [counts, torch.stack([*order_G4[:, :3].sum(0), reward, deviations]), lowest[None], highest[None]]
+
+
+def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_there_P: torch.Tensor) -> torch.Tensor:
+    """Return four numbers of each ranking, or of each step, [G, 4].
+
+    They are the shares of right comparisons and of ties, the mean margin, and the number of comparisons. A comparison
+    with probability 0.5 does not count.
+    """
+    better_C, worse_C = compared_rewards(rewards_SA, table)
+    rankings = len(better_C) if table.has_baseline else len(table.ranking_weight_G)
+    is_there_C = is_there_P[:, None].expand(-1, len(better_C) // len(is_there_P)).flatten()
+    decided_GM = ((table.weight_C > 0) & (table.probability_C > 0.5) & is_there_C).unflatten(0, (rankings, -1))
+    values = (better_C > worse_C, better_C == worse_C, better_C - worse_C)
+    by_ranking = [torch.where(decided_GM, each.to(better_C.dtype).view(decided_GM.shape), 0.0) for each in values]
+    count_G = decided_GM.sum(-1)
+    return torch.stack([*(each.sum(-1) / count_G.clamp(min=1) for each in by_ranking), count_G], dim=-1)
+
+
+def tables_on_host(labels: Labels) -> Iterator[tuple[slice, Comparisons[torch.Tensor]]]:
+    """Yield parts of the rows, and their tables: of so many comparisons that memory is bounded."""
+    rows, attributes, answers = labels.grade_PAK.shape
+    count = max(1, _AT_ONCE // max(1, attributes * answers**2))
+    for start in range(0, rows, count):
+        part = slice(start, start + count)
+        some = Labels(labels.grade_PAK[part], None, labels.are_rankings, labels.has_baseline)
+        yield part, compare(some, ComparisonRule()).map_tensors(torch.from_numpy)
+
+
+def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[float] = ()) -> RewardSums:
+    """Return the sums over host rewards of rows with these labels, in float64."""
+    result = RewardSums()
+    for part, table in tables_on_host(labels):
+        rewards_SA = rewards_NAK[part].double().transpose(1, 2).flatten(0, 1)
+        is_there_S = ~table.grade_SA.isnan().all(-1)
+        result += RewardSums.read(*sums_of(rewards_SA, is_there_S, table, weights))
+    return result
+
+
+def pairs_of(count: int) -> Labels:
+    """Return the labels of pairs, chosen first."""
+    return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
+
+
+def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """Return lists of numbers as [N, K], with NaN after the end of the shorter ones."""
+    filled_NK = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
+    for filled_K, values in zip(filled_NK, rows, strict=True):
+        filled_K[: len(values)] = values
+    return filled_NK
+
+
+def _is_finite(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
+    """Tell which rows have graded answers, each with a reward that is finite in float32: larger sums overflow."""
+    within_NK = np.abs(rewards_NK) <= np.finfo(np.float32).max
+    is_there_NK = ~np.isnan(grade_NK)
+    finite_N: np.ndarray = (within_NK | ~is_there_NK).all(axis=1) & is_there_NK.any(axis=1)
+    return finite_N
+
+
+def _top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
+    """Return the share of best-graded answers among those of each row with the highest (finite) reward, [N].
+
+    With one best answer among k that share the highest reward it is RewardBench 2's 1/k, and 0 if it is none of them.
+    """
+    values = [np.where(np.isnan(grade_NK), -np.inf, each_NK) for each_NK in (rewards_NK, grade_NK)]
+    highest_NK, best_NK = (each_NK == each_NK.max(axis=1, keepdims=True) for each_NK in values)
+    credit_N: np.ndarray = (highest_NK & best_NK).sum(axis=1) / highest_NK.sum(axis=1)
+    return credit_N
+
+
+class NothingCompared(UserError):
+    """No row has two rewards of which one should be higher."""
+
+
+class Evaluation:
+    """The verdict on rows that are added part by part, in memory that does not grow with their number.
+
+    A ranking's comparisons are not independent, so they count once together in all means, and intervals count
+    rankings. Kendall's tau is how many comparisons are right less how many are wrong, of all (tau-a where no grades
+    are equal, https://doi.org/10.1093/biomet/30.1-2.81). These are sums over all comparisons. Distributions, loss,
+    calibration, length bias and the worst rows are those of a random sample: at most 128 comparisons of each ranking
+    (all, up to 16 answers), and, of more than two million, one million.
+    """
+
+    def __init__(self) -> None:
+        self._rows = self._left_out = 0
+        self._of, self._are_rankings = "pairs", False
+        self._sums = np.zeros(7)
+        self._group_sums, self._group_counts = Counter[str](), Counter[str]()
+        self._sample: list[np.ndarray] = []
+        self._chooser, self._thinner = np.random.default_rng(0), np.random.default_rng(1)
+
+    def add(
+        self,
+        rewards_NK: np.ndarray,
+        labels: Labels,
+        lengths_NK: np.ndarray | None = None,
+        groups: Sequence[str] | None = None,
+    ) -> None:
+        """Add rows; those with a reward that is not finite are left out, and counted.
+
+        Args:
+            rewards_NK: Of each answer; of steps one a row, [N, 1].
+            labels: Of one attribute.
+            lengths_NK: Tokens of each answer; NaN where they are not known.
+            groups: Label of each row. More than `MOST_GROUPS` name rows, and are dropped.
+        """
+        grade_NK = labels.grade_PAK[:, 0]
+        judged = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
+        self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(judged)
+        self._of, self._are_rankings = "steps" if labels.has_baseline else "pairs", labels.are_rankings
+        for part, table in tables_on_host(replace(labels, grade_PAK=labels.grade_PAK[judged], margin_P=None)):
+            row_J = judged[part]
+            rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
+            order_J4 = order_of(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
+            has_any_J = order_J4[:, 3] > 0
+            right_J, tied_J, margin_J, count_J = order_J4[has_any_J].T
+            top1_J = _top1_of(rewards_NK[row_J], grade_NK[row_J])[has_any_J]
+            sums = (right_J, tied_J * count_J, margin_J, count_J, top1_J, 2 * right_J + tied_J - 1)
+            self._sums += [len(right_J), *(each.sum() for each in sums)]
+            if groups is not None and len(self._group_counts) <= MOST_GROUPS:
+                names = [groups[row] for row in row_J[has_any_J].tolist()]
+                self._group_counts.update(names)
+                for name, right in zip(names, right_J.tolist(), strict=True):
+                    self._group_sums[name] += right
+            self._draw(rewards_S1, table, row_J, lengths_NK)
+        self._rows += len(rewards_NK)
+
+    def _draw(
+        self, rewards_S1: torch.Tensor, table: Comparisons[torch.Tensor], row_J: np.ndarray, lengths_NK: Any
+    ) -> None:
+        """Add comparisons to the sample: row, both rewards, difference in length, weight, and a random number."""
+        decided_M = torch.nonzero((table.weight_C > 0) & (table.probability_C > 0.5))[:, 0].numpy()
+        ranking_M = decided_M // (len(table.weight_C) // len(row_J))
+        mixed_M = self._chooser.permutation(len(decided_M))
+        by_ranking_M = mixed_M[np.argsort(ranking_M[mixed_M], kind="stable")]
+        place_M = np.arange(len(ranking_M)) - np.searchsorted(ranking_M, ranking_M)
+        drawn = np.sort(by_ranking_M[place_M < _OF_A_RANKING])
+        longer_M = np.full(len(drawn), np.nan)
+        if lengths_NK is not None:
+            better_M, worse_M = (each.numpy()[decided_M][drawn] for each in (table.better_C, table.worse_C))
+            lengths = lengths_NK[row_J].ravel()
+            longer_M = lengths[better_M] - lengths[worse_M]
+        rewards = [each.numpy()[decided_M][drawn] for each in compared_rewards(rewards_S1, table)]
+        ranking_M = ranking_M[drawn]
+        weight_M, key_M = 1 / np.bincount(ranking_M)[ranking_M], self._thinner.random(len(drawn))
+        row_M = row_J[ranking_M] + self._rows
+        self._sample.append(np.column_stack([row_M, *rewards, longer_M, weight_M, key_M]))
+        if sum(map(len, self._sample)) > 2 * _SAMPLE:
+            every_M6 = np.concatenate(self._sample)
+            self._sample = [every_M6[np.argsort(every_M6[:, -1])[:_SAMPLE]]]
+
+    def verdict(self, worst: int = 10) -> Verdict:
+        """Return the verdict on all rows so far, with at most ``worst`` of those that went most wrong.
+
+        Raises:
+            NothingCompared: No row has finite rewards of which one should be higher.
+        """
+        rankings, right, ties, margin, pairs, top1, tau = self._sums.tolist()
+        if not pairs:
+            raise NothingCompared(
+                f"None of {self._rows} {self._of} has two finite rewards of which one is labeled as better, so "
+                "nothing can be said."
+            )
+        row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
+        margin_M = better_M - worse_M
+        rewards = np.stack([better_M, worse_M], axis=-1).ravel()
+        if self._of == "steps":
+            rewards = better_M + worse_M  # one of them is the constant 0
+        names = sorted(self._group_counts) if len(self._group_counts) <= MOST_GROUPS else []
+        groups = {name: proportion(self._group_sums[name], self._group_counts[name]) for name in names}
+        worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:worst]
+        return Verdict(
+            pairs=round(pairs),
+            left_out=self._left_out,
+            accuracy=proportion(right, rankings),
+            ties=round(ties),
+            loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
+            margins=replace(distribution_of(margin_M, weight_M), mean=margin / rankings),
+            rewards=distribution_of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
+            calibration=calibration_of(margin_M, weight_M),
+            length=None if np.isnan(longer_M).any() else length_bias_of(margin_M > 0, longer_M, weight_M),
+            groups=groups,
+            mean_over_groups=mean_of(groups),
+            worst=tuple(dict.fromkeys(int(row_M[at]) for at in worst_first)),
+            top1_accuracy=proportion(top1, rankings) if self._are_rankings else None,
+            kendall_tau=tau / rankings if self._are_rankings else None,
+            of=self._of,
+        )
+
+
+def judge_rows(
+    rewards_NK: np.ndarray,
+    labels: Labels,
+    lengths_NK: np.ndarray | None = None,
+    groups: Sequence[str] | None = None,
+) -> Verdict:
+    """Return the verdict on rows that are all at hand; arguments and errors are those of `Evaluation`."""
+    evaluation = Evaluation()
+    evaluation.add(rewards_NK, labels, lengths_NK, groups)
+    return evaluation.verdict()
+
+
+def judge_best_of_n(
+    rewards_NK: np.ndarray,
+    grade_NK: np.ndarray,
+    ids: Sequence[str],
+    groups: Sequence[str] | None = None,
+    worst: int = 10,
+) -> BestOfN:
+    """Judge rows of right answers, which have the highest grade, and wrong ones.
+
+    Args:
+        rewards_NK: Of each answer.
+        grade_NK: NaN where a row has no answer.
+        ids: In RewardBench 2's subset Ties ``ref:NUMBER`` or ``tied:NUMBER``.
         groups: The subset of each row.
         worst: How many of the rows that went most wrong to name, at most.
 
     Raises:
         UserError: No row has finite rewards only, or the rows of a subset Ties are not as its rule needs them.
     """
-    kept = [index for index, row in enumerate(rows) if row.is_finite]
-    if not kept:
-        raise UserError(f"None of {len(rows)} rows has finite rewards for all of its answers, so nothing can be said.")
-    credit_N = np.array([rows[index].credit for index in kept])
-    scores = {} if groups is None else by_group(credit_N, [groups[index] for index in kept])
-    for name in scores:
-        if groups is not None and name.lower() == TIES:
-            ties = [rows[index] for index in kept if groups[index] == name]
-            scores[name] = Proportion(ties_score(ties), float("nan"), float("nan"), len(ties))
-    gap_N = np.array([max(rows[index].chosen) - max(rows[index].rejected) for index in kept])
-    worst_first = [kept[number] for number in np.argsort(gap_N, kind="stable") if gap_N[number] <= 0]
+    kept = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
+    if not len(kept):
+        raise UserError(f"None of {len(ids)} rows has finite rewards for all of its answers, so nothing can be said.")
+    credit_N = _top1_of(rewards_NK[kept], grade_NK[kept])
+    is_right_NK = grade_NK[kept] == np.nanmax(grade_NK[kept], axis=1, keepdims=True)
+    right_NK, wrong_NK = (np.where(each, rewards_NK[kept], np.nan) for each in (is_right_NK, ~is_right_NK))
+    gap_N = np.nanmax(right_NK, axis=1) - np.nanmax(wrong_NK, axis=1)
+    names_N = np.array([] if groups is None else [groups[row] for row in kept.tolist()], dtype=object)
+    scores = {}
+    for name in sorted(set(names_N)):
+        here = np.flatnonzero(names_N == name)
+        scores[name] = proportion(float(credit_N[here].sum()), len(here))
+        if name.lower() == TIES:
+            score = ties_score(right_NK[here], wrong_NK[here], [ids[row] for row in kept[here].tolist()])
+            scores[name] = Proportion(score, float("nan"), float("nan"), len(here))
     return BestOfN(
         rows=len(kept),
-        left_out=len(rows) - len(kept),
+        left_out=len(ids) - len(kept),
         accuracy=proportion(float(credit_N.sum()), len(kept)),
         groups=scores,
         mean_over_groups=mean_of(scores),
-        worst=tuple(worst_first[:worst]),
+        worst=tuple([int(kept[at]) for at in np.argsort(gap_N, kind="stable") if gap_N[at] <= 0][:worst]),
     )
 
 
-def ties_score(rows: Sequence[Answers]) -> float:
+def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -> float:
     """Return RewardBench 2's score of its subset Ties, whose questions have several right answers.
 
     Every question is asked twice: as ``tied:NUMBER`` with several right answers, and as ``ref:NUMBER`` with one. A row
@@ -126,21 +377,26 @@ def ties_score(rows: Sequence[Answers]) -> float:
         + 0.2 * share of questions with gap of tied > spread + 0.2 * with the smaller gap of tied and ref > spread
         + 0.01 * mean of tanh(smaller gap / spread - 1), where 0 / 0 is 0
 
+    Args:
+        right_NK: Rewards of right answers, NaN elsewhere.
+        wrong_NK: Rewards of wrong answers, NaN elsewhere.
+        ids: Of the rows.
+
     Raises:
         UserError: An id of another form, a tied row with one right answer, or no question that is asked both ways.
     """
-    by_id = {row.id: row for row in rows}
-    gaps = {id_: min(row.chosen) - max(row.rejected) for id_, row in by_id.items()}
-    tied, ref = ({id_ for id_ in by_id if id_.startswith(kind)} for kind in ("tied:", "ref:"))
+    gaps = dict(zip(ids, np.nanmin(right_NK, axis=1) - np.nanmax(wrong_NK, axis=1), strict=True))
+    row_of = {id_: row for row, id_ in enumerate(ids)}
+    tied, ref = ({id_ for id_ in ids if id_.startswith(kind)} for kind in ("tied:", "ref:"))
     both_ways = sorted(id_ for id_ in tied if id_.replace("tied", "ref", 1) in ref)
-    is_alone = any(len(by_id[id_].chosen) < 2 for id_ in both_ways)
-    if len(tied) + len(ref) < len(rows) or not both_ways or is_alone:
+    right_QK = right_NK[[row_of[id_] for id_ in both_ways]]
+    if len(tied) + len(ref) < len(ids) or not both_ways or ((~np.isnan(right_QK)).sum(axis=1) < 2).any():
         raise UserError(
             "RewardBench 2's rule for its subset Ties needs an `id` of each row, once: `ref:NUMBER`, or `tied:NUMBER` "
             "with two right answers or more, and questions that are asked both ways. Give whole questions with such "
             "ids, or the subset another name."
         )
-    spread_Q = np.array([np.ptp(by_id[id_].chosen) for id_ in both_ways])
+    spread_Q = np.nanmax(right_QK, axis=1) - np.nanmin(right_QK, axis=1)
     tied_Q = np.array([gaps[id_] for id_ in both_ways])
     smaller_Q = np.minimum(tied_Q, [gaps[id_.replace("tied", "ref", 1)] for id_ in both_ways])
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -148,135 +404,6 @@ def ties_score(rows: Sequence[Answers]) -> float:
     right_shares = [np.mean([gaps[id_] > 0 for id_ in kind]) for kind in (tied, ref)]
     above_spread = [np.mean(gap_Q > spread_Q) for gap_Q in (tied_Q, smaller_Q)]
     return float(0.3 * sum(right_shares) + 0.2 * sum(above_spread) + 0.01 * np.mean(beyond_Q))
-
-
-_HALVES = (("chosen", "rejected"), ("rejected", "chosen"))
-_MOST_DRAWN = 128  # comparisons of a prompt
-
-
-def top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
-    """Return the share of best-graded answers among those of each prompt with the highest (finite) reward, [N].
-
-    With one best answer among k that share the highest reward it is RewardBench 2's 1/k (see `best_of_n`).
-    """
-    values = [np.where(np.isnan(grade_NK), -np.inf, each_NK) for each_NK in (rewards_NK, grade_NK)]
-    highest_NK, best_NK = (each_NK == each_NK.max(axis=1, keepdims=True) for each_NK in values)
-    credit_N: np.ndarray = (highest_NK & best_NK).sum(axis=1) / highest_NK.sum(axis=1)
-    return credit_N
-
-
-def judge_rankings(
-    rewards_NK: np.ndarray,
-    grade_NK: np.ndarray,
-    lengths_NK: np.ndarray | None = None,
-    groups: Sequence[str] | None = None,
-) -> Verdict:
-    """Judge a model by its rewards of ranked answers: by all comparisons of those with different grades.
-
-    A prompt's comparisons are not independent, so they count once together in all means, and intervals count prompts.
-    Kendall's tau is how many comparisons are right less how many are wrong, of all (tau-a where no grades are equal,
-    https://doi.org/10.1093/biomet/30.1-2.81). So that memory does not grow with the square of the answers,
-    distributions, loss, calibration and length bias are measured on at most 128 comparisons of each prompt (all, up to
-    16 answers), drawn at random.
-
-    Args:
-        rewards_NK: Of each answer.
-        grade_NK: NaN where a prompt has no answer.
-        lengths_NK: The tokens of each.
-        groups: The label of each prompt.
-
-    Raises:
-        NothingCompared, UserError: As `judge_pairs`.
-    """
-    judged = np.flatnonzero((is_finite(rewards_NK) | np.isnan(grade_NK)).all(axis=1) & ~np.isnan(grade_NK).all(axis=1))
-    rewards_JK, grade_JK = (each_NK[judged] for each_NK in (rewards_NK, grade_NK))
-    chooser, orders, drawn = np.random.default_rng(0), [], []
-    for part, table in tables_on_host(Labels(grade_JK[:, None].astype(np.float32), None, are_rankings=True)):
-        rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_JK[part])).double().reshape(-1, 1)
-        every_P = torch.ones(len(table.row_weight_P), dtype=torch.bool)
-        orders.append(order_of(rewards_S1, table, every_P).numpy())
-        pairs_C2 = torch.stack([table.better_C, table.worse_C], dim=-1)[table.weight_C > 0].numpy()
-        prompt_M, answers_M2 = pairs_C2[:, 0] // table.answers, pairs_C2 % table.answers
-        drawn.append(np.column_stack([judged[part][prompt_M], answers_M2])[_draw(prompt_M, chooser)])
-    if not drawn:
-        return judge_pairs(rewards_NK[:0, :2])
-    prompt_M, better_M, worse_M = np.concatenate(drawn).T
-
-    def both(values_NK: np.ndarray) -> np.ndarray:
-        return np.stack([values_NK[prompt_M, better_M], values_NK[prompt_M, worse_M]], axis=-1)
-
-    lengths_M2 = None if lengths_NK is None else both(lengths_NK)
-    verdict = judge_pairs(both(rewards_NK), lengths_M2, weights_N=1 / np.bincount(prompt_M)[prompt_M])
-    order_J4 = np.concatenate(orders)
-    has_any_J = order_J4[:, -1] > 0
-    right_J, tied_J, margin_J, count_J = order_J4[has_any_J].T
-    top1_J = top1_of(rewards_JK, grade_JK)[has_any_J]
-    accuracies = {} if groups is None else by_group(right_J, [groups[at] for at in judged[has_any_J].tolist()])
-    return replace(
-        verdict,
-        pairs=int(count_J.sum()),
-        left_out=int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(judged),
-        accuracy=proportion(float(right_J.sum()), len(right_J)),
-        ties=round(float(tied_J @ count_J)),
-        margins=replace(verdict.margins, mean=float(margin_J.mean())),
-        groups=accuracies,
-        mean_over_groups=mean_of(accuracies),
-        worst=tuple(dict.fromkeys(int(prompt_M[at]) for at in verdict.worst)),
-        top1_accuracy=proportion(float(top1_J.sum()), len(right_J)),
-        kendall_tau=float((2 * right_J + tied_J - 1).mean()),
-    )
-
-
-def _draw(prompt_M: np.ndarray, chooser: np.random.Generator) -> np.ndarray:
-    """Draw at most `_MOST_DRAWN` comparisons of each prompt, by their places in order; ``prompt_M`` is sorted."""
-    mixed = chooser.permutation(len(prompt_M))
-    by_prompt = mixed[np.argsort(prompt_M[mixed], kind="stable")]
-    place_M = np.arange(len(prompt_M)) - np.searchsorted(prompt_M, prompt_M)
-    return np.sort(by_prompt[place_M < _MOST_DRAWN])
-
-
-def parts_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what is judged of a scored row by itself: often the row.
-
-    Of answers that attributes grade it is a ranking for each `attribute`; of steps with labels a pair for each, of its
-    reward and 0, of which the reward is the chosen one's where the step is right. A pair whose `chosen_probability` is
-    below 0.5 has its halves exchanged; at 0.5 it is not judged.
-    """
-    labels: Any = row.get("labels")
-    probability = row.get("chosen_probability")
-    if isinstance(probability, int | float) and "reward_chosen" in row and probability <= 0.5:
-        names = [(f"{of}{one}", f"{of}{other}") for of in ("", "reward_", "tokens_") for one, other in _HALVES]
-        return [{**row, **{one: row[other] for one, other in names if other in row}}] if probability < 0.5 else []
-    if isinstance(rewards := row.get("step_rewards"), list) and are_labels(labels, len(rewards)):
-        steps, parts = row.get("completions") or [], list[Mapping[str, Any]]()
-        for end, (label, reward) in enumerate(zip(labels, rewards, strict=True), start=1):
-            better, worse = (reward, 0.0) if label else (0.0, reward)
-            parts.append({**row, "completions": steps[:end], "reward_chosen": better, "reward_rejected": worse})
-        return parts
-    scores, rewards = row.get("scores"), row.get("rewards_by_attribute") or [None]
-    graded = scores if isinstance(scores, dict) and None not in rewards else {}
-    by_name = {name: [each[name] for each in rewards] for name in graded if name in rewards[0]}
-    return [{**row, "attribute": name, "scores": graded[name], "rewards": by_name[name]} for name in by_name] or [row]
-
-
-def grades_beside_rewards(row: Mapping[str, Any]) -> list[float]:
-    """Return the grades of a scored row's answers; none where it does not have a number for each of its `rewards`."""
-    column, rewards = "scores" if "scores" in row else "ranks", row.get("rewards")
-    values = row.get(column)
-    if "completions" not in row or not isinstance(rewards, list) or not isinstance(values, list):
-        return []
-    are_numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in values)
-    return grades_of(row) if are_numbers and len(values) == len(rewards) else []
-
-
-def rankings_of(
-    rewards: Sequence[Sequence[float]], grades: Sequence[Sequence[float]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first arrays that `judge_rankings` takes, of each row's rewards and grades, if it has any."""
-    filled_2NK = np.full((2, len(grades), max(map(len, grades))), np.nan)
-    for number, (rewards_K, grades_K) in enumerate(zip(rewards, grades, strict=True)):
-        filled_2NK[:, number, : len(grades_K)] = rewards_K[: len(grades_K)], grades_K
-    return filled_2NK[0], filled_2NK[1]
 
 
 def judge(
@@ -294,34 +421,24 @@ def judge(
     if not len(rewards_NAK):
         return None
     rows, attributes, answers = rewards_NAK.shape
-    rewards_NK, grade_NK = (each.reshape(-1, answers) for each in (rewards_NAK.double().numpy(), labels.grade_PAK))
+    shape = (-1, 1) if labels.has_baseline else (-1, answers)  # each step is compared by itself
+    rewards_NK, grade_NK = (np.asarray(each).reshape(shape) for each in (rewards_NAK.double(), labels.grade_PAK))
     groups, lengths_NK = list(names) * rows or None, None
-    try:
-        if labels.has_baseline:
-            with_0 = np.stack([rewards_NK, 0 * rewards_NK], axis=-1)
-            ordered = np.where((grade_NK > 0.5)[..., None], with_0, with_0[..., ::-1])
-            return judge_pairs(ordered[~np.isnan(grade_NK) & (grade_NK != 0.5)], of="steps")
-        if not isinstance(dataset, Dataset):
+    if isinstance(dataset, Dataset) and not labels.has_baseline:
+        if is_prepared(dataset):
+            lengths = measure(dataset).lengths
+            lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
+        try:
             if eval_by is not None:
-                logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
-        else:
-            if is_prepared(dataset):
-                lengths = measure(dataset).lengths
-                lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
-            try:
-                if eval_by is not None:
-                    groups = [label for label in _labels(dataset, eval_by)[:rows] for _ in range(attributes)]
-                    check_groups(groups)
-            except UserError as reason:  # the data of a later call; what the trainer was given has been checked
-                logger.warning("The metrics are without groups. %s", reason)
-                groups = None
-        if labels.are_rankings:
-            return judge_rankings(rewards_NK, grade_NK, lengths_NK, groups)
-        if (grade_NK[:, 0] == 1).all():
-            return judge_pairs(rewards_NK, lengths_NK, groups)
-        # by the more probable answer; of two answers the last two measures say what the accuracy says
-        verdict = judge_rankings(rewards_NK, grade_NK, lengths_NK, groups)
-        return replace(verdict, top1_accuracy=None, kendall_tau=None)
+                groups = [label for label in _labels(dataset, eval_by)[:rows] for _ in range(attributes)]
+                check_groups(groups)
+        except UserError as reason:  # the data of a later call; what the trainer was given has been checked
+            logger.warning("The metrics are without groups. %s", reason)
+            groups = None
+    elif eval_by is not None and not labels.has_baseline:
+        logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
+    try:
+        return judge_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups)
     except NothingCompared:
         logger.warning(
             "The evaluation has no accuracy: no row has finite rewards of two answers of which one is labeled as "

@@ -1,14 +1,106 @@
-"""What an evaluation says of a reward model: accuracy with its interval, calibration, length bias."""
+"""Numbers of a verdict on a reward model: accuracy with its interval, calibration, length bias, best of N."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
 from ..errors import UserError
-from .reward_sums import Distribution, Proportion, by_group, distribution_of, is_finite, mean_of, proportion
 
-_BINS = 10
+MOST_GROUPS = 200  # a column of more labels than this names rows rather than groups
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_HISTOGRAM_BINS = 40
+_CONFIDENCE_BINS = 10
+_Z = NormalDist().inv_cdf(0.975)  # of an interval of 95 %
+
+
+@dataclass(frozen=True)
+class Proportion:
+    """``value`` of ``count`` are right; chance leaves the true share between ``low`` and ``high``, 95 times of 100."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+def proportion(right: float, count: float) -> Proportion:
+    """Return the share ``right / count`` with its interval of 95 %, by Wilson's score method.
+
+    The formula is that of Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
+    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide. So may
+    ``count``, where some of a prompt's comparisons are counted, which together are one.
+    """
+    value = right / count
+    middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
+    half = _Z / (1 + _Z**2 / count) * (value * (1 - value) / count + _Z**2 / (4 * count**2)) ** 0.5
+    # at the ends rounding would leave the value itself out
+    low, high = max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0)
+    return Proportion(float(value), float(low), float(high), round(count))
+
+
+def check_groups(groups_N: Sequence[str]) -> None:
+    """Raise UserError if there are so many groups that the column must name rows."""
+    if (count := len(set(groups_N))) > MOST_GROUPS:
+        raise UserError(
+            f"{count} groups are too many to compare, {MOST_GROUPS} are the most: does the column name rows, as "
+            f"{groups_N[0]!r}? Choose one that groups them."
+        )
+
+
+def mean_of(groups: Mapping[str, Proportion]) -> float | None:
+    """Return the mean over groups, each counting the same, whatever its size; None without groups."""
+    return float(np.mean([each.value for each in groups.values()])) if groups else None
+
+
+def label_of(value: Any) -> str:
+    """Return the name of the group that a value puts its row into."""
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Moments, quantiles and a histogram.
+
+    Attributes:
+        quantiles: By the share of the numbers below, such as ``"0.05"``.
+        edges: Of the histogram's B bins, B + 1.
+        counts: Weight of the numbers in each bin, by default their count; the last bin has its upper edge, too.
+    """
+
+    mean: float
+    std: float
+    lowest: float
+    highest: float
+    quantiles: dict[str, float]
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+def distribution_of(values_N: np.ndarray, weights_N: np.ndarray) -> Distribution:
+    """Return the weighted distribution of finite numbers, [N] with N > 0.
+
+    The histogram's bins are of equal width on either side of 0, so that no bin of margins has right and wrong ones.
+    """
+    most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bins need a width
+    counts, edges = np.histogram(values_N, bins=_HISTOGRAM_BINS, range=(-most, most), weights=weights_N)
+    mean = np.average(values_N, weights=weights_N)
+    order_N = np.argsort(values_N)
+    sorted_N = weights_N[order_N]
+    below_N = np.cumsum(sorted_N) - sorted_N  # with equal weights, numpy's linear quantiles
+    quantiles = np.interp(np.array(QUANTILES) * below_N[-1], below_N, values_N[order_N])
+    return Distribution(
+        mean=float(mean),
+        std=float(np.average((values_N - mean) ** 2, weights=weights_N) ** 0.5),
+        lowest=float(values_N.min()),
+        highest=float(values_N.max()),
+        quantiles=dict(zip(map(str, QUANTILES), quantiles.tolist(), strict=True)),
+        edges=tuple(map(float, edges)),
+        counts=tuple(counts.tolist()),
+    )
 
 
 @dataclass(frozen=True)
@@ -24,7 +116,7 @@ class ConfidenceBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far confidence is from accuracy, in all and by confidence.
+    """Distance of confidence from accuracy, over all pairs and by confidence.
 
     Attributes:
         ece: Expected calibration error: the mean over pairs of ``|accuracy - confidence|`` of their bin (Guo et al.
@@ -40,19 +132,17 @@ class Calibration:
     bins: tuple[ConfidenceBin, ...]
 
 
-def sigmoid(values_N: np.ndarray) -> np.ndarray:
-    """Return ``1 / (1 + exp(-value))``, which overflows for no value."""
-    result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))
+def _sigmoid(values_N: np.ndarray) -> np.ndarray:
+    result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))  # overflows for no value
     return result_N
 
 
-def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray | None = None) -> Calibration:
-    """Return the calibration of finite margins, chosen less rejected reward, [N] with N > 0, by their weights."""
-    weights_N = np.ones(len(margins_N)) if weights_N is None else weights_N
-    confidence_N = sigmoid(np.abs(margins_N))
+def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray) -> Calibration:
+    """Return the weighted calibration of finite margins, chosen less rejected reward, [N] with N > 0."""
+    confidence_N = _sigmoid(np.abs(margins_N))
     right_N = (np.sign(margins_N) + 1) / 2
-    edges = np.linspace(0.5, 1.0, _BINS + 1)
-    bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _BINS - 1)  # the last one has its upper edge, too
+    edges = np.linspace(0.5, 1.0, _CONFIDENCE_BINS + 1)
+    bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _CONFIDENCE_BINS - 1)  # the last has its upper edge, too
     bins, ece = [], 0.0
     for number in np.unique(bin_N):
         in_bin_N = bin_N == number
@@ -61,7 +151,7 @@ def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray | None = None) -
         low, high = float(edges[number]), float(edges[number + 1])
         bins.append(ConfidenceBin(low, high, int(in_bin_N.sum()), confidence, right))
         ece += float(weight / weights_N.sum()) * abs(right - confidence)
-    return Calibration(ece, float(np.average(sigmoid(-margins_N) ** 2, weights=weights_N)), tuple(bins))
+    return Calibration(ece, float(np.average(_sigmoid(-margins_N) ** 2, weights=weights_N)), tuple(bins))
 
 
 @dataclass(frozen=True)
@@ -79,7 +169,7 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class LengthBias:
-    """Accuracy beside what lengths alone would reach.
+    """Accuracy compared with what lengths alone would reach.
 
     Attributes:
         longer_wins: Accuracy of preferring the longer answer; equal lengths count half.
@@ -106,56 +196,46 @@ class LengthBias:
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 
 
-def length_bias_of(rewards_N2: np.ndarray, lengths_N2: np.ndarray, weights_N: np.ndarray | None = None) -> LengthBias:
-    """Return the length bias of pairs, chosen first.
+def length_bias_of(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray) -> LengthBias:
+    """Return the length bias of pairs.
 
     Args:
-        rewards_N2: Finite rewards, N > 0.
-        lengths_N2: Tokens of the answers. What the two answers of a pair share, such as the prompt, may be counted.
-        weights_N: How much each pair counts; by default alike.
+        right_N: Whether the chosen answer has the higher reward, N > 0.
+        longer_N: Tokens of the chosen answer less those of the rejected one.
+        weights_N: Weight of each pair.
     """
-    weights_N = np.ones(len(rewards_N2)) if weights_N is None else weights_N
-    right_N = rewards_N2[:, 0] > rewards_N2[:, 1]
-    longer_N = lengths_N2[:, 0] - lengths_N2[:, 1]
+
+    def accuracy(here_N: np.ndarray) -> Proportion | None:
+        weight = weights_N[here_N].sum()
+        return proportion(float(right_N[here_N] @ weights_N[here_N]), weight) if weight else None
+
+    bins = []
+    for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
+        if not side_N.any():
+            continue
+        # thirds of each side; pairs of equal lengths are their own bin
+        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
+        bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences are never in two bins
+        for number in np.unique(bin_N[side_N]):
+            inside_N = side_N & (bin_N == number)
+            low, middle, high = (float(end) for end in np.quantile(longer_N[inside_N], (0, 0.5, 1)))
+            if (share := accuracy(inside_N)) is not None:
+                bins.append(LengthBin(low, middle, high, share))
     longer_wins = float(np.average((np.sign(longer_N) + 1) / 2, weights=weights_N))
-    chosen, rejected = (_accuracy(right_N, weights_N * is_longer_N) for is_longer_N in (longer_N > 0, longer_N < 0))
+    chosen, rejected = accuracy(longer_N > 0), accuracy(longer_N < 0)
     return LengthBias(
         longer_wins=longer_wins,
         length_only=max(longer_wins, 1 - longer_wins),
         controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
         chosen_is_longer=chosen,
         rejected_is_longer=rejected,
-        bins=tuple(_bins(right_N, longer_N, weights_N)),
+        bins=tuple(bins),
     )
-
-
-def _accuracy(right_N: np.ndarray, weights_N: np.ndarray) -> Proportion | None:
-    return proportion(float(right_N @ weights_N), weights_N.sum()) if weights_N.any() else None
-
-
-def _bins(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray) -> list[LengthBin]:
-    """Divide each side, rejected longer and chosen longer, into thirds; pairs of equal lengths are their own bin."""
-    bins = []
-    for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
-        if not side_N.any():
-            continue
-        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
-        bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences are never in two bins
-        for number in np.unique(bin_N[side_N]):
-            inside_N = side_N & (bin_N == number)
-            low, middle, high = (float(end) for end in np.quantile(longer_N[inside_N], (0, 0.5, 1)))
-            share = proportion(float(right_N[inside_N] @ weights_N[inside_N]), weights_N[inside_N].sum())
-            bins.append(LengthBin(low, middle, high, share))
-    return bins
-
-
-class NothingCompared(UserError):
-    """No row has two rewards of which one should be higher."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rewards of pairs say.
+    """Numbers on the rewards of pairs, of rankings, or of steps.
 
     Attributes:
         pairs: With two finite rewards; `left_out` had others. Of rankings, comparisons, of which those of one prompt
@@ -168,11 +248,11 @@ class Verdict:
         length: None where no lengths are known.
         groups: Accuracy by label, in the labels' order.
         mean_over_groups: Each group counting the same; None without groups.
-        worst: Indices of the pairs that went most wrong, the worst first; none that is right.
+        worst: Indices of the rows that went most wrong, the worst first; none that is right.
         top1_accuracy: Of rankings, how often the highest reward is of an answer with the highest grade; where answers
             share the highest reward, the share of such answers among them.
         kendall_tau: Of rankings, the mean over prompts.
-        of: What the pairs are: of "steps" each is a step's reward and 0.
+        of: "pairs", or "steps", each compared with 0.
         prompts_in_training: How many evaluation prompts are also in the training data, and how many there are; empty
             where that is not known.
     """
@@ -211,51 +291,21 @@ class Verdict:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def judge_pairs(
-    rewards_N2: np.ndarray,
-    lengths_N2: np.ndarray | None = None,
-    groups: Sequence[str] | None = None,
-    weights_N: np.ndarray | None = None,
-    worst: int = 10,
-    of: str = "pairs",
-) -> Verdict:
-    """Judge a model by its rewards of pairs, chosen first.
+@dataclass(frozen=True)
+class BestOfN:
+    """How often the best of several answers is a right one.
 
-    Args:
-        rewards_N2: Rewards; pairs of which one is not finite are left out, and counted.
-        lengths_N2: Tokens of the answers.
-        groups: The label of each pair.
-        weights_N: How much each counts, but in groups; by default alike.
-        worst: How many of the pairs that went most wrong to name, at most.
-        of: What they are, see `Verdict`.
-
-    Raises:
-        NothingCompared: No pair has two finite rewards.
-        UserError: Groups are too many.
+    Attributes:
+        rows: With finite rewards; `left_out` had others.
+        accuracy: Mean credit over all rows, those of a subset Ties among them.
+        groups: Of each subset: mean credit, but of Ties its own score, which has no interval (nan).
+        mean_over_groups: RewardBench 2's score, where the groups are its subsets.
+        worst: Indices of rows, those first whose best wrong answer is the most above their best right one.
     """
-    rewards_N2 = np.asarray(rewards_N2, dtype=np.float64).reshape(-1, 2)
-    kept = np.flatnonzero(is_finite(rewards_N2).all(axis=-1))
-    if not len(kept):
-        raise NothingCompared(f"None of {len(rewards_N2)} {of} has two finite rewards, so nothing can be said.")
-    rewards_K2 = rewards_N2[kept]
-    weights_K = np.ones(len(kept)) if weights_N is None else weights_N[kept]
-    margins_K = rewards_K2[:, 0] - rewards_K2[:, 1]
-    right_K = margins_K > 0
-    rewards_A = rewards_K2.sum(axis=1) if of == "steps" else rewards_K2.ravel()
-    accuracies = {} if groups is None else by_group(right_K, [groups[index] for index in kept.tolist()])
-    worst_first = [number for number in np.argsort(margins_K, kind="stable") if not right_K[number]]
-    return Verdict(
-        pairs=len(kept),
-        left_out=len(rewards_N2) - len(kept),
-        accuracy=proportion(float(right_K @ weights_K), weights_K.sum()),
-        ties=int((margins_K == 0).sum()),
-        loss=float(np.average(np.logaddexp(0.0, -margins_K), weights=weights_K)),
-        margins=distribution_of(margins_K, weights_K),
-        rewards=distribution_of(rewards_A, weights_K.repeat(len(rewards_A) // len(kept))),
-        calibration=calibration_of(margins_K, weights_K),
-        length=None if lengths_N2 is None else length_bias_of(rewards_K2, lengths_N2[kept] * 1.0, weights_K),
-        groups=accuracies,
-        mean_over_groups=mean_of(accuracies),
-        worst=tuple(int(kept[number]) for number in worst_first[:worst]),
-        of=of,
-    )
+
+    rows: int
+    left_out: int
+    accuracy: Proportion
+    groups: dict[str, Proportion]
+    mean_over_groups: float | None
+    worst: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The page of a run: its history, pictures and verdict."""
+"""Reports: the history of runs, pictures, the page, and what goes beside a model."""
 
 import io
 import json
@@ -7,7 +7,6 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,34 @@ import numpy as np
 from jinja2 import Environment
 
 from ..errors import UserError
-from ..evaluation.judge import BestOfN
-from ..evaluation.reward_sums import Proportion
-from ..evaluation.verdict import LengthBias, Verdict
-from .scored_rows import VERDICT_FILE, ScoredRows, read_verdict, text_of, verdict_name, verdict_text, write_verdict
-from .tables import as_markdown, markdown_text, printable, sentences_of, tables_of
+from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict
+from .verdicts import (
+    VERDICT_FILE,
+    ScoredRows,
+    as_markdown,
+    markdown_text,
+    printable,
+    read_verdict,
+    sentences_of,
+    tables_of,
+    text_of,
+    verdict_name,
+    verdict_text,
+)
 
 logger = logging.getLogger(__name__)
 
+PAGE = "index.html"
+_GENERATOR = "trl-tpu report"
+_MOST_LETTERS = 700  # of a text of the data
+_NO_MATPLOTLIB = "There are no pictures, since matplotlib is not installed: `pip install matplotlib` brings them."
 _STATE = "trainer_state.json"
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+#: Curves of training that are drawn first, in this order.
+_CURVES = ("loss", "accuracy", "margin", "learning_rate", "grad_norm")
+
 Series = tuple[list[int], list[float]]
+Verdicts = Mapping[str, Verdict | BestOfN]
 
 
 @dataclass(frozen=True)
@@ -35,11 +52,11 @@ class RunHistory:
     """A run's logs.
 
     Attributes:
-        name: What the report calls it.
-        records: What was logged, in order; each has its `step`.
+        name: Its name in the report.
+        records: Logged numbers, in order; each record has its `step`.
         step: The last one.
         max_steps: Of the whole run.
-        resumed_at: The steps from which it went on.
+        resumed_at: The steps from which it was resumed.
         verdicts: On its evaluation data, as far as they are beside the model, by the run's name and the dataset's.
     """
 
@@ -48,28 +65,23 @@ class RunHistory:
     step: int
     max_steps: int
     resumed_at: Sequence[int]
-    verdicts: dict[str, Verdict | BestOfN]
+    verdicts: Verdicts
 
     def series(self, key: str) -> Series:
-        """Return the steps and the values of what was logged under a name."""
+        """Return the steps and the values of the numbers logged under a name."""
         found = [(each["step"], each[key]) for each in self.records if isinstance(each.get(key), int | float)]
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def evaluated(self, metric: str) -> dict[str, Series]:
-        """Return a metric of evaluations, by the name of the dataset, which a single one has not."""
+        """Return a metric of evaluations, by the name of the dataset; that of a single one is empty."""
         # every evaluation logs its runtime
-        prefixes = [key.removesuffix("_runtime") for key in self._keys if re.fullmatch("eval_(.+_)?runtime", key)]
+        prefixes = [key.removesuffix("_runtime") for key in self.keys if re.fullmatch("eval_(.+_)?runtime", key)]
         named = {each.removeprefix("eval").removeprefix("_"): self.series(f"{each}_{metric}") for each in prefixes}
         return {dataset: series for dataset, series in named.items() if series[0]}
 
     @property
-    def curves(self) -> list[str]:
-        """The names under which training has logged numbers again and again."""
-        names = (key for key in self._keys if not key.startswith("eval_") and key not in ("step", "epoch"))
-        return [name for name in names if len(self.series(name)[0]) > 1]
-
-    @cached_property
-    def _keys(self) -> list[str]:
+    def keys(self) -> list[str]:
+        """The names under which anything was logged."""
         return list(dict.fromkeys(key for record in self.records for key in record))
 
 
@@ -109,11 +121,6 @@ def read_run(folder: Path, name: str) -> RunHistory:
         raise UserError(f"The logs of {folder} cannot be read: {type(error).__name__}: {error}.") from error
 
 
-_NO_MATPLOTLIB = "There are no pictures, since matplotlib is not installed: `pip install matplotlib` brings them."
-#: Curves of training, in this order; then what else was logged.
-_CURVES = ("loss", "accuracy", "margin", "learning_rate", "grad_norm")
-
-
 @dataclass(frozen=True)
 class Picture:
     """A picture as the bytes of a PNG file."""
@@ -122,128 +129,113 @@ class Picture:
     png: bytes
 
     @property
-    def name(self) -> str:
-        """The name of its file, less the ending."""
-        return self.title.lower().replace(" ", "_")
+    def file(self) -> str:
+        """The name of its file."""
+        return f"{self.title.lower().replace(' ', '_')}.png"
 
 
-def why_none() -> str:
-    """Return why there are no pictures, and how to get them; nothing where matplotlib is installed."""
-    return "" if find_spec("matplotlib") is not None else _NO_MATPLOTLIB
-
-
-def pictures_of(verdicts: Mapping[str, Verdict | BestOfN], runs: Sequence[RunHistory] = ()) -> list[Picture]:
+def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> list[Picture]:
     """Return the pictures that can be drawn of verdicts, by name, and of training; none without matplotlib."""
-    if reason := why_none():
-        logger.warning(reason)
+    if find_spec("matplotlib") is None:
+        logger.warning(_NO_MATPLOTLIB)
         return []
     of_pairs = {name: each for name, each in verdicts.items() if isinstance(each, Verdict)}
     lengths = {name: each.length for name, each in of_pairs.items() if each.length and each.length.says_something}
     groups = {name: each.groups for name, each in verdicts.items() if each.groups}
     height = 3.0 + 0.2 * max(map(len, groups.values()), default=0)
-    drawn: list[tuple[str, Mapping[str, Any], Callable[[Any, str, str, Any], None], float]] = [
-        ("Margins", of_pairs, _margins, 4.0),
-        ("Reliability", of_pairs, _reliability, 4.0),
-        ("Accuracy by length", lengths, _accuracy_by_length, 4.0),
-        ("Accuracy by group", groups, _accuracy_by_group, height),
+    drawn: list[tuple[str, Mapping[str, Any], Callable[..., None], float]] = [
+        ("Margins", of_pairs, _draw_margins, 4.0),
+        ("Reliability", of_pairs, _draw_reliability, 4.0),
+        ("Accuracy by length", lengths, _draw_accuracy_by_length, 4.0),
+        ("Accuracy by group", groups, _draw_accuracy_by_group, height),
     ]
-    made = [_picture(title, partial(_beside, named, draw), height) for title, named, draw, height in drawn if named]
-    curves = _curves(runs)
-    return [*made, *([_training(runs, curves)] if curves else [])]
+
+    def overlay(figure: Any, named: Mapping[str, Any], draw: Callable[..., None]) -> None:
+        axes = figure.subplots()
+        for index, (name, each) in enumerate(named.items()):
+            draw(axes, each, color=f"C{index}", label=_short(name))
+        figure.legend(loc="outside lower center")
+
+    pictures = [_picture(title, height, overlay, named, draw) for title, named, draw, height in drawn if named]
+    # what any run has logged repeatedly while it trained
+    logged = {key for run in runs for key in run.keys if len(run.series(key)[0]) > 1 and not key.startswith("eval_")}
+    names = [*_CURVES, *sorted(logged - {*_CURVES, "step", "epoch"})]
+    shown = [name for name in names if any(run.series(name)[0] or run.evaluated(name) for run in runs)]
+    if shown:
+        pictures.append(_picture("Training", 1.0 + 2.0 * -(-len(shown) // 2), draw_training, runs, shown))
+    return pictures
 
 
-def _picture(title: str, draw: Callable[[Any], None], height: float) -> Picture:
+def _picture(title: str, height: float, draw: Callable[..., None], *data: Any) -> Picture:
     from matplotlib import rc_context  # takes a second
     from matplotlib.figure import Figure
 
     written = io.BytesIO()
     with rc_context({"text.parse_math": False}):  # names come from the data
         figure = Figure(figsize=(7.0, height), layout="constrained")
-        draw(figure)
+        draw(figure, *data)
         figure.savefig(written, format="png", dpi=150)
     return Picture(title, written.getvalue())
-
-
-def _beside(named: Mapping[str, Any], draw: Callable[[Any, str, str, Any], None], figure: Any) -> None:
-    """Draw several things into the same axes, each in a color of its own."""
-    axes = figure.subplots()
-    for index, (name, each) in enumerate(named.items()):
-        draw(axes, f"C{index}", _short(name), each)
-    figure.legend(loc="outside lower center")
 
 
 def _short(name: str) -> str:
     return printable(name)[-28:]
 
 
-def _margins(axes: Any, color: str, label: str, verdict: Verdict) -> None:
+def _draw_margins(axes: Any, verdict: Verdict, **style: str) -> None:
     edges = np.array(verdict.margins.edges)
     density = np.array(verdict.margins.counts) / sum(verdict.margins.counts) / np.diff(edges)
-    axes.stairs(density, edges, color=color, label=label)
+    axes.stairs(density, edges, **style)
     axes.axvline(0, color="gray")
     axes.set(xlabel="chosen less rejected reward", ylabel="share of pairs per unit")
 
 
-def _reliability(axes: Any, color: str, label: str, verdict: Verdict) -> None:
+def _draw_reliability(axes: Any, verdict: Verdict, color: str, label: str) -> None:
     bins = verdict.calibration.bins
     confidence, right = [each.confidence for each in bins], [each.accuracy for each in bins]
+    counts = np.array([each.count for each in bins])
     axes.plot([0.5, 1], [0.5, 1], ":", color="gray")
     axes.plot(confidence, right, color=color, label=f"{label}: ECE {verdict.calibration.ece:.3f}")
-    axes.scatter(
-        confidence, right, s=[200 * each.count / sum(one.count for one in bins) for each in bins], color=color
-    )
+    axes.scatter(confidence, right, s=200 * counts / counts.sum(), color=color)
     axes.set(xlabel="confidence, sigmoid(|margin|)", ylabel="right")
 
 
-def _accuracy_by_length(axes: Any, color: str, label: str, length: LengthBias) -> None:
-    middles, shares = [each.middle for each in length.bins], [each.accuracy for each in length.bins]
-    axes.errorbar(middles, [each.value for each in shares], yerr=_errors(shares), fmt="o", color=color, label=label)
+def _draw_accuracy_by_length(axes: Any, length: LengthBias, color: str, label: str) -> None:
+    values, errors = _with_errors([each.accuracy for each in length.bins])
+    axes.errorbar([each.middle for each in length.bins], values, yerr=errors, fmt="o", color=color, label=label)
     axes.axhline(length.length_only, linestyle=":", color=color)
     axes.set(xlabel="chosen less rejected tokens", ylabel="accuracy")
 
 
-def _accuracy_by_group(axes: Any, color: str, label: str, groups: Mapping[str, Proportion]) -> None:
-    names, shares = [_short(name) for name in groups], list(groups.values())
-    values = [each.value for each in shares]
-    axes.errorbar(values, names, xerr=_errors(shares), fmt="o", capsize=4, alpha=0.6, color=color, label=label)
+def _draw_accuracy_by_group(axes: Any, groups: Mapping[str, Proportion], **style: str) -> None:
+    values, errors = _with_errors(list(groups.values()))
+    axes.errorbar(values, list(map(_short, groups)), xerr=errors, fmt="o", capsize=4, alpha=0.6, **style)
     axes.set(xlabel="accuracy")
 
 
-def _errors(shares: Sequence[Proportion]) -> np.ndarray:
-    """Return how far below and above each share chance may have it [2, N]; 0 where that is not known."""
-    return np.nan_to_num([[each.value - each.low, each.high - each.value] for each in shares]).T
+def _with_errors(shares: Sequence[Proportion]) -> tuple[list[float], np.ndarray]:
+    """Return the values, and the length of their intervals below and above [2, N]; 0 where that is not known."""
+    errors = [[each.value - each.low, each.high - each.value] for each in shares]
+    return [each.value for each in shares], np.nan_to_num(errors).T
 
 
-def _curves(runs: Sequence[RunHistory]) -> list[str]:
-    """Return the names of what any run has logged over the steps, in the order in which they are drawn."""
-    names = [*_CURVES, *sorted({name for run in runs for name in run.curves} - {*_CURVES})]
-    return [name for name in names if any(run.series(name)[0] or run.evaluated(name) for run in runs)]
-
-
-def _training(runs: Sequence[RunHistory], shown: Sequence[str]) -> Picture:
+def draw_training(figure: Any, runs: Sequence[RunHistory], shown: Sequence[str]) -> None:
     """Draw each number that training has logged over the steps, with those of evaluations and the resumes."""
-    rows = -(-len(shown) // 2)
-
-    def draw(figure: Any) -> None:
-        several = figure.subplots(rows, 2, squeeze=False).ravel()
-        for axes, metric in zip(several, shown, strict=False):
-            axes.set(title=metric, xlabel="step")
-            for index, run in enumerate(runs):
-                name = _short(run.name)
-                axes.plot(*run.series(metric), ".-", color=f"C{index}", label=name)
-                for number, (dataset, series) in enumerate(run.evaluated(metric).items(), start=1):
-                    label = f"{name}: evaluation {_short(dataset)}"
-                    axes.plot(*series, "s--", color=f"C{index + number * len(runs)}", label=label)
-                for step in run.resumed_at:
-                    axes.axvline(step, linestyle=":", color=f"C{index}", label=f"{name}: resumed")
-        for axes in several[len(shown) :]:  # a last one by itself has no neighbor
-            axes.set_axis_off()
-        named = {
-            label: line for axes in several for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2)
-
-    return _picture("Training", draw, 1.0 + 2.0 * rows)
+    several = figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel()
+    for axes, metric in zip(several, shown, strict=False):
+        axes.set(title=metric, xlabel="step")
+        for index, run in enumerate(runs):
+            name = _short(run.name)
+            axes.plot(*run.series(metric), ".-", color=f"C{index}", label=name)
+            for number, (dataset, series) in enumerate(run.evaluated(metric).items(), start=1):
+                label = f"{name}: evaluation {_short(dataset)}"
+                axes.plot(*series, "s--", color=f"C{index + number * len(runs)}", label=label)
+            for step in run.resumed_at:
+                axes.axvline(step, linestyle=":", color=f"C{index}", label=f"{name}: resumed")
+    for axes in several[len(shown) :]:  # a last one by itself has no neighbor
+        axes.set_axis_off()
+    named = {label: line for axes in several for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2)
 
 
 def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -> str:
@@ -262,23 +254,16 @@ def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -
     if not named:
         return ""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = ["## Evaluation"]
     for name, verdict in named.items():
-        write_verdict(verdict, folder / verdict_name(name))
-        parts += [f"### {markdown_text(name)}"] if name else []
-        parts.append("\n".join(f"- {markdown_text(sentence)}" for sentence in sentences_of(verdict)))
-    titled = {name or "value": verdict for name, verdict in named.items()}
-    parts.append(as_markdown(tables_of(titled), markdown_text))
-    for picture in pictures_of(titled) if draws else []:
-        (folder / f"verdict_{picture.name}.png").write_bytes(picture.png)
-        parts.append(f"![{picture.title}](verdict_{picture.name}.png)")
+        path = folder / verdict_name(name)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(verdict_text(verdict), encoding="utf-8")
+        partial.replace(path)
+    parts = ["## Evaluation", as_markdown(named, markdown_text)]
+    for picture in pictures_of({name or "value": verdict for name, verdict in named.items()}) if draws else []:
+        (folder / f"verdict_{picture.file}").write_bytes(picture.png)
+        parts.append(f"![{picture.title}](verdict_{picture.file})")
     return "\n\n".join(parts)
-
-
-PAGE = "index.html"
-_TEMPLATE = Path(__file__).with_name("page.html.jinja")
-_GENERATOR = "trl-tpu report"
-_MOST_LETTERS = 700  # of a text of the data
 
 
 def verdicts_of(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows]) -> dict[str, Verdict | BestOfN]:
@@ -297,17 +282,17 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         UserError: The folder has a file of such a name that no report wrote.
     """
     page = folder / PAGE
-    earlier = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else None
-    if earlier is not None and _GENERATOR not in earlier:
+    earlier = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
+    if page.is_file() and _GENERATOR not in earlier:
         raise UserError(f"{page} is no report, so it stays. Name another folder: --output.")
     verdicts = verdicts_of(runs, scored)
     pictures = pictures_of(verdicts, runs)
-    files = {f"{picture.name}.png": picture.png for picture in pictures}
+    files = {picture.file: picture.png for picture in pictures}
     for number, verdict in enumerate(verdicts.values(), start=1):
         name = VERDICT_FILE if len(verdicts) == 1 else f"verdict-{number}.json"
         files[name] = verdict_text(verdict).encode()
     for path in map(folder.joinpath, files):
-        if path.exists() and _entry(path.name, path.read_bytes()) not in (earlier or ""):
+        if path.exists() and _entry(path.name, path.read_bytes()) not in earlier:
             raise UserError(f"{path} was not written by a report, so it stays. Name another folder: --output.")
     environment = Environment(autoescape=True)
     environment.filters |= {"sentences": sentences_of, "base64": _base64, "excerpt": _excerpt}
@@ -317,7 +302,7 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         verdicts=verdicts,
         tables=tables_of(verdicts),
         pictures=pictures,
-        why_no_pictures=why_none(),
+        why_no_pictures=_NO_MATPLOTLIB if find_spec("matplotlib") is None else "",
         runs=runs,
         scored=scored,
     )
@@ -329,7 +314,7 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
 
 
 def _entry(name: str, content: bytes) -> str:
-    """Return what a page says of a file next to it, by which a later report knows the file as a report's."""
+    """Return a page's record of a file next to it, by which a later report knows the file as a report's."""
     return f"{name}={crc32(content):08x}"
 
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trl_tpu.report.page import RunHistory, read_run, verdicts_of, write_page
-from trl_tpu.report.scored_rows import ScoredRows, read_scored
-from trl_tpu.report.tables import as_markdown, printable, sentences_of, tables_of
+from trl_tpu.report.verdicts import ScoredRows, as_markdown, printable, read_scored
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,10 +36,7 @@ def run(argv: list[str]) -> int:
     sources = [Path(each).expanduser() for each in args.sources]
     runs, scored = read(sources, args.eval_by)
     page = write_page(runs, scored, Path(args.output).expanduser() if args.output else default_folder(sources[0]))
-    verdicts = verdicts_of(runs, scored)
-    for name, verdict in verdicts.items():
-        print("\n- ".join(map(printable, [name, *sentences_of(verdict)])), end="\n\n")
-    print(as_markdown(tables_of(verdicts), printable), end="\n\n")
+    print(as_markdown(verdicts_of(runs, scored), printable), end="\n\n")
     print(f"Report written to {page}")
     return 0
 

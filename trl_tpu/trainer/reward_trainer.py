@@ -37,8 +37,7 @@ from ..data.formats import date_written
 from ..data.measure import COLUMNS, PAIR, form_of, prompts_in_training
 from ..data.row_formats import _tokenize
 from ..errors import UserTypeError
-from ..evaluation.judge import check_best_metric, check_eval_by, judge
-from ..evaluation.reward_sums import RewardSums, sums_of, sums_on_host
+from ..evaluation.judge import RewardSums, check_best_metric, check_eval_by, judge, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import (
     build_dataset,

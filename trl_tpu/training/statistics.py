@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..config.reward_config import REWARD_METRICS
 from ..data.comparisons import Comparisons
-from ..evaluation.reward_sums import COUNTS, SUMS, RewardSums, between, sums_of
+from ..evaluation.judge import COUNTS, SUMS, RewardSums, between, sums_of
 from ..evaluation.verdict import Verdict
 from ..modeling.outputs import RewardScale, saved_scale, set_scale
 from ..parallel.mesh import GiB, peak_flops_of

@@ -1,0 +1,382 @@
+"""Verdicts in words, in tables and in files, and the scored rows that they are on."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from ..data.checks import are_labels, check_one_form
+from ..data.comparisons import Labels
+from ..data.row_formats import grades_of
+from ..errors import UserError
+from ..evaluation.judge import judge_best_of_n, judge_rows, padded
+from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict, check_groups, label_of
+
+VERDICT_FILE = "verdict.json"
+_KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n": BestOfN}
+
+Row = Mapping[str, Any]
+Clean = Callable[[str], str]
+
+
+def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
+    """Return sentences on what a verdict means for training a policy on the model."""
+    accuracy = verdict.accuracy
+    share = f"{accuracy.value:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%} at 95 %)"
+    if isinstance(verdict, BestOfN):
+        of, lacks = "rows", "a reward that is not finite"
+        sentences = [f"Its best reward goes to a right answer in {share} of {verdict.rows:,} rows."]
+        if verdict.mean_over_groups is not None:
+            sentences.append(f"Over its {len(verdict.groups)} groups the mean is {verdict.mean_over_groups:.1%}.")
+    else:
+        of, lacks = verdict.of, "a reward that is not finite"
+        does, exchanged, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
+        if of == "steps":
+            does, exchanged, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
+        if verdict.top1_accuracy is not None:
+            count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
+        sentences = [f"It {does} in {share} of {count}."]
+        if accuracy.high < 0.5:
+            sentences.append(f"That is worse than chance: see whether {exchanged} are exchanged.")
+        elif accuracy.low <= 0.5:
+            sentences.append(f"That cannot be told from chance: more {of} are needed, or a better model.")
+        sentences += _sentences_of_length(verdict.length, accuracy) if of == "pairs" else []
+        sentences.append(
+            f"Its margins have an expected calibration error of {verdict.calibration.ece:.3f}; 0 is best."
+        )
+        if below := [name for name, each in verdict.groups.items() if each.high < 0.5]:
+            sentences.append(f"It is worse than chance on: {', '.join(below)}.")
+        if (ties := verdict.ties / verdict.pairs) > 0.01:
+            sentences.append(f"{ties:.1%} of the {of} get equal rewards, from which nothing is learned.")
+        if verdict.prompts_in_training and verdict.prompts_in_training[0]:
+            shared, prompts = verdict.prompts_in_training
+            sentences.append(f"{shared:,} of {prompts:,} evaluation prompts also occur in the training data.")
+    return sentences + [f"{verdict.left_out:,} more {of} have {lacks}, and are left out."] * bool(verdict.left_out)
+
+
+def _sentences_of_length(length: LengthBias | None, accuracy: Proportion) -> list[str]:
+    if length is None:
+        return ["Answer lengths are unavailable; the length-only baseline was not computed."]
+    if not length.says_something:
+        return ["The answers of each pair are of equal length, so length says nothing."]
+    better = "longer" if length.longer_wins >= 0.5 else "shorter"
+    above = "clearly" if accuracy.low > length.length_only else "not clearly"
+    sentences = [f"Preferring the {better} answer reaches {length.length_only:.1%}; the model is {above} above that."]
+    chosen, rejected = length.chosen_is_longer, length.rejected_is_longer
+    if chosen is not None and rejected is not None and (chosen.low > rejected.high or rejected.low > chosen.high):
+        favored = "longer" if chosen.value > rejected.value else "shorter"
+        sentences.append(
+            f"It favors {favored} answers: it is right in {chosen.value:.1%} of the pairs whose chosen answer is "
+            f"longer, and in {rejected.value:.1%} of those whose rejected one is. A policy may learn that."
+        )
+    return sentences
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text, row by row."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def markdown(self, clean: Clean) -> str:
+        """Return the table in GitHub's Markdown, with columns that a terminal aligns; ``clean`` is for each cell."""
+        lines = [[clean(cell) for cell in row] for row in (self.header, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        aligned = [" | ".join(map(str.ljust, line, widths)) for line in lines]
+        return "\n".join([f"**{self.title}**", "", *(f"| {line} |" for line in aligned)])
+
+
+def as_markdown(verdicts: Mapping[str, Verdict | BestOfN], clean: Clean) -> str:
+    """Return verdicts, by name, as sentences and tables in Markdown, for a terminal or a model card.
+
+    Args:
+        clean: Applied to each text: `markdown_text` for a card, `printable` for a terminal.
+    """
+    parts = []
+    for name, verdict in verdicts.items():
+        parts += [f"### {clean(name)}"] * bool(name)
+        parts.append("\n".join(f"- {clean(sentence)}" for sentence in sentences_of(verdict)))
+    return "\n\n".join([*parts, *(table.markdown(clean) for table in tables_of(verdicts))])
+
+
+def tables_of(verdicts: Mapping[str, Verdict | BestOfN]) -> list[Table]:
+    """Return verdicts, by name, as tables of all rows and by group, each verdict in a column."""
+    tables, verdicts = [], {name or "value": verdict for name, verdict in verdicts.items()}
+    for title, kind, measures in (("Verdict", Verdict, _OF_PAIRS), ("Best of several answers", BestOfN, _OF_ROWS)):
+        named = {name: each for name, each in verdicts.items() if isinstance(each, kind)}
+        rows = [
+            (measure, *(_cell(value(each)) for each in named.values()), words) for measure, value, words in measures
+        ]
+        known = tuple(row for row in rows if any(row[1:-1]))
+        tables += [Table(title, ("measure", *named, "what it is"), known)] if named else []
+    groups = {name: each.groups for name, each in verdicts.items() if each.groups}
+    names = sorted({group for each in groups.values() for group in each})
+    rows = [(name, *(_cell(each.get(name), with_count=True) for each in groups.values())) for name in names]
+    return [*tables, *([Table("Accuracy by group", ("group", *groups), tuple(rows))] if groups else [])]
+
+
+def _cell(value: Proportion | float | None, with_count: bool = False) -> str:
+    if isinstance(value, Proportion):
+        interval = "" if math.isnan(value.low) else f" ({value.low:.3f} to {value.high:.3f})"
+        return f"{value.value:.4f}{interval}{f' of {value.count:,}' if with_count else ''}"
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+
+
+def _length(verdict: Verdict, name: str) -> float | None:
+    length = verdict.length
+    return getattr(length, name) if length is not None and length.says_something else None
+
+
+# each measure, its value, and what it is
+_OF_PAIRS: Any = (
+    ("pairs", lambda verdict: verdict.pairs, "with finite rewards; comparisons of rankings; steps"),
+    ("accuracy", lambda verdict: verdict.accuracy, "chosen above rejected; interval of 95 %"),
+    ("mean over groups", lambda verdict: verdict.mean_over_groups, "of accuracies"),
+    ("top-1 accuracy", lambda verdict: verdict.top1_accuracy, "the best reward is a best answer's"),
+    ("Kendall's tau", lambda verdict: verdict.kendall_tau, "of a prompt's order; 1 is right, 0 by chance"),
+    ("ties", lambda verdict: verdict.ties, "equal rewards, which count as wrong"),
+    ("loss", lambda verdict: verdict.loss, "-log sigmoid(margin); 0.6931 is no knowledge"),
+    ("mean margin", lambda verdict: verdict.margins.mean, "chosen less rejected reward"),
+    ("median margin", lambda verdict: verdict.margins.quantiles["0.5"], ""),
+    ("std of margins", lambda verdict: verdict.margins.std, ""),
+    ("calibration error", lambda verdict: verdict.calibration.ece, "of sigmoid(|margin|); 0 is best"),
+    ("Brier score", lambda verdict: verdict.calibration.brier, "0 is best, 0.25 is no knowledge"),
+    ("length alone", lambda verdict: _length(verdict, "length_only"), "preferring the longer, or shorter, answer"),
+    ("length controlled", lambda verdict: _length(verdict, "controlled"), "accuracy; length alone gets 0.5"),
+)
+_OF_ROWS: Any = (
+    ("rows", lambda verdict: verdict.rows, "with finite rewards"),
+    ("accuracy", lambda verdict: verdict.accuracy, "the best reward is a right answer's; interval of 95 %"),
+    ("mean over groups", lambda verdict: verdict.mean_over_groups, "RewardBench 2's score, of its subsets"),
+)
+
+
+def printable(text: str) -> str:
+    """Return a line without control characters that a terminal would obey, or that change the direction of text."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
+def markdown_text(text: str) -> str:
+    """Return a line, or a cell, without Markdown or HTML: a group's name comes from the data."""
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("`", "&#96;")
+    return "".join(f"\\{letter}" if letter in "\\*_[]" else letter for letter in escaped)
+
+
+def verdict_name(dataset: str) -> str:
+    """Return the name of the file for a verdict: on one of several datasets, or on the only one, without a name.
+
+    `urllib.parse.unquote` gives the dataset's name back.
+    """
+    return f"verdict-{quote(dataset, safe='')}.json" if dataset else VERDICT_FILE
+
+
+def verdict_text(verdict: Verdict | BestOfN) -> str:
+    """Return a verdict as JSON, with null for what is not finite."""
+    kind = next(name for name, type_ in _KINDS.items() if isinstance(verdict, type_))
+    spelled = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
+    content = json.loads(spelled, parse_constant=lambda _: None)
+    return f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n"
+
+
+def read_verdict(path: Path) -> Verdict | BestOfN:
+    """Read a verdict back.
+
+    Raises:
+        UserError: The file does not hold a verdict.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        verdict: Verdict | BestOfN = _from_json(_KINDS[content.pop("kind")], content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} cannot be read as a verdict ({reason}). Remove it, and evaluate again.") from error
+    return verdict
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as one of a type: null is nan for a number that has to be there."""
+    if value is None:
+        return math.nan if kind is float else None
+    if dataclasses.is_dataclass(kind):
+        fields = get_type_hints(kind)
+        return kind(**{name: _from_json(fields[name], each) for name, each in value.items()})  # type: ignore[operator]
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return tuple(_from_json(parts[0], each) for each in value)
+    if get_origin(kind) is dict:
+        return {name: _from_json(parts[1], each) for name, each in value.items()}
+    return _from_json(parts[0], value) if parts else value  # of `X | None` it is X
+
+
+_REWARDS = ("reward_chosen", "reward_rejected")
+_GROUPS = ("attribute", "subset")  # our own column of a model's attributes, and RewardBench's
+
+
+@dataclass(frozen=True)
+class LabeledRewards:
+    """Rewards of scored rows with what their labels say of them.
+
+    Attributes:
+        rows: What is judged by itself: often a row; one of its attributes; or a solution up to one of its steps.
+        rewards_NK: Of the answers of each.
+        labels: Of the same.
+        tokens_N2: Of pairs, NaN where they are not known.
+        are_lists: Whether rows have lists of right and wrong answers, as in RewardBench 2.
+    """
+
+    rows: list[Row]
+    rewards_NK: np.ndarray
+    labels: Labels
+    tokens_N2: np.ndarray | None
+    are_lists: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], columns: Sequence[str]) -> "LabeledRewards":
+        """Read the rewards and labels of scored rows.
+
+        Args:
+            columns: Of all rows.
+
+        Raises:
+            UserError: A reward is no number.
+        """
+        kind = "pairs" if set(columns).issuperset(_REWARDS) else "steps" if "step_rewards" in columns else "rankings"
+        parts = [part for row in rows for part in _PARTS[kind](row)]
+        are_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARDS)
+        tokens_N2 = None
+        if kind == "pairs" and not are_lists:
+            tokens = [[row.get(f"tokens_{half}") for half in ("chosen", "rejected")] for row, *_ in parts]
+            tokens_N2 = np.array(tokens, dtype=np.float64).reshape(-1, 2)
+        grade_NK = padded([grades for _, _, grades in parts])
+        labels = Labels(grade_NK[:, None].astype(np.float32), None, kind == "rankings", kind == "steps")
+        return cls([row for row, *_ in parts], padded([each for _, each, _ in parts]), labels, tokens_N2, are_lists)
+
+    def groups(self, column: str | None) -> list[str] | None:
+        """Return the group of each row by a column; without one by attribute or ``subset``, if rows have it."""
+        if column is None:
+            column = next((name for name in _GROUPS if any(name in row for row in self.rows)), None)
+        return None if column is None else [label_of(row.get(column)) for row in self.rows]
+
+
+#: What is judged by itself, with the rewards of its answers and their grades.
+_Part = tuple[Row, list[float], list[float]]
+
+
+def _pair(row: Row) -> Iterator[_Part]:
+    chosen, rejected = (_numbers(row.get(column)) for column in _REWARDS)
+    probability = row.get("chosen_probability")
+    better = float(probability) if isinstance(probability, int | float) else 1.0
+    yield row, [*chosen, *rejected], [better] * len(chosen) + [1 - better] * len(rejected)
+
+
+def _steps(row: Row) -> Iterator[_Part]:
+    rewards, labels, steps = row.get("step_rewards"), row.get("labels"), row.get("completions") or []
+    if not isinstance(rewards, list) or not isinstance(labels, list) or not are_labels(labels, len(rewards)):
+        yield row, [math.nan], [1.0]  # counted as left out
+        return
+    for end, (label, reward) in enumerate(zip(labels, _numbers(rewards), strict=True), start=1):
+        yield {**row, "completions": steps[:end], "reward": reward}, [reward], [float(label)]
+
+
+def _ranking(row: Row) -> Iterator[_Part]:
+    scores, by_attribute = row.get("scores"), row.get("rewards_by_attribute") or [None]
+    graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
+    if names := [name for name in graded if name in by_attribute[0]]:
+        for name in names:
+            of_name = [each[name] for each in by_attribute]
+            part = {"attribute": name, "scores": graded[name], "rewards": of_name, "rewards_by_attribute": None}
+            yield from _ranking({**row, **part})
+        return
+    rewards, grades = row.get("rewards"), row.get("scores" if "scores" in row else "ranks")
+    if "completions" in row and isinstance(rewards, list) and isinstance(grades, list):
+        is_number = [isinstance(grade, int | float) and math.isfinite(grade) for grade in grades]
+        if is_number == [True] * len(rewards):
+            yield row, _numbers(rewards), grades_of(row)
+            return
+    yield row, [], []
+
+
+_PARTS: dict[str, Callable[[Row], Iterator[_Part]]] = {"pairs": _pair, "steps": _steps, "rankings": _ranking}
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the rewards of a row's answers; null, for one or for all of them, is nan."""
+    try:
+        numbers: list[float] = np.atleast_1d(np.array(value, dtype=np.float64)).tolist()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"A reward must be a number, or a list of numbers (got {value!r:.80}).") from error
+    return numbers or [math.nan]
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Rows with rewards, as they are in their file, and the verdict on these: on pairs, or on several answers."""
+
+    rows: list[Row]
+    verdict: Verdict | BestOfN
+
+
+def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
+    """Read a JSON Lines or Parquet file of rows with rewards, and judge them.
+
+    Lengths are known where every scored row has ``tokens_chosen`` and ``tokens_rejected``.
+
+    Args:
+        eval_by: A column that groups the rows; by default ``subset``, where there is one.
+
+    Raises:
+        UserError: The file cannot be read, has no rewards of chosen and of rejected answers, not one finite, or no
+            such column.
+    """
+    number, rows = 0, list[Row]()
+    try:
+        if path.suffix.lower() == ".parquet":
+            rows = pq.read_table(path).to_pylist()
+        else:
+            with path.open(encoding="utf-8") as file:
+                for number, line in enumerate(file, start=1):  # noqa: B007  # for the message
+                    rows += [dict(json.loads(line))] if line.strip() else []
+    except (OSError, ValueError, TypeError) as error:
+        where = f", line {number}," if number else ""
+        raise UserError(f"{path}{where} cannot be read as rows: {error}.") from error
+    columns = sorted({name for row in rows for name in row})
+    if "step_rewards" not in columns:
+        check_one_form(columns, str(path))
+    try:
+        scored = LabeledRewards.of(rows, columns)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    if not set(columns).issuperset(_REWARDS) and not np.isfinite(scored.rewards_NK).any():
+        raise UserError(
+            f"{path} does not say which answer is better: its columns are {', '.join(columns)}. Score pairs, "
+            f"which gives {' and '.join(_REWARDS)}, completions with scores or ranks, or steps with labels, 0 or 1: "
+            "`trl-tpu score --output`."
+        )
+    if eval_by is not None and not any(eval_by in row for row in scored.rows):
+        raise UserError(f"{path} has no {eval_by!r}; it has {', '.join(columns)}.")
+    if (groups := scored.groups(eval_by)) is not None:
+        check_groups(groups)
+    if scored.are_lists:
+        ids = [str(row.get("id", "")) for row in scored.rows]
+        return ScoredRows(scored.rows, judge_best_of_n(scored.rewards_NK, scored.labels.grade_PAK[:, 0], ids, groups))
+    return ScoredRows(scored.rows, judge_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups))
+
+
+def text_of(dialogue: Any) -> str:
+    """Return the text of a dialogue: itself, or what its messages say, a line or more each."""
+    if isinstance(dialogue, str):
+        return dialogue
+    if isinstance(dialogue, dict):
+        content = dialogue.get("content")
+        return content if isinstance(content, str) else text_of(content) or str(dialogue.get("text") or "")
+    return "\n".join(map(text_of, dialogue)) if isinstance(dialogue, list) else ""
