@@ -31,8 +31,8 @@ from .checks import (
     RemovedArguments,
     check_limits,
     check_remat,
-    check_trackers,
     check_values,
+    take_removed,
 )
 
 _DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
@@ -351,7 +351,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
         if self.fsdp in ("no", "off"):  # as YAML writes False
             self.fsdp = None
-        self.take_removed()
+        take_removed(self)
         if self.pad_token is not None:
             warnings.warn(
                 "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
@@ -378,7 +378,6 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
-        check_trackers(self)
         _ = self.schedule  # which says what is wrong with it
         self.mesh_shape = self._parse_mesh()
         if self.total_batch_size is not None:
