@@ -16,18 +16,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.scripts.reward import make_parser
 
 FROZEN = "embed_tokens|layernorm"
-SETTINGS: dict[str, Any] = {
-    "activation_offloading": True,
-    "frozen_parameters": FROZEN,
-    "group_by_prompt": True,
-    "learning_rate_end": 1e-5,
-    "max_eval_steps": 2,
-    "total_batch_size": 12,
-    "truncation_mode": "keep_end",
-}
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +39,6 @@ def trained(folder: str, args: RewardConfig, resume: bool = False, **arguments: 
 
 def losses(trainer: RewardTrainer) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-def test_they_come_from_the_command_line_and_from_yaml(tmp_path: Path) -> None:
-    lines = [f"{name}: {value}" for name, value in SETTINGS.items()]
-    (tmp_path / "c.yaml").write_text("\n".join(lines))
-    quiet = ["--output_dir", str(tmp_path), "--report_to", "none", "--dataset_name", "x"]
-    flags = " ".join(f"--{line}" for line in lines).replace(":", "")
-    for words in (flags, f"--config {tmp_path}/c.yaml"):
-        args = make_parser().parse_args_and_config([*quiet, *words.split()])[1]
-        assert {name: getattr(args, name) for name in SETTINGS} == SETTINGS
-        assert args.per_device_train_batch_size == 12
 
 
 # ---- frozen_parameters

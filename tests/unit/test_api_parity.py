@@ -21,17 +21,21 @@ import pytest
 import trl
 
 import trl_tpu
-from trl_tpu.config.checks import RemovedArguments
+from trl_tpu.config.checks import REMOVED
 from trl_tpu.errors import UserError
 
 _OLD = "scripts for older versions of TRL give it, or import it"
-_REMOVED = dataclasses.fields(RemovedArguments)
 # TRL's for other ways of training, for generating, for images and other forms of data, or to decorate the progress bar
 _NOT_OF_REWARDS = (
     *("Callback", "Config", "Trainer", "_model", "_dataset", "_schema", "_messages", "_calling"),
     *("get_training_chat_template", "_from_value", "_chatml"),
 )
 _INTERNAL = "a part of the trainer's own structure, beside TRL's API"
+
+
+def _ours(reasons: dict[str, str]) -> dict[str, str]:
+    return {f"ours alone: {name}": reason for reason, names in reasons.items() for name in names.split()}
+
 
 INTENDED: dict[str, dict[str, str]] = {
     "RewardConfig's fields": {
@@ -41,38 +45,29 @@ INTENDED: dict[str, dict[str, str]] = {
         "type of optim: transformers.training_args.OptimizerNames | str, ours <class 'str'>": (
             "a text reads the same on a command line; an enum is accepted as before"
         ),
-        "ours alone: mesh = None": "how devices or processes are arranged, which TRL leaves to accelerate",
-        "ours alone: sharding_plan = None": "which weight goes over which mesh axis, a file of patterns",
-        "ours alone: remat = None": "what gradient_checkpointing computes again: TRL's is 'full'",
-        "ours alone: scan_layers = False": "compiles deep models as fast as shallow ones",
-        "ours alone: own_pad_token = False": "the eos is scored, as by servers that score the very last token",
-        "ours alone: nonfinite_limit = 3": "a NaN in one batch does not end a run's weights",
-        "ours alone: packing = 'auto'": "computes what a pair's dialogues share once, which TRL computes twice",
-        "ours alone: row_length = None": "packed rows on XLA have a length that is compiled",
-        "ours alone: packed_attention = 'auto'": "packed rows on XLA attend through masks or a kernel",
-        "ours alone: max_shapes = 4": "each shape of batch is compiled on XLA",
-        "ours alone: training_time_limit = None": "saves and stops in time, for machines that are lent for a while",
-        "ours alone: save_interval_minutes = None": "what may be lost, as time instead of steps",
         "default of per_device_train_batch_size: 8, ours None": "not given, until made: total_batch_size may decide",
-        "ours alone: total_batch_size = None": "pairs of an update, the same on any number of devices",
-        "ours alone: group_by_prompt = False": "what pairs of a prompt share is computed once, in one batch",
-        "ours alone: loss_type = 'sigmoid'": "of rankings, which TRL does not take",
-        "ours alone: average_over = 'prompts'": "of rankings",
-        "ours alone: ranking_top_k = None": "of rankings",
-        "ours alone: margin_scale = None": "of rankings",
-        "ours alone: ties = None": "of rankings",
-        "ours alone: attributes = None": "of rankings that several attributes grade",
-        "ours alone: attribute_weights = None": "the same",
-        "ours alone: attribute_loss_weights = None": "the same",
-        "ours alone: tie_threshold = 1.0": "of rankings",
-        "ours alone: label_smoothing = 0.0": "labels may be wrong, with the name of DPOConfig",
-        "ours alone: max_eval_steps = None": "an evaluation on the first batches alone",
-        "ours alone: frozen_parameters = None": "parameters that do not train, by name",
-        "ours alone: learning_rate_end = None": "where linear and cosine decay end, which TRL has under other names",
-        "ours alone: truncation_mode = None": "cuts long pairs, with the names of DPOConfig; TRL drops them",
-        "ours alone: eval_by = None": "the accuracy of each label of a column, such as the source of a pair",
-        "ours alone: output_url = None": "checkpoints on any file system of fsspec, such as a bucket",
-        **{f"ours alone: {item.name} = {item.default!r}": _OLD for item in _REMOVED},
+        **_ours(
+            {
+                "rankings, several attributes and uncertain labels, which TRL does not take": (
+                    "loss_type average_over ranking_top_k margin_scale ties tie_threshold label_smoothing attributes "
+                    "attribute_weights attribute_loss_weights"
+                ),
+                "TRL leaves devices to accelerate": "mesh sharding_plan remat",
+                "shapes and layers are compiled on XLA": "scan_layers row_length packed_attention max_shapes",
+                "tokens that pairs share are computed once": "packing group_by_prompt",
+                "a run saves and stops in time, and at a place that stays": (
+                    "training_time_limit save_interval_minutes output_url"
+                ),
+                "a NaN in one batch does not end a run's weights": "nonfinite_limit",
+                "the eos is scored, as by servers that score the very last token": "own_pad_token",
+                "the same on any number of devices": "total_batch_size",
+                "an evaluation on the first batches, and by the labels of a column": "max_eval_steps eval_by",
+                "TRL has it under other names, or in other trainers": (
+                    "frozen_parameters learning_rate_end truncation_mode"
+                ),
+                _OLD: " ".join(REMOVED),
+            }
+        ),
     },
     "RewardConfig's values once made": {
         "{}: TRL raises ValueError, ours has bf16=False": (
@@ -81,31 +76,31 @@ INTENDED: dict[str, dict[str, str]] = {
     },
     "RewardTrainer's parameters": {
         "default of model: <class 'inspect._empty'>, ours None": "model_init can be given instead",
-        "ours alone: model_init": "transformers' own, which TRL had up to 0.23: a new model for each trial",
-        "ours alone: tokenizer": "the name of processing_class up to TRL 0.11",
-        "ours alone: max_length": "where max_length was given up to TRL 0.13",
+        **_ours({"TRL or transformers had it there": "model_init tokenizer max_length"}),
     },
     "RewardTrainer's methods": {
         "parameters of training_step: args, kwargs; ours model, inputs, num_items_in_batch": (
             "TRL's wrapper takes anything and hands it on; ours spells transformers' parameters"
         ),
-        "ours alone: describe": "the log's first lines: devices, precision, sharding",
-        "ours alone: use_reward_data_collator": "TRL's name up to 0.23, for data in its columns of then",
-        **{f"ours alone: {name}": _INTERNAL for name in ("fixed_rows", "shard_report")},
-        "ours alone: is_distributed_loading_by_transformers": "transformers sets it on the instance",
-        "ours alone: reads_padded_rows": "what a subclass overrides whose methods take packed rows",
-        "ours alone: stopped_by": "what ended training before its end",
-        "ours alone: save_description": "an evaluation after saving measures rewards: mean and std in config and card",
-        "ours alone: stop_checkpoint": "the folder to resume from, when a time limit has ended training",
+        **_ours(
+            {
+                "what is trained how, and what ended it": "describe stopped_by stop_checkpoint save_description",
+                "TRL's name up to 0.23, for data in its columns of then": "use_reward_data_collator",
+                _INTERNAL: "fixed_rows shard_report",
+                "transformers sets it on the instance": "is_distributed_loading_by_transformers",
+                "what a subclass overrides whose methods take packed rows": "reads_padded_rows",
+            }
+        ),
     },
-    "top-level names": {
-        **{
-            f"ours alone: {name}": _OLD
-            for name in ("TrainingArguments", "get_kbit_device_map", "is_xpu_available", "setup_chat_format")
-        },
-        "ours alone: score": "rewards of many rows by a saved model",
-        "ours alone: RewardDataCollatorWithPadding": "the old API, which TRL had up to 0.23",
-    },
+    "top-level names": _ours(
+        {
+            _OLD: (
+                "RewardDataCollatorWithPadding TrainingArguments get_kbit_device_map is_xpu_available "
+                "setup_chat_format"
+            ),
+            "rewards of many rows by a saved model": "score",
+        }
+    ),
     "parameters of the top-level functions": {},
 }
 
@@ -118,8 +113,7 @@ def _names(theirs: typing.Iterable[str], ours: typing.Iterable[str]) -> Iterator
 
 def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
     reference, own = ({field.name: field for field in dataclasses.fields(each)} for each in (theirs, ours))
-    for text in _names(reference, own):
-        yield f"{text} = {own[text[12:]].default!r}" if text.startswith("ours alone") else text
+    yield from _names(reference, own)
     hints, own_hints = typing.get_type_hints(theirs), typing.get_type_hints(ours)
     for name in reference.keys() & own.keys():
         field, own_field = reference[name], own[name]
@@ -183,20 +177,15 @@ def config_values() -> Iterator[str]:
     for settings in SETTINGS:
         theirs = _made(trl.RewardConfig, settings)
         ours = _made(trl_tpu.RewardConfig, settings | {"optim": "adamw_torch_fused"})
-        if isinstance(theirs, ValueError) and isinstance(ours, ValueError):
-            if str(theirs) != str(ours) and not isinstance(ours, UserError):  # which says what to do as well
-                yield f"{settings}: TRL raises {theirs!r}, ours {ours!r}"
-        elif isinstance(theirs, ValueError):
-            assert isinstance(ours, dict)
-            yield f"{settings}: TRL raises {type(theirs).__name__}, ours has bf16={ours['bf16']}"
-        elif isinstance(ours, ValueError):
-            yield f"{settings}: ours raises {ours!r}"
-        else:
-            different = {
-                key: (theirs[key], ours[key]) for key in theirs.keys() & ours.keys() if theirs[key] != ours[key]
-            }
-            if different:
+        if isinstance(theirs, dict) and isinstance(ours, dict):
+            if different := {
+                key: (theirs[key], ours[key]) for key in theirs if theirs[key] != ours.get(key, theirs[key])
+            }:
                 yield f"{settings}: {different}"
+        elif isinstance(ours, dict):
+            yield f"{settings}: TRL raises {type(theirs).__name__}, ours has bf16={ours['bf16']}"
+        elif str(theirs) != str(ours) and not isinstance(ours, UserError):  # which says what to do as well
+            yield f"{settings}: TRL gives {theirs!r}, ours raises {ours!r}"
 
 
 def trainer_methods() -> Iterator[str]:

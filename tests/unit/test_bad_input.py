@@ -68,7 +68,7 @@ def test_the_job_that_the_cases_spoil_is_good(job: Job) -> None:
     assert (job.folder / "out" / "checkpoint-1" / "trainer_state.json").exists()
 
 
-@pytest.mark.parametrize("case", ["a key twice", "half of the weights"])
+@pytest.mark.parametrize("case", ["a tab in YAML", "half of the weights"])
 def test_a_process_ends_with_status_2_and_no_traceback(case: str, job: Job) -> None:
     CASES[case].spoil(job)
     before = files(job.folder)

@@ -101,6 +101,8 @@ def test_help_comes_from_sys_argv_as_for_trls_command(argv: list[str], capsys: p
         (["reward", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read: No such file"),
         (["reward", "--lerning_rate", "1"], "Unknown arguments on the command line: --lerning_rate 1"),
         (["score", "--text", "x"], "the following arguments are required: --model_name_or_path"),
+        (["score", "--model_name_or_path", "x"], "either `--text`"),
+        (["score", "--model_name_or_path", "x", "--text", "x", "--dataset_name", "d.jsonl"], "and not both"),
     ],
 )
 def test_wrong_words_exit_with_status_2_and_one_clear_line(
@@ -130,15 +132,6 @@ def test_yaml_exports_its_env_before_transformers_reads_it(start: str, tmp_path:
     root = str(ROOT)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=env, check=True)
     assert done.stdout == "trl_tpu.scripts.reward 0 False\n"
-
-
-def test_rewards_are_those_of_each_dialogue_alone_in_order(saved: Path) -> None:
-    tokenizer = synthetic.tiny_tokenizer()
-    with_eos = [text if text.endswith("<|end|>") else text + "<|end|>" for text in TEXTS]
-    expected = one_by_one(saved, [tokenizer(text)["input_ids"] for text in with_eos])
-    assert rewards_of(saved, TEXTS) == pytest.approx(expected, abs=1e-5)
-    chats = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in CHATS]
-    assert rewards_of(saved, CHATS) == pytest.approx(one_by_one(saved, chats), abs=1e-5)
 
 
 @pytest.mark.parametrize("form", ["text", "prompt", "chat"])
@@ -226,25 +219,7 @@ def test_the_score_command_writes_rows_and_prints_the_accuracy_of_pairs(
     assert source.read_text().count("\n") == len(rows)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "either `--text`"),
-        (["--text", "x", "--dataset_name", "d.jsonl"], "and not both"),
-        (["--dataset_name", "synthetic:numbers"], "several splits: .*--dataset_split"),
-    ],
-)
-def test_unclear_score_commands_are_refused(
-    words: list[str], message: str, saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["score", "--model_name_or_path", str(saved), *words])
-    assert exit_.value.code == 2
-    assert re.search(f"trl-tpu score: error: .*{message}", capsys.readouterr().err)
-
-
 def config(**kwargs: Any) -> Any:
-
     return RewardConfig(bf16=False, report_to="none", **kwargs)
 
 

@@ -237,7 +237,7 @@ def check_values(args: Any) -> None:
             "of loss_type='sigmoid' without ties",
         ),
         (args.loss_type != "plackett_luce", {"ranking_top_k": out}, "of loss_type='plackett_luce'"),
-        (not learns_ties, {r"tie_threshold=^(?!1\.0$)": out}, "of ties='davidson' and 'rao_kupper'"),
+        (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": out}, "of ties='davidson' and 'rao_kupper'"),
     )
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
 

@@ -20,7 +20,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
@@ -360,7 +360,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
                 stacklevel=3,
             )
         self._fit_to_runtime()
-        self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+        if isinstance(multiple := self.pad_to_multiple_of, str):
+            with explaining("pad_to_multiple_of must be 'auto' or a whole number of at least 1", "Correct it."):
+                self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
         self.packing = str(self.packing).lower()
         self.packing = _SWITCHES.get(self.packing, self.packing)
         check_values(self)
@@ -458,7 +460,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RewardConfig":
-        made = object.__new__(type(self))
+        made = copy.copy(self)
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 
@@ -541,13 +543,3 @@ def _without_token(model_init_kwargs: Any) -> Any:
     if not isinstance(model_init_kwargs, dict):
         return model_init_kwargs
     return {name: value for name, value in model_init_kwargs.items() if name not in ("token", "use_auth_token")}
-
-
-def _multiple(value: int | str | None) -> int | None:
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("auto", "none", "null"):
-        return None
-    if not value.isdecimal():
-        raise UserError(f"pad_to_multiple_of must be 'auto' or a whole number of at least 1, got {value!r}.")
-    return int(value)
