@@ -122,17 +122,17 @@ def test_a_slice_of_a_file(tmp_path: Path) -> None:
     assert get_dataset(mixture)["train"].to_list() == ROWS[:3]
 
 
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ValueError, match="Unable to find .*missing.jsonl"):
-        load_named_dataset(ScriptArguments(dataset_name="missing.jsonl"))
-
-
-def test_a_file_of_no_known_format_and_no_name_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("missing.jsonl", "Unable to find .*missing.jsonl"), ("data.xyz", "its suffix"), (None, "`dataset_name`")],
+)
+def test_what_is_no_dataset_is_refused(
+    name: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "data.xyz").write_text("x")
-    with pytest.raises(ValueError, match="what its suffix says"):
-        load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / "data.xyz")))
-    with pytest.raises(ValueError, match="must be provided"):
-        load_named_dataset(ScriptArguments())
+    with pytest.raises(ValueError, match=message):
+        load_named_dataset(ScriptArguments(dataset_name=name))
 
 
 GOOD = b'{"chosen": "a", "rejected": "b"}\n'
