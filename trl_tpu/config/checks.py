@@ -224,20 +224,24 @@ def check_values(args: Any) -> None:
     with explaining(f"frozen_parameters={args.frozen_parameters!r} is no regular expression", "Correct it."):
         re.compile(args.frozen_parameters or "")
     is_sigmoid, learns_ties = args.loss_type == "sigmoid", args.ties in ("davidson", "rao_kupper")
-    out = "leave it out"
+    out = "leave it out, or set that"
     check_tables(
         args,
         (True, LIMITS, "not supported"),
         (args.group_by_prompt, GROUPED_LIMITS, "impossible with group_by_prompt=True"),
-        (args.attributes, {"average_over=comparisons": out}, "not of attributes"),
-        (not is_sigmoid, {"ties=davidson|rao_kupper": out, "average_over=comparisons": out}, "of loss_type='sigmoid'"),
+        (args.attributes, {"average_over=comparisons": "leave it out"}, "not of attributes"),
+        (
+            not is_sigmoid,
+            {"ties=davidson|rao_kupper": out, "average_over=comparisons": out},
+            "only for loss_type='sigmoid'",
+        ),
         (
             not is_sigmoid or learns_ties,
             dict.fromkeys(("margin_scale", "label_smoothing"), out),
-            "of loss_type='sigmoid' without ties",
+            "only for loss_type='sigmoid' without ties",
         ),
-        (args.loss_type != "plackett_luce", {"ranking_top_k": out}, "of loss_type='plackett_luce'"),
-        (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": out}, "of ties='davidson' and 'rao_kupper'"),
+        (args.loss_type != "plackett_luce", {"ranking_top_k": out}, "only for loss_type='plackett_luce'"),
+        (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": out}, "only for ties='davidson' and 'rao_kupper'"),
     )
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
 
