@@ -64,7 +64,10 @@ def default_folder(model: Any) -> str:
 def check_arguments(
     model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int, *, shares_mesh: bool
 ) -> None:
-    """Refuse trainer arguments that are missing or exclude each other; ``shares_mesh`` says whether the runtime does.
+    """Reject trainer arguments that are missing or contradict each other.
+
+    Args:
+        shares_mesh: The runtime's flag.
 
     Raises:
         UserTypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
@@ -206,7 +209,7 @@ def build_dataset(
     old_columns: bool = False,
     tokenize_solution: Any = tokenize_solution,
 ) -> Any:
-    """Make token pairs, or solutions, that ``model`` can read of a dataset in any of the accepted forms.
+    """Convert a dataset in any accepted form to prepared rows that ``model`` can read.
 
     Raises:
         UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
@@ -246,7 +249,7 @@ def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
 
 
 def check_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
-    """Refuse a dialogue with more tokens than the model has learned positions for; a stream's as it is read."""
+    """Reject a sequence longer than the model's learned positions; in a stream, when it is read."""
     limit = learned_positions(model)
     if limit is None:
         return dataset

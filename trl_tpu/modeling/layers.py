@@ -30,10 +30,10 @@ def disable_dropout_in_model(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, pattern: str | None) -> None:
-    """Let parameters in whose names ``pattern`` is found take no gradient; None lets all train that would.
+    """Freeze the parameters whose names contain a match of ``pattern``; None freezes none.
 
     Raises:
-        UserError: It is found in none that would train, or in all of them.
+        UserError: It matches no trainable parameter, or all of them.
     """
     if pattern is None:
         return
@@ -57,7 +57,7 @@ class ScanImpossible(UserError):
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and the list of the decoder's layers, which are alike.
+    """Return the name and the list of the decoder's layers, if they can run as a loop.
 
     Raises:
         ScanImpossible: If there is no one list of layers, they differ in more than the values of their parameters,
@@ -82,7 +82,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def _obstacle(model: nn.Module, name: str, layers: nn.ModuleList) -> str | None:
-    """Tell what keeps the layers from being a loop; None if nothing does."""
+    """Return why the layers cannot run as a loop, or None."""
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for key, parameter in layers.named_parameters():
         if uses[parameter] > 1:
@@ -102,7 +102,7 @@ def _obstacle(model: nn.Module, name: str, layers: nn.ModuleList) -> str | None:
 
 
 def _features(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield all that tells what a layer computes, but for the values of its parameters."""
+    """Yield the name and value of everything that decides a layer's computation, except its weights."""
     for prefix, module in layer.named_modules():
         yield prefix, type(module).__qualname__
         for key, value in vars(module).items():
@@ -147,7 +147,7 @@ def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def use_static_experts(model: PreTrainedModel) -> None:
-    """Give the mixture-of-experts blocks of ``model`` the implementation above; other models have none."""
+    """Select `static_experts` for the mixture-of-experts blocks of ``model``, if it has any."""
     ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
     model.set_experts_implementation(STATIC_EXPERTS)
 
@@ -158,9 +158,9 @@ _ELEMENTWISE = (torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torc
 
 
 class StackedLayers(nn.ModuleList):
-    """All layers by their usual names, which to a model that runs through them are one.
+    """All layers under their usual names. A model that iterates over them gets one: the loop.
 
-    Parameters have the first layer's names, also in a ``state_dict``: `by_layer` gives every layer its own.
+    Parameters have the first layer's names, also in a ``state_dict``; `by_layer` gives each layer its own.
     """
 
     def __init__(self, layers: Iterable[nn.Module], loop: Callable[..., torch.Tensor]) -> None:
@@ -175,7 +175,7 @@ class StackedLayers(nn.ModuleList):
 
 
 def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int], Any]) -> dict[str, Any]:
-    """Return ``state`` with what is named after stacked weights named after those of the layers one by one.
+    """Return ``state`` with an entry for each layer in place of each entry of a stacked weight.
 
     Args:
         model: The model that the names are of. They may have more before and behind the weight's name.
@@ -201,7 +201,7 @@ def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int
 
 @dataclass(frozen=True)
 class _Kind:
-    """One weight of every layer, one by one and as one. Of the two, one is empty."""
+    """One weight of every layer, separate and stacked. One of the two is empty."""
 
     parts: list[nn.Parameter]
     whole: nn.Parameter
@@ -210,7 +210,7 @@ class _Kind:
 
 
 class LayerStack:
-    """A model's layers, which can be held as one, with the optimizer's state, and given back one by one.
+    """Stacks a model's layers and their optimizer state into one layer, and unstacks them.
 
     Args:
         axes: The mesh axes that the dimensions of each of the model's parameters go over, by its name.
@@ -253,9 +253,9 @@ class LayerStack:
         return self._owner._modules[self._attribute] is not self._layers
 
     def stack(self, optimizer: Optimizer) -> None:
-        """Hold the layers of the model as one, and the state of the optimizer, of which steps may be none yet.
+        """Stack the model's layers and the state of the optimizer, which may have taken no step yet.
 
-        One kind of weight after the other, so that the devices hold one kind twice and no more.
+        One kind of weight at a time, so that the devices hold at most one kind twice.
 
         Raises:
             ScanImpossible: The optimizer's update of a layer would not be the same.
@@ -282,7 +282,7 @@ class LayerStack:
         self._owner._modules[self._attribute] = self._stacked
 
     def unstack(self) -> None:
-        """Give the layers, and the state of the optimizer, back one by one."""
+        """Unstack the layers and the state of the optimizer."""
         if not self.is_stacked:
             return
         optimizer = self._optimizer
@@ -309,7 +309,7 @@ class LayerStack:
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Give the layers back for as long as the context is open."""
+        """Unstack the layers while the context is open."""
         optimizer = self._optimizer if self.is_stacked else None
         self.unstack()
         yield
@@ -317,7 +317,7 @@ class LayerStack:
             self.stack(optimizer)
 
     def _stacked_groups(self, optimizer: Optimizer) -> list[list[nn.Parameter]]:
-        """Return the parameters of each of the optimizer's groups, those of the layers as one."""
+        """Return the parameters of the optimizer's groups, with stacked weights for those of the layers."""
         group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
@@ -352,5 +352,5 @@ class LayerStack:
 
 
 def _has_rows(value: Any) -> bool:
-    """Tell whether a part of an optimizer's state is as large as its parameter: any other is alike in all layers."""
+    """Tell whether a part of an optimizer's state has its parameter's shape; others are equal in all layers."""
     return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -44,7 +44,7 @@ def load_model(
     in_files: bool = False,
     outputs: Outputs = ONE_REWARD,
 ) -> PreTrainedModel:
-    """Load a checkpoint as a reward model with these outputs, or saved adapters, to be trained further, with theirs.
+    """Load a checkpoint as a reward model with ``outputs``, or saved adapters, to be trained further, with theirs.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
     The model stays on the CPU for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
@@ -55,7 +55,7 @@ def load_model(
         trust_remote_code: The default for the ``model_init_kwargs`` of that name.
         quantization_config: A quantization config of transformers.
         in_files: As in `load_classifier`.
-        outputs: What it shall give.
+        outputs: The outputs that it shall have.
 
     Raises:
         UserError: ``quantization_config`` in both places or on XLA, or a name or folder that holds no whole model.
@@ -83,14 +83,14 @@ def load_model(
 
 
 def hub_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return those arguments of ``from_pretrained`` by which a file is found."""
+    """Return the arguments of ``from_pretrained`` that locate files."""
     return {name: kwargs[name] for name in OF_FILES & kwargs.keys() if name != "trust_remote_code"}
 
 
 def load_classifier(
     name: str, outputs: Outputs, *, in_files: bool = False, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model with these outputs, and transformers' loading info: which weights are missing or unexpected.
+    """Load a model with ``outputs``, and transformers' loading info: missing and unexpected weights.
 
     Args:
         name: A Hub id or folder.
@@ -122,10 +122,10 @@ def load_classifier(
 def _head_by_another_name(
     name: str, model: PreTrainedModel, info: dict[str, Any], kwargs: dict[str, Any]
 ) -> dict[str, str]:
-    """Return the key mapping that reads a reward model's head, if it has another name in the checkpoint; else none.
+    """Return the key mapping for a score head that has another name in the checkpoint; empty otherwise.
 
     Raises:
-        UserError: There is a head, but it is not clear which tensors it is: a new one would be random.
+        UserError: The checkpoint has a head, but its tensors are ambiguous: a new head would be random.
     """
     missing = sorted(key for key in info["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if not missing or "key_mapping" in kwargs:
@@ -154,7 +154,7 @@ def _head_by_another_name(
 def _draw_whole(
     model: Any, outputs: Outputs, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
 ) -> None:
-    """Give a model in parts the new weights that one process would draw: whole, from the numbers before loading."""
+    """Draw a sharded model's new weights as one process would: whole, from the random state before loading."""
     with torch.device("meta"):
         settings: dict[str, Any] = {"dtype": model.dtype, "trust_remote_code": trust_remote_code}
         whole = outputs.auto_class.from_config(copy.deepcopy(model.config), **settings)
@@ -202,7 +202,7 @@ def _load_in_files(
 
 
 def forget_files(model: PreTrainedModel) -> None:
-    """Make a model that was loaded from files, and is placed now, one like any other."""
+    """Remove accelerate's offloading hooks from a model whose weights are placed."""
     remove_hook_from_submodules(model)
     for module in model.modules():
         vars(module).pop("forward", None)  # what accelerate puts back is bound, and would not be copied with the model
@@ -210,7 +210,7 @@ def forget_files(model: PreTrainedModel) -> None:
 
 
 def _check_shards(folder: Path) -> None:
-    """Refuse an index that names files outside of its folder: transformers reads whatever it names."""
+    """Reject an index that names files outside its folder: transformers would read them."""
     for index in folder.glob("*.index.json"):
         for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
             if Path(file).name != file:
@@ -218,7 +218,7 @@ def _check_shards(folder: Path) -> None:
 
 
 def _fit_xla(kwargs: dict[str, Any]) -> None:
-    """Refuse bitsandbytes, and leave out a device map: the trainer places the weights."""
+    """Reject bitsandbytes, and drop a device map: the trainer places the weights."""
     quantization = kwargs.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if isinstance(quantization, BitsAndBytesConfig) or method == "bitsandbytes":
@@ -231,9 +231,9 @@ def _fit_xla(kwargs: dict[str, Any]) -> None:
 
 
 def check_num_labels(model: Any, outputs: Outputs = ONE_REWARD) -> None:
-    """Raise UserError unless the model has one output, or, to judge steps, is a token classifier with two labels.
+    """Raise UserError unless the model has one output for each attribute, or one without attributes.
 
-    Of several attributes it has as many outputs as are needed.
+    Process rewards need a token classifier with two labels.
     """
     of_steps, needed = outputs.step_separator is not None, len(outputs.weights)
     num_labels, kind = getattr(getattr(model, "config", None), "num_labels", None), type(model).__name__
@@ -248,7 +248,7 @@ def check_num_labels(model: Any, outputs: Outputs = ONE_REWARD) -> None:
 
 
 def get_config_model_id(config: Any) -> str:
-    """Return the name, or folder, that a model was loaded from; an empty text for one that was not."""
+    """Return the name or folder that a model was loaded from; empty if it was not loaded."""
     return getattr(config, "_name_or_path", "")
 
 
@@ -257,7 +257,7 @@ def load_processing_class(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     **kwargs: Any,
 ) -> PreTrainedTokenizerBase:
-    """Return the tokenizer given, or that of a processor, or load the one of the model's checkpoint with ``kwargs``.
+    """Return the given tokenizer, or a processor's, or load that of the model's checkpoint with ``kwargs``.
 
     Raises:
         UserError: None is given, and the model was not loaded from a checkpoint, or from one without a tokenizer.

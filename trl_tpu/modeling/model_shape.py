@@ -17,9 +17,9 @@ from .outputs import Outputs
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """Return for how many tokens a model has learned positions in a table; None where it computes them.
+    """Return the number of positions in a model's table of learned positions; None where it computes them.
 
-    Beyond a table there is nothing to read: the CPU and CUDA stop with an error, XLA reads the last row in silence.
+    Beyond the table, the CPU and CUDA stop with an error, and XLA silently reads the last row.
     A table with a padding row, as RoBERTa's, is used from the row after that one on.
     """
     config: Any = model.config.get_text_config()
@@ -39,11 +39,11 @@ def learned_positions(model: PreTrainedModel) -> int | None:
 
 
 def position_groups(model: PreTrainedModel) -> Callable[[float], float]:
-    """Return a function of a dialogue's length: the same number for those that have the same rotary frequencies.
+    """Return a function that numbers lengths: equal numbers have equal rotary frequencies, 0 the usual ones.
 
-    It is 0 for those of usual length. transformers chooses the frequencies of the types ``longrope`` and ``dynamic``
-    for a whole forward, by its longest dialogue: beyond a limit one set for all, or one for each length, which the
-    forwards after it have too, until one is below the limit.
+    transformers chooses the frequencies of ``longrope`` and ``dynamic`` for a whole forward, by its longest sequence:
+    beyond a limit ``longrope`` has one set, and ``dynamic`` one for each length, which later forwards keep until one
+    is below the limit.
     """
     config: Any = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}

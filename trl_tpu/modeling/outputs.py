@@ -66,8 +66,8 @@ class Outputs:
     """The outputs of a model, and how they make its reward.
 
     Args:
-        attributes: The weights of attributes by their names, in the order of the outputs; none of other models.
-        step_separator: What follows each step that the model judges; None where it judges dialogues.
+        attributes: The weights of attributes by name, in the order of the outputs; empty without attributes.
+        step_separator: The text after each step of process rewards; None for rewards of conversations.
     """
 
     attributes: Mapping[str, float] = field(default_factory=dict)
@@ -84,9 +84,9 @@ class Outputs:
 
     @classmethod
     def saved(cls, model: str | Path) -> "Outputs":
-        """Read the config of a saved model, or of that which saved adapters make, in a folder or at the Hub.
+        """Read the config of a model or of adapters, in a folder or at the Hub.
 
-        Those of TRL do not say what follows a step: then it is a line break, TRL's default.
+        Without a step separator in the config of a process reward model, it is a line break, TRL's default.
         """
         said = saved_config(model)
         if said.get("task_type") == "TOKEN_CLS" or "TokenClassification" in str(said.get("architectures")):
@@ -95,12 +95,12 @@ class Outputs:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """What each counts in the reward; that of a step is the log-odds that it is right."""
+        """Weights of the outputs in the reward. A step's reward is the log-odds that it is right."""
         return (-1.0, 1.0) if self.step_separator is not None else tuple(self.attributes.values()) or (1.0,)
 
     @property
     def auto_class(self) -> Any:
-        """The class of transformers that loads such models."""
+        """transformers' class for such models."""
         return AutoModelForSequenceClassification if self.step_separator is None else AutoModelForTokenClassification
 
 
@@ -110,11 +110,12 @@ ONE_REWARD = Outputs()
 def write_outputs(
     config: PretrainedConfig, names: Sequence[str], weights: Sequence[float] | None, step_separator: str | None
 ) -> None:
-    """Write into a model's config what its outputs are, in place of what it says of the model it begins as.
+    """Write the meaning of the outputs into a model's config, replacing that of the model it was made from.
 
     Args:
-        names: Of attributes; none of other models. Outputs that have these names keep their order.
-        weights: Of each; by default those that the config has, or else alike.
+        config: Changed in place.
+        names: Names of the attributes; empty without attributes. Outputs that have these names keep their order.
+        weights: A weight for each name; None for the config's own, or else equal weights.
         step_separator: As in `Outputs`.
 
     Raises:
@@ -140,9 +141,12 @@ def write_outputs(
 
 
 def fold_attributes(model: PreTrainedModel, outputs: Outputs) -> None:
-    """Give a model of attributes one output, the reward that they make, for readers that know one number.
+    """Replace a model's attributes by their weighted sum, one output, for programs that read one reward.
 
-    Its score head has to be a linear layer, as all are in transformers. The weights of other models stay.
+    The score head must be linear, as in transformers. Models without attributes keep their weights.
+
+    Raises:
+        UserError: There are attributes, and no `score` head.
     """
     write_outputs(model.config, (), None, outputs.step_separator)
     if not outputs.attributes:
@@ -164,13 +168,13 @@ _OF_PHI3 = {"rope_type", "type", "short_factor", "long_factor", "original_max_po
 
 @dataclass(frozen=True)
 class RewardScale:
-    """How large a model's rewards are: those of an engine that normalizes them are (reward - mean) / std.
+    """Mean and standard deviation of a model's rewards, for servers that return (reward - mean) / std.
 
     Args:
-        mean: Of the rewards.
-        std: Their standard deviation, over all of them: divided by their number.
-        rewards: How many there are.
-        of: What was rewarded, for the model card.
+        mean: Mean of the rewards.
+        std: Their population standard deviation.
+        rewards: Number of rewards.
+        of: Name of the data, for the model card.
     """
 
     mean: float
@@ -180,10 +184,11 @@ class RewardScale:
 
 
 def tell_engines(config: PretrainedConfig) -> None:
-    """Write into the config of a model with one output that this output is the reward, as it is.
+    """Write inference metadata into a model's config: its one output is the reward, without an activation.
 
-    ``problem_type`` is what transformers' pipeline and vLLM's `/classify` read, and does not change training, since
-    nothing passes labels. ``head_dtype`` is vLLM's. What the config's owner has set stays. A model of steps has two.
+    transformers' pipeline and vLLM's `/classify` read ``problem_type``. It does not change training, which passes no
+    labels. vLLM reads ``head_dtype``. Values that are set already stay. Process reward models, with two outputs, get
+    no metadata.
     """
     if getattr(config, "step_separator", None) is not None:
         return
@@ -196,9 +201,9 @@ def tell_engines(config: PretrainedConfig) -> None:
 
 
 def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
-    """Write ``mean`` and ``std`` into a config, by which OpenRLHF normalizes rewards; None removes them.
+    """Write ``mean`` and ``std`` into a config, for OpenRLHF to normalize rewards; None removes them.
 
-    The attributes are replaced as a whole, since a thread that saves the model may be iterating over them.
+    All of the config's attributes are replaced at once: a thread that saves the model may be iterating over them.
     """
     attributes = {name: value for name, value in vars(config).items() if name not in ("mean", "std")}
     if scale is not None and (config.num_labels == 1 or hasattr(config, "attribute_weights")):
@@ -207,9 +212,9 @@ def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
 
 
 def saved_config(model: str | Path) -> dict[str, Any]:
-    """Return the config of a saved model, or of that which saved adapters make, in a folder or at the Hub, if any.
+    """Return the config of a saved model, or of the model that saved adapters make, in a folder or at the Hub.
 
-    Of adapters that another program has saved it is their own.
+    Adapters of another program have only their own config. Empty where there is none.
     """
     names = (BASE_CONFIG, CONFIG_NAME, ADAPTER_CONFIG_NAME)
     files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in names)
@@ -217,7 +222,7 @@ def saved_config(model: str | Path) -> dict[str, Any]:
 
 
 def saved_scale(model: str | Path) -> RewardScale | None:
-    """Return what `saved_config` says of a model's rewards; None where that is nothing that can be divided by."""
+    """Return the reward scale in a saved config; None without a mean and a positive standard deviation."""
     config = saved_config(model)
     mean, std = config.get("mean"), config.get("std")
     if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
@@ -226,7 +231,7 @@ def saved_scale(model: str | Path) -> RewardScale | None:
 
 
 def write_old_names(folder: str | Path) -> None:
-    """Write into a folder of a saved model or adapters what transformers before 5 reads, under its names.
+    """Rewrite a saved model's or tokenizer's config for transformers before 5.
 
     Names in the tokenizer's config that only transformers 5 reads are replaced: it reads the old ones too.
     """
@@ -244,10 +249,10 @@ def write_old_names(folder: str | Path) -> None:
 
 
 def _write_old_rope_names(folder: str | Path) -> None:
-    """Write into a saved config what transformers before 5 read of rotary positions, beside ``rope_parameters``.
+    """Add the names of transformers before 5 for rotary positions to a saved config, next to ``rope_parameters``.
 
-    Those versions, as rewardbench has one, would take 10,000 for a base that they do not find, without a word, and
-    compute other rewards. transformers 5 reads either. Bases by kind of layer had no name in common, and are left out.
+    Those versions, one of which rewardbench has, silently take 10,000 for a base that they do not find, and compute
+    other rewards. transformers 5 reads either. Bases by kind of layer had no common name, and are left out.
     """
     path = Path(folder, CONFIG_NAME)
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
