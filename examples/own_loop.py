@@ -69,7 +69,7 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
     # (weight decay is of all weights; transformers spares norms)
     optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, weight_decay=args.weight_decay)
     step_state = StepState(runtime, scanned=None)
-    if runtime.records_steps:
+    if runtime.is_spmd:
         step_state.prepare(model, shards.placements, optimizer, batch_plan.accumulates)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
 

@@ -103,7 +103,7 @@ class Counting(TrainerCallback):
         self.at: list[tuple[int, int]] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if runtime.current().records_steps:
+        if runtime.current().is_spmd:
             import torch_xla.core.xla_model as xm
             import torch_xla.debug.metrics as met
 
@@ -121,7 +121,7 @@ class Walking(TrainerCallback):
         self.tensors: list[dict[str, Any]] = []
 
     def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        if runtime.current().records_steps and state.global_step == STEPS:
+        if runtime.current().is_spmd and state.global_step == STEPS:
             self.tensors = tensors_of(self.trainer)
 
 

@@ -133,7 +133,7 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_failed_save(
 class Host(Runtime):
     """A host of a mesh, in a thread; its threads that save meet apart from those that train."""
 
-    shares_mesh = True
+    is_spmd = True
 
     def __init__(self, index: int, training: Meeting, saving: Meeting) -> None:
         self.index, self.count, self.is_first_of_host = index, training.hosts, True

@@ -96,27 +96,6 @@ def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
         load.load_model(checkpoint, model_init_kwargs={"quantization_config": 1}, quantization_config=1)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)},
-        {"model_init_kwargs": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}},
-    ],
-)
-def test_bitsandbytes_is_refused_on_xla(checkpoint: str, kwargs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(runtime.current()), "shares_mesh", True)
-    with pytest.raises(ValueError, match="USE_TORCH_XLA=0"):
-        load.load_model(checkpoint, **kwargs)
-
-
-def test_the_trainer_places_the_model_on_xla(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(type(runtime.current()), "shares_mesh", True)
-    model = load.load_model(checkpoint, model_init_kwargs={"device_map": "auto"})
-    assert not hasattr(model, "hf_device_map") and "`device_map` is ignored" in caplog.text
-
-
 def test_another_number_of_labels_is_overruled_aloud(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     assert load.load_model(checkpoint, model_init_kwargs={"num_labels": 3}).config.num_labels == 1
     assert "`num_labels=3` is ignored" in caplog.text

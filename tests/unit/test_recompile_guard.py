@@ -15,7 +15,7 @@ class Counting(Runtime):
 
     compiled = 100  # what was compiled before training does not count
 
-    plans_shapes = records_steps = True
+    plans_shapes = is_spmd = True
 
     def compile_count(self) -> int:
         return self.compiled
@@ -52,7 +52,7 @@ def test_the_guard_warns_at_1_2_4_8_programs_too_many(
 def test_where_each_operation_is_a_program_a_planned_shape_may_compile_any_number_at_first(
     runtime: Counting, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime.records_steps = False
+    runtime.is_spmd = False
     guard = RecompileGuard(runtime)
     guard.start(2)
 

@@ -10,6 +10,8 @@ import transformers.trainer
 from torch.utils.data import DataLoader, RandomSampler
 
 from trl_tpu import RewardTrainer
+from trl_tpu.errors import UserError
+from trl_tpu.modeling.load import load_model
 from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
 
 
@@ -46,6 +48,16 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
         epochs.append(rows)
     assert len(epochs[0]) == 21 == len(epochs[1])
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+
+
+def test_a_device_map_is_ignored_and_bitsandbytes_rejected(
+    model_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_model(model_folder, model_init_kwargs={"device_map": "auto"})
+    assert not hasattr(model, "hf_device_map") and "`device_map` is ignored" in caplog.text
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(UserError, match="bitsandbytes"):
+        load_model(model_folder, model_init_kwargs={"quantization_config": quantization})
 
 
 class OwnLoader(RewardTrainer):

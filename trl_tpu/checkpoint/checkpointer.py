@@ -29,6 +29,7 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 
 from ..errors import UserError
 from ..modeling.layers import by_layer
+from ..parallel.shard import mesh_of
 from ..runtime import Runtime
 from . import manifest, state_dict
 from .run_folder import RunFolder, local_copy
@@ -370,7 +371,7 @@ class CheckpointLoader:
     def load_weights(self, model: nn.Module, checkpoint: str) -> bool:
         """Load weights from our checkpoints; False, and load none, if transformers has to: it loads no shards."""
         has_state = Path(checkpoint, state_dict.STATE_FOLDER).is_dir()
-        is_ours = has_state or Path(checkpoint, state_dict.PROGRESS_FILE).is_file() or self._runtime.spreads_model
+        is_ours = has_state or Path(checkpoint, state_dict.PROGRESS_FILE).is_file() or mesh_of(model) is not None
         if is_ours:
             state_dict.read_weights(model, checkpoint, self._runtime)
         return is_ours
@@ -387,14 +388,15 @@ class CheckpointLoader:
                 "moments and the learning rate's schedule begin anew.",
                 checkpoint,
             )
-        elif self._runtime.shares_mesh:
+        elif self._runtime.is_spmd:
             state_dict.read_torch_optimizer(optimizer, scheduler, checkpoint, self._runtime)
-        elif self._runtime.spreads_model:
+            return True
+        elif mesh_of(model) is not None:
             raise UserError(
                 f"The checkpoint {checkpoint} is another trainer's, whose optimizer state is unsharded, and here it "
                 "is sharded. Resume it in one process without a mesh first, and go on from what that saves."
             )
-        return self._runtime.shares_mesh
+        return False
 
     def drop_download(self) -> None:
         """Remove the copy of a checkpoint that has been read."""

@@ -142,9 +142,11 @@ XLA_LIMITS = {
         "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches"
     ),
 }
-#: The same of TorchTPU.
-TORCHTPU_LIMITS = {
-    "use_cpu": "set the environment variable ACCELERATE_USE_CPU=1, which chooses plain torch on the CPU"
+#: The same of each runtime.
+DEVICE_LIMITS: Mapping[str, Mapping[str, str]] = {
+    "xla": XLA_LIMITS,
+    "torchtpu": {"use_cpu": "set the environment variable ACCELERATE_USE_CPU=1, which chooses plain torch on the CPU"},
+    "native": {},
 }
 #: The same of settings that a mesh over several processes cannot honor.
 RANK_LIMITS = {
@@ -277,7 +279,7 @@ def check_remat(args: Any) -> None:
     Raises:
         UserError: Names both, and what to do instead.
     """
-    policy, on_xla = args.remat_policy, runtime.current().records_steps
+    policy, on_xla = args.remat_policy, runtime.current().is_spmd
     if args.remat is not None and (policy != Remat.NONE) != bool(args.activation_checkpointing):
         raise UserError(
             f"remat={args.remat!r} contradicts gradient_checkpointing={args.activation_checkpointing}: leave "

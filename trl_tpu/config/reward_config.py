@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import os
 import re
 import tempfile
 import warnings
@@ -13,11 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
-import torch
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
-from transformers.utils import is_torch_bf16_gpu_available
 
 from .. import runtime
 from ..errors import UserError, explaining
@@ -25,9 +22,8 @@ from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
 from .checks import (
+    DEVICE_LIMITS,
     RANK_LIMITS,
-    TORCHTPU_LIMITS,
-    XLA_LIMITS,
     RemovedArguments,
     check_limits,
     check_remat,
@@ -382,6 +378,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         check_remat(self)
         _ = self.schedule  # which says what is wrong with it
         self.mesh_shape = self._parse_mesh()
+        if self.shards_over_processes:
+            check_limits(self, RANK_LIMITS, "impossible with a mesh over processes")
         if self.total_batch_size is not None:
             self._divide(self.total_batch_size, is_given)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
@@ -391,31 +389,19 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
         Where shapes are planned, all processes have to take the same, and those of DDP know no batches but their own.
         """
-        chosen = runtime.current()
-        if chosen.shares_mesh:
-            topology = chosen.topology()
-            return parse_mesh(self.mesh or "fsdp=-1", topology.devices, topology.slices)
-        is_over_all = self.mesh is not None or chosen.plans_shapes
-        mesh = parse_mesh(self.mesh or "data=-1", self.world_size if is_over_all else 1)
-        if mesh.devices > 1:
-            check_limits(self, RANK_LIMITS, "impossible with a mesh over processes")
-        return mesh
+        default, devices, slices = runtime.current().default_mesh(self.world_size, is_asked=self.mesh is not None)
+        return parse_mesh(self.mesh or default, devices, slices)
+
+    @property
+    def shards_over_processes(self) -> bool:
+        """Whether processes with a device each form the mesh. On XLA accelerate counts one process for all devices."""
+        return self.mesh_shape.devices > 1 and self.world_size > 1
 
     def _fit_to_runtime(self) -> None:
         """Start the runtime, before transformers looks for the device, and settle what depends on it."""
         chosen = runtime.current()  # on XLA, SPMD is on by now
-        if chosen.shares_mesh:
-            check_limits(self, XLA_LIMITS, "impossible on PyTorch/XLA")
-        elif chosen.plans_shapes:
-            check_limits(self, TORCHTPU_LIMITS, "impossible on TorchTPU")
-            self.dataloader_pin_memory = False  # what batches have is small, and not every host can
-            self.logging_nan_inf_filter = False  # it would read the loss in every step; see `nonfinite_limit`
-        if self.bf16 is None:
-            can_compute_bf16 = chosen.plans_shapes or self.use_cpu or is_torch_bf16_gpu_available()
-            self.bf16 = can_compute_bf16 and not self.fp16
-        if not (chosen.shares_mesh or chosen.plans_shapes or torch.accelerator.is_available()):
-            # otherwise accelerate forms no group of the processes that torchrun starts, and each trains alone
-            self.use_cpu |= int(os.environ.get("WORLD_SIZE") or 1) > 1
+        check_limits(self, DEVICE_LIMITS[runtime.choice().name], f"impossible on {chosen.name}")
+        chosen.settle_arguments(self)
 
     @property
     def remat_policy(self) -> Remat:
@@ -475,18 +461,19 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     @property
     def process_index(self) -> int:
         """Which host of the mesh this is. accelerate takes each for the only one, and all would write and push."""
-        chosen = runtime.current()
-        return chosen.topology().process_index if chosen.shares_mesh else super().process_index
+        return runtime.current().process_index(super().process_index)
 
     @property
     def local_process_index(self) -> int:
         """As `process_index` on XLA, so that one host logs for all."""
-        return self.process_index if runtime.current().shares_mesh else super().local_process_index
+        return runtime.current().process_index(super().local_process_index)
 
     @property
     def should_save(self) -> bool:
         """Whether this process writes: the first, or with `save_on_each_node` that of every host."""
-        return (runtime.current().shares_mesh and self.save_on_each_node) or super().should_save
+        if self.save_on_each_node:
+            return runtime.current().is_first_of_host(super().local_process_index)
+        return super().should_save
 
     @property
     def train_batch_size(self) -> int:
@@ -506,7 +493,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         """
         shards = 1  # with split_batches a device's batch is that of all
         if not cast(AcceleratorConfig, self.accelerator_config).split_batches:
-            processes = 1 if runtime.current().shares_mesh or self.mesh_shape.devices > 1 else self.world_size
+            processes = 1 if self.shards_over_processes else self.world_size
             shards = self.mesh_shape.batch_shards * processes * max(1, self.n_gpu)
         batch, accumulated = self.per_device_train_batch_size, self.gradient_accumulation_steps
         unit = shards * accumulated * (batch if is_batch_given else 1)
@@ -523,9 +510,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.per_device_train_batch_size = count
 
     def _over_mesh(self, per_device: int, native: int) -> int:
-        if not runtime.current().shares_mesh:
-            return native
         shards = self.mesh_shape.batch_shards
+        if shards == 1 or self.shards_over_processes:
+            return native
         config = cast(AcceleratorConfig, self.accelerator_config)  # __post_init__ has read its other forms
         if not config.split_batches:
             return per_device * shards

@@ -61,13 +61,8 @@ def default_folder(model: Any) -> str:
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 
-def check_arguments(
-    model: Any, model_init: Any, train_dataset: Any, optimizers: Any, max_steps: int, *, shares_mesh: bool
-) -> None:
-    """Reject trainer arguments that are missing or contradict each other.
-
-    Args:
-        shares_mesh: The runtime's flag.
+def check_arguments(model: Any, model_init: Any, train_dataset: Any, max_steps: int) -> None:
+    """Reject trainer arguments that are missing or exclude each other.
 
     Raises:
         UserTypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
@@ -75,12 +70,6 @@ def check_arguments(
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
-    if shares_mesh and optimizers[0] is not None:
-        kind = type(optimizers[0]).__name__
-        raise UserError(
-            "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "
-            f"made before: give its class, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
-        )
     if train_dataset is None:
         raise UserError("`train_dataset` is required: pass a `Dataset` or `IterableDataset` of pairs.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
@@ -117,7 +106,7 @@ def build_reward_model(
         kwargs: Any = args.model_init_kwargs or {}  # the config has parsed text
         files |= {key: value for key, value in kwargs.items() if key in OF_FILES}
         # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
-        in_files = runtime.current().shares_mesh and not (peft_config is not None and reads_base_weights(peft_config))
+        in_files = runtime.current().is_spmd and not (peft_config is not None and reads_base_weights(peft_config))
         if _loads_in_parts(args, peft_config):
             kwargs = {"distributed_config": distributed_config(args.mesh_shape)} | kwargs
         settings: Any = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
@@ -170,8 +159,7 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
     with torch 2.9 reads the wrong rows.
     """
     mesh, fits = args.mesh_shape, peft_config is None or fits_shards(peft_config)
-    over_ranks = mesh.devices > 1 and mesh.tensor == 1 and not runtime.current().shares_mesh
-    return over_ranks and fits and not args.chat_template_path
+    return args.shards_over_processes and mesh.tensor == 1 and fits and not args.chat_template_path
 
 
 def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
@@ -185,15 +173,15 @@ def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
     return args
 
 
-def fit_to_device(model: nn.Module, args: RewardConfig) -> None:
-    """Let ``model`` compute in a way that the device can trace, with the precision of ``args``.
+def fit_to_device(model: nn.Module, args: RewardConfig, *, is_static: bool) -> None:
+    """Let ``model`` compute in the precision of ``args`` and, where ``is_static``, in shapes that no data change.
 
     Raises:
         UserError: `scan_layers` is set, and the layers cannot run as a loop.
     """
     keep_heads_in_float32(model)
     base = without_adapters(model)
-    if runtime.current().plans_shapes:
+    if is_static:
         use_static_attention(base)
         use_static_experts(base)
     if args.scan_layers:

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -72,8 +71,7 @@ def load_model(
         logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: this reward model has {num_labels}.")
     kwargs["num_labels"] = num_labels
     kwargs.setdefault("trust_remote_code", trust_remote_code)
-    if runtime.current().shares_mesh:
-        _fit_xla(kwargs)
+    runtime.current().fit_loading_arguments(kwargs)
     with explaining(f"{name} cannot be loaded as a reward model"):
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
@@ -215,19 +213,6 @@ def _check_shards(folder: Path) -> None:
         for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
             if Path(file).name != file:
                 raise UserError(f"{index} names {file!r}, a file elsewhere. Correct it, or copy it anew.")
-
-
-def _fit_xla(kwargs: dict[str, Any]) -> None:
-    """Reject bitsandbytes, and drop a device map: the trainer places the weights."""
-    quantization = kwargs.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if isinstance(quantization, BitsAndBytesConfig) or method == "bitsandbytes":
-        raise UserError(
-            "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without it, "
-            "for adapters in bfloat16 (`--dtype bfloat16 --use_peft`), or train on CUDA with USE_TORCH_XLA=0."
-        )
-    if kwargs.pop("device_map", None) is not None:
-        logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
 
 
 def check_num_labels(model: Any, outputs: Outputs = ONE_REWARD) -> None:

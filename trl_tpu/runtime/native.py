@@ -1,6 +1,7 @@
 """What the trainer needs of a device, and how plain torch gives it: on a CPU or a CUDA device."""
 
 import functools
+import os
 import re
 import resource
 import sys
@@ -15,9 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
+from transformers.utils import is_torch_bf16_gpu_available
 
+from ..errors import UserError
 from . import base as plain
 from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, Value
 
@@ -90,33 +94,25 @@ class Runtime:
     plans_shapes = False
     """Whether batches should have a few planned shapes, since each new one is compiled."""
 
-    records_steps = False
-    """Whether operations are recorded, and run at `step_boundary`: reading a value stops the device, and what differs
-    from step to step has to be data. `scan` needs it."""
+    is_spmd = False
+    """Whether one process drives all devices of its host, and steps are recorded and partitioned by the compiler.
 
-    shares_mesh = False
-    """Whether one process drives all devices of its host and all processes form one mesh, which this runtime leads.
-
-    Else a process has one device, and accelerate leads the processes.
+    Reading a value stops such devices, and what differs from step to step has to be data. Else a process has one
+    device, and accelerate leads the processes.
     """
+
+    name = "plain torch"
+
+    copies = 1
+    """Processes of a `tensor` group: they compute the same pairs."""
 
     _ranks = 1  # processes of the mesh, one a device
     _saving_group: dist.ProcessGroup | None = None  # the same, for host tensors and threads beside training
 
     @property
-    def spreads_model(self) -> bool:
-        """Whether several processes with a device each have parts of one model, which none of them has whole."""
-        return self._ranks > 1
-
-    @property
     def shards_model(self) -> bool:
         """Whether processes, or one process's devices, have parts of one model: each makes the batches of all."""
-        return self.shares_mesh or self.spreads_model
-
-    @property
-    def counts_pairs(self) -> bool:
-        """Whether what this process measures of its pairs counts: all processes of a `tensor` group have the same."""
-        return not self.spreads_model or dist.get_rank() % self._copies == 0
+        return self.is_spmd or self._ranks > 1
 
     @property
     def has_attention_kernel(self) -> bool:
@@ -126,9 +122,13 @@ class Runtime:
     @property
     def batch_part(self) -> tuple[int, int]:
         """Which part of a batch this process computes, and how many parts there are, where processes have parts."""
-        if not self.spreads_model:
+        if self._ranks == 1:
             return 0, 1
-        return dist.get_rank() // self._copies, self._ranks // self._copies
+        return dist.get_rank() // self.copies, self._ranks // self.copies
+
+    def counts_pairs(self) -> bool:
+        """Return whether this process counts its pairs: of a `tensor` group, whose pairs are the same, one does."""
+        return self.copies == 1 or dist.get_rank() % self.copies == 0
 
     # ---- devices and processes
 
@@ -140,7 +140,7 @@ class Runtime:
     def topology(self) -> Topology:
         """Return the devices and processes of the mesh, as they are now: of several, each has a part of the model."""
         name = self._device_name()
-        if not self.spreads_model:
+        if self._ranks == 1:
             return Topology(1, slices=1, process_index=0, process_count=1, description=name)
         name = f"{self._ranks} processes, each on {name}"
         return Topology(self._ranks, 1, process_index=dist.get_rank(), process_count=self._ranks, description=name)
@@ -178,6 +178,37 @@ class Runtime:
         dist.all_gather_object(gathered, value, group=group if while_saving else None)
         return gathered
 
+    def process_index(self, index: int) -> int:
+        """Return the number of this process among those that write: ``index`` where accelerate counts them."""
+        return index
+
+    def is_first_of_host(self, local_index: int) -> bool:
+        """Return whether this process writes for its host."""
+        return local_index == 0
+
+    # ---- settings
+
+    def settle_arguments(self, args: Any) -> None:
+        """Set what the device decides of the training's arguments, before transformers reads them."""
+        if args.bf16 is None:
+            args.bf16 = (args.use_cpu or is_torch_bf16_gpu_available()) and not args.fp16
+        if not torch.accelerator.is_available():
+            # otherwise accelerate forms no group of the processes that torchrun starts, and each trains alone
+            args.use_cpu |= int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+    def fit_loading_arguments(self, kwargs: dict[str, Any]) -> None:
+        """Reject or leave out arguments of ``from_pretrained`` that do not suit the device."""
+
+    def default_mesh(self, processes: int, *, is_asked: bool) -> tuple[str, int, int]:
+        """Return the mesh where the user names none, its devices and its slices.
+
+        Args:
+            processes: All processes, as accelerate counts them.
+            is_asked: Whether the user names one.
+        """
+        # processes of DDP choose the shapes of their batches alone; where each is compiled, all have to take the same
+        return "data=-1", processes if is_asked or self.plans_shapes else 1, 1
+
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         """Arrange all devices as a mesh of named axes, whose sizes multiply to `Topology.devices`.
 
@@ -186,8 +217,8 @@ class Runtime:
         Raises:
             UserError: The devices are in another number of slices.
         """
-        self._ranks, self._copies = prod(sizes.values()), sizes["tensor"]
-        if self.spreads_model and dist.is_initialized() and self._saving_group is None:
+        self._ranks, self.copies = prod(sizes.values()), sizes["tensor"]
+        if self._ranks > 1 and dist.is_initialized() and self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo", timeout=PATIENCE)
 
     # ---- layouts
@@ -251,7 +282,7 @@ class Runtime:
 
     def checkpoint_planners(self) -> Planners:
         """Return what torch's distributed checkpoints need to write `local_shards` and to read device tensors."""
-        return Planners(group=self._saving_group if self.spreads_model else None)
+        return Planners(group=self._saving_group if self._ranks > 1 else None)
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         """Move ``batches`` to the device; a batch's first dimension goes over ``batch_axes``.
@@ -275,9 +306,17 @@ class Runtime:
         """
         return function
 
-    def compile_count(self) -> int:
-        """Return how many programs were compiled so far (0 where nothing compiles)."""
-        return 0
+    def compile_count(self) -> int | None:
+        """Return how many programs were compiled so far; None where nothing compiles."""
+        return None
+
+    def fuse(self, optimizer: Optimizer) -> None:
+        """Let an optimizer be one kernel where the device gains by that."""
+
+    def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
+        """Make the coming update of ``optimizer`` do nothing unless ``is_finite``, a number on the device."""
+        if not is_finite:
+            optimizer.zero_grad(set_to_none=True)
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let nothing be computed from any of ``tensors``, in place, before all of them are there.

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Adam, Optimizer
 
 from .base import PATIENCE
 from .device_choice import CPU
@@ -25,6 +27,7 @@ _MOST_SHAPES = 256
 class TorchTpuRuntime(Runtime):
     """The `Runtime` of TorchTPU."""
 
+    name = "TorchTPU"
     plans_shapes = True
 
     def __init__(self) -> None:
@@ -55,6 +58,12 @@ class TorchTpuRuntime(Runtime):
         finally:
             os.environ.pop(CPU, None)
 
+    def settle_arguments(self, args: Any) -> None:
+        args.dataloader_pin_memory = False  # what batches have is small, and not every host can
+        args.logging_nan_inf_filter = False  # it would read the loss in every step; see `nonfinite_limit`
+        if args.bf16 is None:
+            args.bf16 = not args.fp16
+
     def chip(self) -> str | None:
         name = torch.get_device_module("tpu").get_device_name().removeprefix("TPU").strip().lower()
         return {"v5e": "v5litepod"}.get(name, name) or None
@@ -65,8 +74,35 @@ class TorchTpuRuntime(Runtime):
     def compile_count(self) -> int:
         return torch.get_device_module("tpu")._get_cache_misses()
 
+    def fuse(self, optimizer: Optimizer) -> None:
+        """Let Adam be one kernel, where each of its operations would be compiled for each shape of a parameter.
+
+        One that was told how to step keeps to that, and other optimizers have no such kernel.
+        """
+        if isinstance(optimizer, Adam) and optimizer.defaults["fused"] is None and not optimizer.defaults["foreach"]:
+            for settings in (optimizer.defaults, *optimizer.param_groups):
+                settings["fused"] = True
+            optimizer.register_step_pre_hook(_leave_empty_parts_out)
+
+    def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Any) -> None:
+        if isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups):
+            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # what a loss scale tells such a kernel
+        else:
+            super().skip_update_unless(is_finite, optimizer)
+
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return _compiled(function)
+
+
+def _leave_empty_parts_out(optimizer: Optimizer, *_: object) -> None:
+    """Let the kernel have no parameter of which this process has nothing, as of a score head's one row: only count.
+
+    torch_tpu 0.2 loses the buffers of such a part, and the next step fails.
+    """
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.to_local().numel():
+            parameter.grad = None
+            state["step"] += 1 - getattr(optimizer, "found_inf", 0.0)
 
 
 @cache

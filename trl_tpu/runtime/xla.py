@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -17,18 +18,23 @@ import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
 import torch_xla.distributed.xla_backend  # knows the address "xla://"
 import torch_xla.runtime as xr
+from accelerate import PartialState
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch_xla._internal import tpu
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
+from transformers import BitsAndBytesConfig
 
 from ..errors import UserError
 from . import device_choice as libtpu
 from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, einsum, segment_attention
 from .layer_loop import OnHost, recompute, scan_layers
 from .native import DeviceLoader, Runtime, peak_resident_bytes
+
+logger = logging.getLogger(__name__)
 
 Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
 
@@ -204,7 +210,8 @@ def _reported_slices() -> set[Any]:
 class XlaRuntime(Runtime):
     """The `Runtime` of PyTorch/XLA."""
 
-    plans_shapes = records_steps = shares_mesh = True
+    name = "PyTorch/XLA"
+    plans_shapes = is_spmd = True
     _mesh: xs.Mesh  # of `set_mesh`
 
     def __init__(self) -> None:
@@ -241,6 +248,36 @@ class XlaRuntime(Runtime):
             process_count=xr.process_count(),
             description=f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD",
         )
+
+    @contextmanager
+    def known_to_accelerate(self) -> Iterator[None]:
+        yield
+        PartialState().local_process_index = 0  # accelerate numbers the only process of a host -1
+
+    def process_index(self, index: int) -> int:
+        return xr.process_index()  # accelerate takes each host for the only one, and all would write and push
+
+    def is_first_of_host(self, local_index: int) -> bool:
+        return True
+
+    def settle_arguments(self, args: Any) -> None:
+        if args.bf16 is None:
+            args.bf16 = not args.fp16
+
+    def fit_loading_arguments(self, kwargs: dict[str, Any]) -> None:
+        quantization = kwargs.get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        if isinstance(quantization, BitsAndBytesConfig) or method == "bitsandbytes":
+            raise UserError(
+                "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without "
+                "it, for adapters in bfloat16 (`--dtype bfloat16 --use_peft`), or train on CUDA with USE_TORCH_XLA=0."
+            )
+        if kwargs.pop("device_map", None) is not None:
+            logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
+
+    def default_mesh(self, processes: int, *, is_asked: bool) -> tuple[str, int, int]:
+        topology = self.topology()
+        return "fsdp=-1", topology.devices, topology.slices
 
     def chip(self) -> str | None:
         if xr.device_type() != "TPU":
@@ -353,6 +390,9 @@ class XlaRuntime(Runtime):
 
     def checkpoint_planners(self) -> Planners:
         return Planners(SavePlanner(), LoadPlanner(), self._saving_group)
+
+    def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
+        """Do nothing: the recorded step itself chooses between old and new values."""
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")

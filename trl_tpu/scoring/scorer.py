@@ -174,14 +174,12 @@ class Scorer:
         self._group_of = position_groups(self.model)
         self.fingerprint = _fingerprint(self.model, self.tokenizer, self.outputs)
         keep_heads_in_float32(self.model)
-        if self.runtime.plans_shapes:
+        if is_static := self.runtime.plans_shapes:
             use_static_attention(without_adapters(self.model))
             use_static_experts(without_adapters(self.model))
         crossover = attention_crossover_length(self.model.config.get_text_config().hidden_size)
-        shards, is_static = self.mesh.batch_shards, self.runtime.plans_shapes
-        makers = Batches(
-            self.pad_token_id, tokens_per_pass, crossover, shards, is_static and not self._group_of(math.inf)
-        )
+        plans_lengths = is_static and not self._group_of(math.inf)
+        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, self.mesh.batch_shards, plans_lengths)
         self.padded = makers.padded
         self.batches: MakeBatches = makers.planned if is_static else makers.unpadded
         try:
@@ -191,7 +189,7 @@ class Scorer:
             self.batches = makers.padded
         plan = plan_model(self.model, self.mesh)
         report = place_model(self.model, plan, self.runtime, self.device)
-        if self.runtime.shares_mesh:
+        if self.mesh.devices > 1:
             keep_activations_split(self.model, plan, report.placements, self.runtime)
 
     def _settle_pad_token(self, model_folder: str) -> int:

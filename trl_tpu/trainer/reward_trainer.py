@@ -136,8 +136,7 @@ class RewardTrainer(DeviceTrainer):
             model_init, compute_metrics, callbacks = compute_metrics, callbacks, optimizers  # type: ignore[assignment]
             optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
             max_length, quantization_config = quantization_config, None
-        shares_mesh, max_steps = runtime.current().shares_mesh, getattr(args, "max_steps", -1)
-        check_arguments(model, model_init, train_dataset, optimizers, max_steps, shares_mesh=shares_mesh)
+        check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
         args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), max_length)
         if not isinstance(args, self._trl_tpu_config):
             raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
@@ -374,7 +373,8 @@ class RewardTrainer(DeviceTrainer):
             for inputs in dataloader:
                 if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
                     of_last_batch(is_last=False)
-                pairs.add(*self._evaluated_batch(model, inputs, ignore_keys), isinstance(inputs, CollatedBatch))
+                is_planned = ours.batch_plan.plans_shapes and isinstance(inputs, CollatedBatch)
+                pairs.add(*self._evaluated_batch(model, inputs, ignore_keys), is_planned)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
                 if may_stop and ours.agreement.any_in_evaluation(len(pairs), told):

@@ -166,7 +166,8 @@ class BatchPlan:
         self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
         self._row_plans: dict[tuple[str, int], RowPlan] = {}
         self._sizes_N: np.ndarray | None = None  # of training pairs, where `group_by_prompt` orders them
-        self._is_unpadded = not runtime.plans_shapes and fixed_rows is None  # where batches are packed
+        self.plans_shapes = runtime.plans_shapes
+        self._is_unpadded = not self.plans_shapes and fixed_rows is None  # where batches are packed
         self._expands = False
         self._reads_padding: dict[str, bool] = {}  # by the user's own code in the model
         self._pad_because(self._obstacle_in_settings(model) or self._obstacle_in_code())
@@ -189,7 +190,7 @@ class BatchPlan:
         Raises:
             UserError: If the user insists on packing and the model cannot.
         """
-        fit_to_device(model, self._args)
+        fit_to_device(model, self._args, is_static=self.plans_shapes)
         self._whole_model, self._model = model, without_adapters(model)
         if self.packed:
             try:
@@ -200,7 +201,7 @@ class BatchPlan:
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
         if self.packed and self._expands:
             use_expanded_attention(self._model)
-        if not self.packed and self._runtime.plans_shapes:
+        if not self.packed and self.plans_shapes:
             self._keeps_lengths()  # on the host still, where trying it compiles nothing
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
@@ -213,7 +214,7 @@ class BatchPlan:
         self._train_dataset = train_dataset
         if self._args.group_by_prompt:
             self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(self._args.train_batch_size))
-        if not self._runtime.plans_shapes or not self._packs(train_dataset):
+        if not self.plans_shapes or not self._packs(train_dataset):
             return
         evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
         # an expansion holds two sequences of a row
@@ -288,7 +289,7 @@ class BatchPlan:
         method = self._reads_padded_rows()
         if method is None:
             return None
-        if method.endswith("_dataloader") and self._runtime.shares_mesh:
+        if method.endswith("_dataloader") and self._args.train_batch_size > self._args.per_device_train_batch_size:
             return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
         return f"{method} is overridden, and such code expects padded rows"
 
@@ -373,7 +374,7 @@ class BatchPlan:
             return DictCollator(collate, are_old, rule, self._pad_token_id, self.padding_side, lengths, part)
         else:
             lengths = self._lengths_of(dataset)
-            if self._runtime.plans_shapes:  # even a batch whose length is not planned has all rows
+            if self.plans_shapes:  # even a batch whose length is not planned has all rows
                 lengths, part = lengths or (), Part(batch_size, index, count)
             multiple: Any = args.pad_to_multiple_of or 1
             lay_out = partial(pad, lengths=lengths, multiple=multiple)
@@ -400,7 +401,7 @@ class BatchPlan:
 
     def _pairs_together(self, batch_size: int) -> int:
         """Return how many pairs are packed together: of planned rows, those of all processes on the mesh."""
-        is_of_all = self._runtime.plans_shapes and not self._runtime.shares_mesh
+        is_of_all = self.plans_shapes and self._args.shards_over_processes
         return batch_size * self._args.mesh_shape.batch_shards if is_of_all else batch_size
 
     @property
@@ -418,7 +419,7 @@ class BatchPlan:
         other devices, for collators of users, where rewards would change, and for a stream without `max_length`.
         """
         is_ours = self._collator is None or isinstance(self._collator, _COLLATORS)
-        if not self._runtime.plans_shapes or self._keeps_lengths() or not is_ours:
+        if not self.plans_shapes or self._keeps_lengths() or not is_ours:
             return None
         is_known = isinstance(dataset, Dataset) and len(dataset) > 0
         longest = int(measure(dataset).longest_N.max()) if is_known else self._args.max_length

@@ -140,9 +140,9 @@ def _describe(trainer: Any, folder: Path) -> None:
     all_gather_object, random_states = trainer.trl_tpu.agreement.all_gather_object, []
     if has_state:
         sums = trainer.trl_tpu.log_interval.state(trainer._tr_loss) if ours else []
-        save = trainer._save_rng_state if writes or not runtime.shares_mesh else None  # a mesh has the writer's
+        save = trainer._save_rng_state if writes or args.world_size > 1 else None  # hosts of a mesh have the writer's
         own_states = together(partial(_write_random_states, save, folder), all_gather_object)
-        if trainer.trl_tpu.remote is not None and not runtime.shares_mesh:
+        if trainer.trl_tpu.remote is not None and args.world_size > 1:
             random_states = all_gather_object(own_states)  # the writer uploads them
     if not ours or is_users(trainer.save_model) or is_users(trainer._save):
         together(lambda: trainer.save_model(path, _internal_call=True), all_gather_object)

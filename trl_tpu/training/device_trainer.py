@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import nn
 from torch.utils.data import RandomSampler
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, get_scheduler
@@ -78,7 +77,7 @@ from ..runtime import choice, current
 from .batch_plan import BatchPlan
 from .components import Components, check_alike, contents_of, describe_run, is_users, keeps_state, order_of_pairs
 from .evaluation import Progress
-from .optimizer import bare, fuse
+from .optimizer import bare
 from .statistics import Counted, NonfiniteGuard, RewardMetrics
 from .stopping import SIGTERM, EvaluationCutShort, StepCallback
 
@@ -128,9 +127,13 @@ class DeviceTrainer(Trainer):
         return self.args.gradient_accumulation_steps > 1
 
     @property
+    def _shards_model(self) -> bool:
+        return current().shards_model
+
+    @property
     def _batch_parts(self) -> int:
         """How many parts of a batch different processes compute."""
-        return current().batch_part[1] if current().spreads_model else self.accelerator.num_processes
+        return self.accelerator.num_processes // current().copies
 
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
@@ -188,7 +191,7 @@ class DeviceTrainer(Trainer):
         """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
         ours, all_gather_object = self.trl_tpu, self.trl_tpu.agreement.all_gather_object
         ours.order = order_of_pairs(self.args, self._batch_parts, self.train_dataset)
-        if ours.runtime.shares_mesh and ours.agreement.count > 1:
+        if ours.agreement.count > self.accelerator.num_processes:  # hosts of a mesh, which accelerate does not count
             own = ours.order | describe_run(self.args, self.eval_dataset, resume)
             check_alike(all_gather_object(own))
         together(run.claim, all_gather_object)
@@ -219,7 +222,7 @@ class DeviceTrainer(Trainer):
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
         """Whether the model is spread over processes: not in transformers' constructor, which then refuses to save."""
-        return "trl_tpu" in vars(self) and self.trl_tpu.runtime.spreads_model
+        return "trl_tpu" in vars(self) and mesh_of(self.model) is not None
 
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, _: bool) -> None:
@@ -227,8 +230,6 @@ class DeviceTrainer(Trainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
-        if current().shares_mesh:
-            PartialState().local_process_index = 0  # accelerate numbers the only process of a host -1
         if built["mixed_precision"] == "bf16":
             built["mixed_precision"] = "no"  # on a TPU it would store every float32 tensor as bfloat16
         if self.args.parallelism_config is None:  # accelerate, which would refuse `tensor` on a CPU, has nothing to do
@@ -253,16 +254,16 @@ class DeviceTrainer(Trainer):
                     f"mesh='{own}' there."
                 )
             args.mesh_shape = own
-        if not current().shares_mesh and self.args.mesh_shape.devices > 1:
+        if self.args.shards_over_processes:
             self.shard_report = spread_model(model, self.args.mesh_shape, current(), device)
             return
         plan = plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         plan.check(name for name, _ in model.named_parameters())
         runtime = current()  # transformers' constructor calls this, when nothing of ours is made
-        if not runtime.shares_mesh:
+        if not (is_spmd := runtime.is_spmd):
             super()._move_model_to_device(model, device)
         self.shard_report = place_model(model, plan, runtime, device)
-        if runtime.shares_mesh:
+        if is_spmd:
             keep_activations_split(model, plan, self.shard_report.placements, runtime)
             if runtime.topology().process_count == 1:  # else all would have to ask for them together
                 give_weights_on_host(model, runtime)
@@ -287,9 +288,7 @@ class DeviceTrainer(Trainer):
         is_grouped = is_training and self.args.group_by_prompt
         if is_grouped:
             sampler_fn = partial(self._by_prompt, sampler_fn)
-        if runtime.spreads_model:
-            batch_size *= parts
-        elif not runtime.shares_mesh:
+        if not self._shards_model:
             if is_stream and parts > 1:
                 if not is_training:
                     collate = partial(
@@ -309,6 +308,7 @@ class DeviceTrainer(Trainer):
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
             inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
             return loader
+        batch_size *= parts
         sampler = None
         if is_stream:
             collate = self._get_collator_with_removed_columns(collate, description=description)
@@ -339,7 +339,7 @@ class DeviceTrainer(Trainer):
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            if self.trl_tpu.runtime.shards_model:
+            if self._shards_model:
                 epoch_that_skips_by(skip)(self, *args, **kwargs)
             else:
                 super()._run_epoch(*args, **kwargs)
@@ -350,14 +350,13 @@ class DeviceTrainer(Trainer):
         """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""
         ours = self.trl_tpu
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
-        if ours.runtime.records_steps:
+        if ours.runtime.is_spmd:
             assert self.shard_report is not None  # whatever compiles was placed
             optimizer_of_torch = bare(self.optimizer)
             accumulates = self._accumulates or ours.batch_plan.accumulates
             if ours.step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch, accumulates):
                 ours.nonfinite.skip_on_device(optimizer_of_torch)
-        elif ours.runtime.plans_shapes:
-            fuse(bare(self.optimizer))
+        ours.runtime.fuse(bare(self.optimizer))
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
             scheduled: Any = optimizer or self.optimizer
@@ -504,7 +503,7 @@ class DeviceTrainer(Trainer):
 
         def write() -> None:
             weights = None
-            if runtime.shards_model:
+            if self._shards_model:
                 weights = whole_weights(self.model, runtime, keeps=self.args.should_save)
             if not self.args.should_save:
                 if weights is None:  # accelerate's FSDP and DeepSpeed gather them

@@ -63,20 +63,20 @@ class EvaluatedPairs:
         """Return how many batches there are."""
         return len(self._batches)
 
-    def add(self, found: Evaluated, mask_P: torch.Tensor, is_packed: bool = False) -> None:
+    def add(self, found: Evaluated, mask_P: torch.Tensor, is_planned: bool = False) -> None:
         """Add a batch of all processes; ``mask_P`` is true for the pairs that this one has, and that are no filling.
 
-        Where shapes are planned, each process has those of a packed batch's pairs that are in its rows.
+        Where ``is_planned``, each process has those of the batch's pairs that are in its rows.
         """
-        found = found | {"is_real": mask_P.int() * self._runtime.counts_pairs}
+        found = found | {"is_real": mask_P.int() * self._runtime.counts_pairs()}
         if self._accelerator.num_processes == 1:  # on XLA one process a host leads all its devices
             constrain = self._runtime.constrain
             found = {name: constrain(tensor, (None,) * tensor.dim()) for name, tensor in found.items()}
         else:
             gather = self._accelerator.gather_for_metrics
             found = {name: gather(tensor.contiguous()) for name, tensor in found.items()}
-        if self._runtime.spreads_model and self._runtime.plans_shapes and is_packed:
-            found = {name: _in_turn(tensor, self._accelerator.num_processes) for name, tensor in found.items()}
+            if is_planned:
+                found = {name: _in_turn(tensor, self._accelerator.num_processes) for name, tensor in found.items()}
         self._batches.append(found)
         if len(self) - self._on_host == self._most_on_device:
             self._move_to_host()

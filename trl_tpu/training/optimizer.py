@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 
 from ..modeling.layers import LayerStack
@@ -135,33 +134,6 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: ParameterSp
     else:
         _lay_out_new_state(optimizer, runtime, specs)
     runtime.step_boundary()
-
-
-def fuse(optimizer: Optimizer) -> None:
-    """Let Adam be one kernel, where each of its operations would be compiled for each shape of a parameter.
-
-    One that was told how to step keeps to that, and other optimizers have no such kernel.
-    """
-    if isinstance(optimizer, Adam) and optimizer.defaults["fused"] is None and not optimizer.defaults["foreach"]:
-        for settings in (optimizer.defaults, *optimizer.param_groups):
-            settings["fused"] = True
-        optimizer.register_step_pre_hook(_leave_empty_parts_out)
-
-
-def _leave_empty_parts_out(optimizer: Optimizer, *_: object) -> None:
-    """Let the kernel have no parameter of which this process has nothing, as of a score head's one row: only count.
-
-    torch_tpu 0.2 loses the buffers of such a part, and the next step fails.
-    """
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.to_local().numel():
-            parameter.grad = None
-            state["step"] += 1 - getattr(optimizer, "found_inf", 0.0)
-
-
-def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether ``optimizer`` is one kernel, which can leave an update out by a number on the device."""
-    return isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups)
 
 
 # ---- state

@@ -18,7 +18,7 @@ from ..evaluation.verdict import Verdict
 from ..modeling.outputs import RewardScale, saved_scale, set_scale
 from ..parallel.mesh import GiB, peak_flops_of
 from ..runtime import Runtime
-from .optimizer import bare, is_fused, state_on_device
+from .optimizer import bare, state_on_device
 from .stopping import over_processes
 
 
@@ -159,8 +159,7 @@ class NonfiniteGuard:
         self._count(finite_1)
         self._sum_before_1 = torch.where(finite_1, loss_sum_1, self._sum_before_1)
         self._known_sum = self._sum_before_1.clone()  # the loop adds to it in place
-        if not self._runtime.records_steps:
-            self._skip_before(bare(optimizer))
+        self._runtime.skip_update_unless(finite_1[0], bare(optimizer))
         return self._known_sum
 
     def _count(self, finite_1: torch.Tensor) -> None:
@@ -170,13 +169,6 @@ class NonfiniteGuard:
         taken, nonfinite, in_a_row = taken + 1, nonfinite + failed, (in_a_row + 1) * failed
         reached_at = torch.where((reached_at == 0) & (in_a_row >= self.limit), taken, reached_at)
         self.device_counts = torch.stack([taken, nonfinite, in_a_row, reached_at])
-
-    def _skip_before(self, optimizer: Any) -> None:
-        """Let the coming update be none, if the step is not finite: by what the device finds, where that can be."""
-        if self._runtime.plans_shapes and is_fused(optimizer):
-            optimizer.found_inf = (~self._finite_1[0]).float()  # what torch's loss scaling tells such a kernel
-        elif not self._finite_1:
-            drop_gradients(optimizer)
 
     def skip_on_device(self, optimizer: Optimizer) -> None:
         """Skip updates of ``optimizer`` where the step is not finite, without reading whether it is.
@@ -197,7 +189,7 @@ class NonfiniteGuard:
         elif self._runtime.fetch([self._finite_1])[0].all():
             self._has_stepped = True
         else:
-            drop_gradients(optimizer)
+            optimizer.zero_grad(set_to_none=True)  # torch's optimizers pass over parameters without a gradient
 
     @torch.no_grad()
     def _after_update(self, *_: object) -> None:
@@ -242,13 +234,6 @@ class NonfiniteGuard:
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._runtime.to_device(tensor, self._device)
-
-
-def drop_gradients(optimizer: Optimizer) -> None:
-    """Let the coming step do nothing: torch's optimizers pass over parameters without a gradient."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def _tensors(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -335,7 +320,7 @@ class RewardMetrics:
     @torch.no_grad()
     def update(self, rewards_SA: torch.Tensor, tokens_S: torch.Tensor, table: Comparisons[torch.Tensor]) -> None:
         """Add the rewards of a batch, with at most 2**30 tokens."""
-        if not self._runtime.counts_pairs:
+        if not self._runtime.counts_pairs():
             return
         add = self._runtime.compiled(_added)
         rewards_SA = rewards_SA.detach().float()
@@ -504,8 +489,8 @@ class LogInterval:
             logs["grad_norm"] = norm.item()
         logs["learning_rate"] = learning_rate
         logs |= self._metrics.close([sums for _, sums in everyone], step)
-        if self._runtime.plans_shapes:
-            logs["compiled_programs"] = self._runtime.compile_count()
+        if (programs := self._runtime.compile_count()) is not None:
+            logs["compiled_programs"] = programs
         if (memory := self._runtime.most_memory(self._device)) is not None:
             logs["memory_gib"] = memory / GiB
         if self._nonfinite.is_on:

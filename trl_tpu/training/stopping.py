@@ -68,7 +68,7 @@ class RecompileGuard:
         self._note(self._evaluated, _shapes_of(batch), " for evaluation")
 
     def _note(self, seen: Counter[str], shapes: str, which: str) -> None:
-        if not self._runtime.plans_shapes:
+        if self._runtime.compile_count() is None:
             return
         self.settle()
         seen[shapes] += 1
@@ -86,17 +86,17 @@ class RecompileGuard:
 
     def pause(self) -> None:
         """Count what steps compiled so far; what compiles until `resume` is somebody else's."""
-        self._compiled += self._runtime.compile_count() - self._mark
+        self._compiled += (self._runtime.compile_count() or 0) - self._mark
 
     def resume(self) -> None:
         """Count again."""
-        self._mark = self._runtime.compile_count()
+        self._mark = self._runtime.compile_count() or 0
 
     def check(self) -> None:
         """Warn when steps compiled more programs than planned, at 1, 2, 4, ... programs too many."""
         self.pause()
         self.resume()
-        if self._starting and not self._runtime.records_steps:
+        if self._starting and not self._runtime.is_spmd:
             self._allowed, self._starting = self._compiled, self._starting - 1
         excess = self._compiled - self._allowed
         if excess > 0 and excess >= 2 * self._warned_at:
