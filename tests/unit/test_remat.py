@@ -9,8 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_tpu import RewardConfig
-from trl_tpu.runtime.base import MATMULS, einsum
-from trl_tpu.runtime.native import Runtime
+from trl_tpu.runtime.native import MATMULS, Runtime, einsum
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trl_tpu import runtime
-from trl_tpu.runtime.base import segment_attention
+from trl_tpu.runtime.native import segment_attention
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="kernels in Pallas need jax")
 

@@ -324,8 +324,9 @@ def read_optimizer(
             state[kind] = zeros_laid_out_like(parameter).to(tensor.dtype)
         elif kind not in state:
             state[kind] = torch.zeros_like(tensor, device="cpu")
-            on_device = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
-            if runtime.records_steps or tensor.dim() > 0 or on_device:  # else torch keeps Adam's step on the host
+            groups = optimizer.param_groups
+            on_device = any(group.get(option) for group in groups for option in ("fused", "capturable"))
+            if tensor.dim() > 0 or on_device:  # else torch keeps Adam's step on the host
                 state[kind] = runtime.to_device(state[kind], parameter.device)
     if tensors := optimizer_tensors(optimizer, model):
         read_state(tensors, folder, runtime)

@@ -12,7 +12,7 @@ from ..errors import UserError
 from ..packing.rows import Expansion, TokenRows
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
-from ..runtime.base import masked_attention
+from ..runtime.native import masked_attention
 from .packed_attention import MaskRule, attend_by, static_sdpa_attention, static_sdpa_mask, tree_masks
 
 

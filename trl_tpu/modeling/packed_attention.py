@@ -18,7 +18,7 @@ from transformers.utils.output_capturing import CompileableContextVar
 
 from ..errors import UserError
 from ..packing.rows import Tail, TokenRows, Tree
-from ..runtime.base import einsum
+from ..runtime.native import einsum
 from .outputs import find_score_head
 
 
