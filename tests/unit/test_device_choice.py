@@ -72,24 +72,18 @@ def test_a_device_that_was_named_before_torch_xla_was_imported_is_asked_for(
     assert _asked_device() == asked
 
 
-def run(code: str, **environment: str) -> str:
-    """What a process prints whose environment names no device but by ``environment``."""
-    plain = {name: value for name, value in os.environ.items() if name not in DEVICES}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=plain | environment | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def run(code: str, *, transformers_first: bool = False, **environment: str) -> str:
+    """Return what a process prints whose environment names no device but by ``environment``.
 
-
-def run_after_transformers(code: str) -> str:
-    """The same, in one that has imported transformers, as it is with torch_xla installed, before trl_tpu."""
+    Args:
+        transformers_first: Import transformers before trl_tpu, as it is with torch_xla installed.
+    """
     plain = {name: value for name, value in os.environ.items() if name not in DEVICES}
-    first = {apart.ONLY: "transformers.trainer", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = apart.python("-c", code, environment=plain | first)
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    if transformers_first:
+        done = apart.python("-c", code, environment=plain | environment | {apart.ONLY: "transformers.trainer"})
+    else:
+        done = subprocess.run([sys.executable, "-c", code], env=plain | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -125,7 +119,7 @@ def test_other_libraries_choose_the_same(before: str, environment: dict[str, str
 @needs_torch_xla
 def test_the_device_that_torch_xla_names_by_itself_is_not_asked_for() -> None:
     code = f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'\n{SAY}"
-    assert run_after_transformers(code).splitlines()[-1] == "native False"
+    assert run(code, transformers_first=True).splitlines()[-1] == "native False"
 
 
 @needs_torch_xla
@@ -141,7 +135,7 @@ from trl_tpu import RewardConfig, runtime
 args = RewardConfig({str(tmp_path)!r}, report_to="none")
 print(args.device, args.bf16, runtime.choice().name, runtime.current().topology().description, sep=", ")
 """
-    assert run_after_transformers(code).splitlines()[-1] == "cuda:0, True, native, a GPU"
+    assert run(code, transformers_first=True).splitlines()[-1] == "cuda:0, True, native, a GPU"
 
 
 @needs_torch_xla
@@ -155,7 +149,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    device, error = run_after_transformers(code).splitlines()[-2:]
+    device, error = run(code, transformers_first=True).splitlines()[-2:]
     assert device == "xla:0"
     assert "plain torch, since no TPU is attached" in error and "Import trl_tpu before anything makes" in error
     assert "USE_TORCH_XLA=0" in error and "PJRT_DEVICE=CPU" in error

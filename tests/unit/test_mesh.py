@@ -1,13 +1,14 @@
-"""The mesh's arithmetic, and that every refusal shows the equation."""
+"""Meshes and topologies are read, or rejected with the equation or with what works."""
 
 import re
 from math import prod
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, check_heads, parse_mesh
+from trl_tpu.errors import UserError
+from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, check_heads, parse_mesh, parse_topology
 
 counts = st.integers(1, 16)
 
@@ -47,64 +48,45 @@ def test_slices_are_the_outer_part_of_data(within: int, fsdp: int, tensor: int, 
     assert parse_mesh(str(shape), devices) == shape
 
 
-@given(counts, counts, counts, st.integers(1, 512))
-def test_sizes_that_do_not_multiply_show_the_equation(data: int, fsdp: int, tensor: int, devices: int) -> None:
-    assume(data * fsdp * tensor != devices)
-    with pytest.raises(ValueError) as caught:
-        parse_mesh(f"data={data},fsdp={fsdp},tensor={tensor}", devices)
-    message = str(caught.value)
-    product = data * fsdp * tensor
-    assert f"data={data} x fsdp={fsdp} x tensor={tensor} is {product} and there are {devices}" in message
-
-
-@given(st.integers(2, 64), st.integers(1, 512))
-def test_a_size_that_does_not_divide_the_devices_shows_the_fraction(tensor: int, devices: int) -> None:
-    assume(devices % tensor)
-    with pytest.raises(ValueError) as caught:
-        parse_mesh(f"fsdp=-1,tensor={tensor}", devices)
-    message = str(caught.value)
-    assert f"data=1 x fsdp=-1 x tensor={tensor} leaves {devices}/{tensor}, no whole number, for fsdp" in message
-
-
 @pytest.mark.parametrize(
-    ("spec", "devices", "text"),
+    ("spec", "devices", "rule"),
     [
-        ("slices=2,data=3,fsdp=2", 6, "`data` also goes over the slices, and data=3 / slices=2 is no whole number"),
-        ("slices=3,data=-1", 8, "data=8 / slices=3 is no whole number"),
+        # sizes that do not multiply to the devices: the message shows the equation
+        ("data=2,fsdp=3", 8, "data=2 x fsdp=3 x tensor=1 is 6 and there are 8"),
+        ("fsdp=-1,tensor=3", 8, "data=1 x fsdp=-1 x tensor=3 leaves 8/3"),
         ("slices=2,fsdp=-1", 9, "data=2 x fsdp=-1 x tensor=1 leaves 9/2"),
+        ("slices=2,data=3,fsdp=2", 6, "data=3 / slices=2"),
+        ("slices=3,data=-1", 8, "data=8 / slices=3"),
+        ("data=-1,fsdp=-1", 8, "only one axis can be -1"),
+        *((spec, 8, "is not AXIS=SIZE") for spec in ("", "fsdp:8", "fdsp=8", "fsdp=2,fsdp=4", "fsdp=0", "fsdp=2.5")),
+        *((spec, 8, "is not AXIS=SIZE") for spec in ("fsdp=²", "slices=-1")),
     ],
 )
-def test_slices_that_do_not_divide_are_refused(spec: str, devices: int, text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
+def test_a_wrong_mesh_is_rejected_with_its_text(spec: str, devices: int, rule: str) -> None:
+    with pytest.raises(UserError, match=re.escape(rule)) as caught:
         parse_mesh(spec, devices)
+    assert str(caught.value).startswith(f"mesh {spec!r}: ")
 
 
-def test_a_tensor_axis_that_cuts_heads_is_refused_with_the_equation() -> None:
+def test_a_tensor_axis_that_cuts_heads_is_rejected() -> None:
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
     for tensor in (1, 2, 4):
         check_heads(MeshShape(fsdp=8 // tensor, tensor=tensor), heads)
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError, match="num_key_value_heads=4 / tensor=8"):
         check_heads(MeshShape(fsdp=2, tensor=8), heads)
-    message = str(caught.value)
-    assert message.startswith("mesh 'data=1,fsdp=2,tensor=8': `tensor` gives each device whole attention heads")
-    assert "num_key_value_heads=4 / tensor=8 is no whole number" in message
 
 
 @pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        ("", "'' is not AXIS=SIZE"),
-        ("fsdp:8", "'fsdp:8' is not AXIS=SIZE"),
-        ("fdsp=8", "'fdsp=8' is not AXIS=SIZE, once for each axis: the axes are data, fsdp, tensor"),
-        ("fsdp=2,fsdp=4", "'fsdp=4' is not AXIS=SIZE, once for each axis"),
-        ("data=-1,fsdp=-1", "only one axis can be -1, not data and fsdp"),
-        ("fsdp=0", "'fsdp=0' is not AXIS=SIZE, once for each axis: the axes are data, fsdp, tensor, and a size is a"),
-        ("fsdp=2.5", "'fsdp=2.5' is not AXIS=SIZE"),
-        ("fsdp=²", "'fsdp=²' is not AXIS=SIZE"),
-        ("slices=-1", "'slices=-1' is not AXIS=SIZE"),
-    ],
+    ("text", "chips", "compiled_as"),
+    [("v5e:2x4", 8, "v5e:2x4"), ("v5p:4x8x8", 256, "v5p:4x8x8"), ("V6E:1x1", 1, "v6e:2x2")],
 )
-def test_what_is_no_mesh_is_refused_by_name(spec: str, text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)) as caught:
-        parse_mesh(spec, 8)
-    assert str(caught.value).startswith(f"mesh {spec!r}: ")
+def test_a_topology_is_read(text: str, chips: int, compiled_as: str) -> None:
+    """libtpu knows no slice of one chip: one of the smallest slice stands for it."""
+    topology = parse_topology(text)
+    assert (topology.chips, str(topology), topology.compiled_as) == (chips, text.lower(), compiled_as)
+
+
+@pytest.mark.parametrize(("text", "works"), [("v4:2x2x1", "v5e, v5p, v6e"), ("v6e:3x3", "1x1, 2x2, 2x4, 4x4")])
+def test_an_unknown_topology_is_rejected_with_what_works(text: str, works: str) -> None:
+    with pytest.raises(UserError, match=works):
+        parse_topology(text)

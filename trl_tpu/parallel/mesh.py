@@ -1,7 +1,7 @@
 """Device meshes, and the chips of TPU slices."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -19,6 +19,11 @@ _SIZE = re.compile(rf"(?!slices=-)({'|'.join(AXES)}|slices)=(-1|[1-9][0-9]*)")
 def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the mesh axes of one dimension."""
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
+def as_axes(names: Sequence[str]) -> str | tuple[str, ...] | None:
+    """Return the mesh axes of one dimension in the form that `names_of` reads."""
+    return None if not names else names[0] if len(names) == 1 else tuple(names)
 
 
 @dataclass(frozen=True)
@@ -87,21 +92,18 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
     )
 
 
-def check_heads(mesh: MeshShape, heads: Mapping[str, int]) -> None:
-    """Refuse a ``tensor`` axis that would cut through an attention head.
+def check_heads(mesh: MeshShape, heads: Mapping[str, int | None]) -> None:
+    """Raise UserError, with the equation, where the ``tensor`` axis would cut through an attention head.
 
     Args:
         mesh: The mesh.
-        heads: Numbers of heads by their names in the model's config.
-
-    Raises:
-        UserError: With the equation.
+        heads: Numbers of heads by their names in the model's config; None is not checked.
     """
     for name, count in heads.items():
-        if count % mesh.tensor:
+        if count is not None and count % mesh.tensor:
             raise UserError(
                 f"mesh '{mesh}': `tensor` gives each device whole attention heads, but {name}={count} / tensor="
-                f"{mesh.tensor} is no whole number. Choose a `tensor` that divides {', '.join(heads)}."
+                f"{mesh.tensor} is no whole number. Choose a `tensor` that divides it."
             )
 
 
@@ -187,11 +189,6 @@ class Topology:
     def compiled_as(self) -> str:
         """The slice to name to libtpu, which knows none of one chip: the smallest one, and one chip of it."""
         return f"{self.chip.name}:2x2" if self.chips == 1 else str(self)
-
-    def larger(self) -> "list[Topology]":
-        """Return the larger slices of these chips, the next one first."""
-        slices = (Topology(self.chip, shape) for shape in self.chip.shapes)
-        return [each for each in slices if each.chips > self.chips]
 
 
 def parse_topology(text: str) -> Topology:

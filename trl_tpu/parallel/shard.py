@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError
 from ..runtime import Runtime
-from .mesh import BATCH_AXES, MeshShape, check_heads, names_of
+from .mesh import BATCH_AXES, MeshShape, as_axes, check_heads, names_of
 from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
 
 
@@ -124,8 +124,7 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if mesh_of(base) is None:
-        text, names = base.config.get_text_config(), ("num_attention_heads", "num_key_value_heads")
-        check_heads(mesh, {name: count for name in names if (count := getattr(text, name, None))})
+        check_heads(mesh, _heads_of(base))
         for tensor in (*model.parameters(), *model.buffers()):
             first = tensor.detach().to(device)
             dist.broadcast(first, src=0)
@@ -155,8 +154,12 @@ def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
         for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if isinstance(placement, Shard) and mesh.sizes[_AXES[name]] > 1:
                 over[placement.dim].append(_AXES[name])
-    axes = tuple(None if not names else names[0] if len(names) == 1 else tuple(names) for names in over)
-    return Placement(axes, "by transformers")
+    return Placement(tuple(map(as_axes, over)), "by transformers")
+
+
+def _heads_of(base: Any) -> dict[str, int | None]:
+    config = base.config.get_text_config()
+    return {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
 
 
 def reshard(model: nn.Module) -> None:
@@ -191,8 +194,11 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
     """Return the plan for ``model``, with or without adapters, from what transformers publishes about it.
 
     Raises:
-        UserError: The `tensor` axis would cut through an attention head, or nothing is known to go over it.
+        UserError: The `tensor` axis would cut through an attention head, or nothing is known to go over it; or a rule
+            matches no parameter, or no rule a parameter.
     """
+    if rules is not None:
+        rules.check(bare_name(name) for name, _ in model.named_parameters())
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     styles, expert_styles = (getattr(base, name, None) or {} for name in ("tp_plan", "ep_plan"))
     if mesh.tensor > 1 and any("attn" in name and style == "colwise" for name, style in styles.items()):
@@ -215,14 +221,13 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
     Raises:
         UserError: The query heads do not divide, or key and value heads do not in a projection of all three.
     """
-    config = base.config.get_text_config()
-    counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    counts = _heads_of(base)
     grouped = counts["num_key_value_heads"]
     shared = {name for name in styles if name.endswith((".k_proj", ".v_proj"))}
     if grouped is not None and grouped % mesh.tensor and shared:
         styles = {name: "replicate" if name in shared else style for name, style in styles.items()}
         counts["num_key_value_heads"] = None
-    check_heads(mesh, {name: count for name, count in counts.items() if count is not None})
+    check_heads(mesh, counts)
     return styles
 
 

@@ -1,7 +1,10 @@
 """The sharding plan: which dimension of each parameter goes over which axis of the mesh."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
@@ -10,14 +13,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..errors import UserError, UserFileError
-from .mesh import AXES, MeshShape, names_of
+from .mesh import AXES, MeshShape, as_axes, names_of
 
 if TYPE_CHECKING:
     from ..runtime import PartitionSpec
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import field
-from typing import TYPE_CHECKING
 
 AUTO = "auto"
 
@@ -30,10 +29,10 @@ class Rules:
     """
 
     source: str
-    patterns: "dict[str, PartitionSpec | str]"
+    patterns: dict[str, PartitionSpec | str]
 
     @classmethod
-    def read(cls, path: str | Path) -> "Rules":
+    def read(cls, path: str | Path) -> Rules:
         """Read a YAML file.
 
         Raises:
@@ -75,7 +74,7 @@ class Rules:
                 f"decides. Move it up, or take it out. The parameters are, for example, {_some(names)}."
             )
 
-    def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> "PartitionSpec | None":
+    def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> PartitionSpec | None:
         """Return the axes of ``pattern`` for the parameter ``name``, without those of size 1 in the mesh.
 
         Returns:
@@ -100,11 +99,10 @@ class Rules:
                     f"{where} does not fit {name} of shape {list(shape)} on the mesh '{mesh}': {size} / {parts} is no "
                     "whole number."
                 )
-        kept = (tuple(axis for axis in names_of(over) if mesh.sizes[axis] > 1) for over in axes)
-        return tuple(None if not names else names[0] if len(names) == 1 else names for names in kept)
+        return tuple(as_axes([axis for axis in names_of(over) if mesh.sizes[axis] > 1]) for over in axes)
 
 
-def _axes(source: str, pattern: Any, value: Any) -> "PartitionSpec | str":
+def _axes(source: str, pattern: Any, value: Any) -> PartitionSpec | str:
     if value == AUTO:
         return AUTO
     are_listed = isinstance(value, list)
@@ -163,7 +161,7 @@ _ADAPTER_DIMS = {
 class Placement:
     """Where a parameter goes: ``axes[d]`` is the mesh axis, or axes, of dimension d; ``reason`` says why."""
 
-    axes: "PartitionSpec"
+    axes: PartitionSpec
     reason: str
 
     @property
@@ -197,15 +195,6 @@ class Plan:
     expert_styles: Mapping[str, str] = field(default_factory=dict)
     embeddings: Collection[str] = ()
     rules: Rules | None = None
-
-    def check(self, names: Iterable[str]) -> None:
-        """Compare the rules, if there are any, with all parameters of a model, by their names as the model has them.
-
-        Raises:
-            UserError: A pattern names nothing, or they leave a parameter out.
-        """
-        if self.rules is not None:
-            self.rules.check(bare_name(name) for name in names)
 
     def place(self, name: str, shape: tuple[int, ...]) -> Placement:
         """Return the placement of a parameter.
@@ -249,7 +238,7 @@ class Plan:
         axes = tuple(axis for axis in ("tensor", "fsdp") if self.mesh.sizes[axis] > 1)
         if not axes or len(shape) != 2 or shape[1] % prod(self.mesh.sizes[axis] for axis in axes):
             return None
-        return Placement((None, axes[0] if len(axes) == 1 else axes), "an embedding's features")
+        return Placement((None, as_axes(axes)), "an embedding's features")
 
     def _tensor_dim(self, name: str, shape: tuple[int, ...], _taken: list[str | None]) -> tuple[int | None, str]:
         """Return the dimension that goes over `tensor`, and why, or why none."""

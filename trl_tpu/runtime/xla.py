@@ -113,17 +113,6 @@ class HostShards(_CpuShards):
         return joined
 
 
-def local_shards(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Copy the shards that this host's devices hold to the host, of tied tensors once."""
-    torch_xla.sync(wait=True)  # reading a shard while it is computed fails
-    unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
-    copies = {
-        key: HostShards(copy.shards, copy.global_shape) if isinstance(copy, _CpuShards) else copy
-        for key, copy in _sharded_cpu_state_dict(unique).items()
-    }
-    return {name: copies[str(id(tensor))] for name, tensor in state.items()}
-
-
 class SavePlanner(SPMDSavePlanner):
     """torch_xla's planner, for tensors of which several devices of a host hold the same shard.
 
@@ -150,25 +139,6 @@ class LoadPlanner(SPMDLoadPlanner):
         super().set_up_planner(*args, **kwargs)
 
 
-def on_shards(
-    runtime: Any,
-    function: Callable[..., torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    axes: Sequence[PartitionSpec],
-    result_axes: PartitionSpec,
-) -> torch.Tensor:
-    """Call ``function`` as `Runtime.shard_map` says: that method of PyTorch/XLA's runtime."""
-    mesh = runtime.mesh_of(tensors[0])
-    if mesh is None:
-        return function(*tensors)
-    dividing = _dividing_axes(mesh, tensors, axes)
-    shards = [
-        Changed.apply(tensor, mesh, _only(over, dividing), _to_shards, _to_whole)
-        for tensor, over in zip(tensors, axes, strict=True)
-    ]
-    return Changed.apply(function(*shards), mesh, _only(result_axes, dividing), _to_whole, _to_shards)
-
-
 def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     # a copy, since the layout is written to the tensor itself
     return xs.enable_manual_sharding(whole + 0, axes, mesh=mesh).global_tensor
@@ -177,20 +147,6 @@ def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch
 def _to_whole(shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     shape = torch.Size(size * shard_count(mesh, over) for size, over in zip(shard.shape, axes, strict=True))
     return xs.disable_manual_sharding(shard, axes, shape, mesh=mesh).global_tensor
-
-
-def _dividing_axes(mesh: xs.Mesh, tensors: Sequence[torch.Tensor], axes: Sequence[PartitionSpec]) -> set[Any]:
-    """Return the entries of ``axes`` that are more than one device and divide all dimensions they are named for."""
-    sizes: dict[Any, set[int]] = {}
-    for tensor, over_all in zip(tensors, axes, strict=True):
-        for over, size in zip(over_all, tensor.shape, strict=True):
-            sizes.setdefault(over, set()).add(size)
-    counts = {over: shard_count(mesh, over) for over in sizes}
-    return {over for over, count in counts.items() if count > 1 and all(size % count == 0 for size in sizes[over])}
-
-
-def _only(axes: PartitionSpec, dividing: set[Any]) -> PartitionSpec:
-    return tuple(over if over in dividing else None for over in axes)
 
 
 _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
@@ -349,7 +305,31 @@ class XlaRuntime(Runtime):
         kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
         return kernel(q_BHLD, *others)
 
-    shard_map = on_shards
+    def shard_map(
+        self,
+        function: Callable[..., torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        axes: Sequence[PartitionSpec],
+        result_axes: PartitionSpec,
+    ) -> torch.Tensor:
+        mesh = self.mesh_of(tensors[0])
+        if mesh is None:
+            return function(*tensors)
+        # the entries of ``axes`` that are more than one device and divide all dimensions they are named for
+        sizes: dict[Any, set[int]] = {}
+        for tensor, over_all in zip(tensors, axes, strict=True):
+            for over, size in zip(over_all, tensor.shape, strict=True):
+                sizes.setdefault(over, set()).add(size)
+        counts = {over: shard_count(mesh, over) for over in sizes}
+        dividing = {over for over, n in counts.items() if n > 1 and all(size % n == 0 for size in sizes[over])}
+        *input_axes, output_axes = (
+            tuple(over if over in dividing else None for over in each) for each in (*axes, result_axes)
+        )
+        shards = [
+            Changed.apply(tensor, mesh, over, _to_shards, _to_whole)
+            for tensor, over in zip(tensors, input_axes, strict=True)
+        ]
+        return Changed.apply(function(*shards), mesh, output_axes, _to_whole, _to_shards)
 
     def activations_on_host(self) -> AbstractContextManager[Any]:
         # torch_xla moves nothing on a CPU, whose devices have the host's memory
@@ -386,7 +366,13 @@ class XlaRuntime(Runtime):
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return local_shards(state)
+        torch_xla.sync(wait=True)  # reading a shard while it is computed fails
+        unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
+        copies = {
+            key: HostShards(copy.shards, copy.global_shape) if isinstance(copy, _CpuShards) else copy
+            for key, copy in _sharded_cpu_state_dict(unique).items()
+        }
+        return {name: copies[str(id(tensor))] for name, tensor in state.items()}
 
     def checkpoint_planners(self) -> Planners:
         return Planners(SavePlanner(), LoadPlanner(), self._saving_group)

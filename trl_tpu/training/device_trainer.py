@@ -258,7 +258,6 @@ class DeviceTrainer(Trainer):
             self.shard_report = spread_model(model, self.args.mesh_shape, current(), device)
             return
         plan = plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
-        plan.check(name for name, _ in model.named_parameters())
         runtime = current()  # transformers' constructor calls this, when nothing of ours is made
         if not (is_spmd := runtime.is_spmd):
             super()._move_model_to_device(model, device)
