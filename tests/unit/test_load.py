@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
-    BitsAndBytesConfig,
     PreTrainedModel,
     ProcessorMixin,
     Qwen2ForCausalLM,
@@ -25,7 +24,7 @@ from transformers import (
 from trl.trainer.utils import create_model_from_path
 
 import trl_tpu
-from trl_tpu import chat_template_utils, runtime
+from trl_tpu import chat_template_utils
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import load
 from trl_tpu.modeling import tokenizer as tokenizers

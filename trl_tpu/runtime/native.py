@@ -22,7 +22,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers.utils import is_torch_bf16_gpu_available
 
-from ..errors import UserError
 from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, Value
 
 
