@@ -200,12 +200,3 @@ def file(name: str, content: bytes) -> Spoil:
 
 def empty_folder(flag: str) -> Spoil:
     return lambda job: ((job.folder / "empty").mkdir(), job.flags.update({flag: "{folder}/empty"}))
-
-
-def answers(**values: Any) -> Spoil:
-    """A good row and a conversation with these values."""
-    return rows(CHAT, {**CHAT, **values})
-
-
-def messages(role: Any = "assistant", content: Any = "Hello") -> list[dict[str, Any]]:
-    return [{"role": role, "content": content}]

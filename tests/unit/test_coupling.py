@@ -153,7 +153,7 @@ SOURCES = {
     "__init__": "self.init_hf_repo()",  # the hub's repository is made with the trainer
     "_finalize_training": "self.args.save_total_limit == 1",  # `DeviceTrainer` sets another limit after a stop
     "_get_dataloader": "data_collator = self.data_collator",  # `data/loader.py` has another there meanwhile
-    # on XLA `data/loader.py` runs a copy of the loop with another function of that name
+    # `data/loader.py` puts another function of that name into the module for an epoch
     "_run_epoch": "train_dataloader = skip_first_batches(train_dataloader,",
 }
 
@@ -277,6 +277,7 @@ def test_a_library_that_is_leaned_on_has_an_upper_bound(name: str) -> None:
 PATCHES = {
     "device_choice.py: transformers.USE_TORCH_XLA": "read once, on import; no argument keeps it from XLA",
     "device_choice.py: accelerate._torch_xla_available": "the same",
+    "loader.py: transformers.trainer.skip_first_batches": "for one loader, while its epoch runs; the loop has no hook",
     "placeholder.py: xr.global_runtime_device_count": "in a process of its own, which has no device",
     "placeholder.py: kernels.get_ir_version": "in that process: jax asks a TPU for it",
 }

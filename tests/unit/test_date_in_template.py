@@ -56,7 +56,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         (DATED, ASKED + ANSWER, {"chat_template_kwargs": {"date_string": "26 Jul 2024"}}, None),
         (DATED_UNLESS_TOLD, ASKED + ANSWER, {}, "%Y-%m-%d"),
         (DATED_UNLESS_TOLD, [{"role": "system", "content": "Be kind."}, *ASKED], {}, None),
-        (TEMPLATE, ASKED + ANSWER, {}, None),
         (TEMPLATE + "{# not strftime_now #}", ASKED + ANSWER, {}, None),
         ("{{ strftime_now('%d') ~ strptime() }}" + TEMPLATE, ASKED + ANSWER, {}, None),
     ],

@@ -43,10 +43,9 @@ def test_signatures_are_trls(name: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("tools", [None, [], TOOLS])
 def test_chat_templates_render_as_trls(example: dict[str, Any], tools: Any) -> None:
-    tokenizer = tiny_tokenizer()
-    assert formats.maybe_apply_chat_template(example, tokenizer, tools) == reference.maybe_apply_chat_template(
-        example, tokenizer, tools
-    )
+    ours, theirs = (each.maybe_apply_chat_template(example, tiny_tokenizer(), tools) for each in (formats, reference))
+    assert ours == theirs
+    assert formats.is_conversational(example) == reference.is_conversational(example)
 
 
 def test_template_arguments_reach_the_template() -> None:
@@ -75,22 +74,17 @@ def test_a_generation_prompt_that_the_dialogue_lacks_is_no_part_of_the_prompt() 
 
 
 @pytest.mark.parametrize(
-    ("example", "error", "text"),
+    ("example", "error"),
     [
-        ({"messages": [user("Hi")], "chosen": [user("Hi")]}, KeyError, "Invalid keys in the example"),
-        ({"prompt": [user("Hi")], "chosen": [assistant("a")]}, KeyError, "Invalid keys in the example"),
-        ({"prompt": [{"role": "system", "content": "Hi"}]}, ValueError, "Invalid role in the last message: system"),
+        ({"messages": [user("Hi")], "chosen": [user("Hi")]}, KeyError),
+        ({"prompt": [user("Hi")], "chosen": [assistant("a")]}, KeyError),
+        ({"prompt": [{"role": "system", "content": "Hi"}]}, ValueError),
     ],
 )
-def test_errors_are_trls(example: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_errors_are_trls(example: dict[str, Any], error: type[Exception]) -> None:
     for module in (formats, reference):
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match="Invalid"):
             module.apply_chat_template(example, tiny_tokenizer())
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_kinds_of_example_are_told_apart_as_in_trl(example: dict[str, Any]) -> None:
-    assert formats.is_conversational(example) == reference.is_conversational(example)
 
 
 values = st.recursive(
@@ -103,10 +97,7 @@ values = st.recursive(
 @given(st.dictionaries(st.sampled_from("abc"), values) | st.lists(values, max_size=3))
 def test_none_values_are_removed_as_in_trl(example: Any) -> None:
     assert formats.remove_none_values(example) == reference_remove_none_values(example)
-
-
-def test_none_values_are_removed_from_lists_and_mappings_only() -> None:
-    with pytest.raises(TypeError, match="must be a list or a dictionary"):
+    with pytest.raises(TypeError):
         formats.remove_none_values("text")  # type: ignore[type-var]
 
 

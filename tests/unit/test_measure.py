@@ -93,15 +93,12 @@ def test_pairs_are_measured_once() -> None:
     pairs = [([1, 2, 3], [1, 2, 4, 5]), ([1], [1]), ([6, 1], [7])]
     dataset = dataset_of(pairs * 500)  # read in two parts
     measured = measure(dataset)
-    lengths = measured.lengths
-    found = np.column_stack([lengths.prefix_P, lengths.tails_PK])
+    found = np.column_stack([measured.lengths.prefix_P, measured.lengths.tails_PK])
     assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
-    dialogues_N2 = measured.lengths.prefix_P[:, None] + measured.lengths.tails_PK
-    assert dialogues_N2.tolist() == [[3, 4], [1, 1], [2, 1]] * 500
     assert measured.longest_N.tolist() == [4, 1, 2] * 500
     assert measure(dataset) is measured
     assert len(measure(dataset.select([])).lengths) == 0
-    with pytest.raises(ValueError, match="not tokenized; its columns are .*other"):
+    with pytest.raises(ValueError, match="other"):
         measure(dataset.rename_column("chosen_ids", "other"))
 
 
@@ -156,5 +153,5 @@ def test_rows_are_planned_for_the_pairs_of_the_dataset_and_no_others(change: str
     args = RewardConfig(str(tmp_path), max_shapes=3, report_to="none")
     planned = plan_rows_of(dataset, 16, 4, 2, args)
     assert planned == plan_rows(sizes, 4, 2, max_shapes=3, shared_prefix=common, attention_crossover_length=96)
-    with pytest.raises(ValueError, match=f"row_length=8 is too short: the largest pair takes {sizes.max()} tokens"):
+    with pytest.raises(ValueError, match=f"row_length=8 .*{sizes.max()} tokens"):
         plan_rows_of(dataset, 16, 4, 2, RewardConfig(str(tmp_path), row_length=8, report_to="none"))

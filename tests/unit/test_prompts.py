@@ -108,10 +108,10 @@ def test_planned_rows_hold_any_batch_and_grouped_ones_tightly(
 
 def test_what_cannot_be_put_into_this_order_is_refused(tmp_path: Path) -> None:
     dataset, _ = pairs_of(4, 2)
-    with pytest.raises(ValueError, match="group_by_prompt=True .* train_dataset is a stream.*leave group_by_prompt"):
+    with pytest.raises(ValueError, match="group_by_prompt"):
         sizes_by_prompt(dataset.to_iterable_dataset(), 4)
     for strategy in ("sequential", "group_by_length", "batch_rebalance"):
-        with pytest.raises(ValueError, match=f"train_sampling_strategy='{strategy}' is impossible with group_by_pro"):
+        with pytest.raises(ValueError, match=f"train_sampling_strategy='{strategy}'"):
             RewardConfig(str(tmp_path), group_by_prompt=True, train_sampling_strategy=strategy)
 
 

@@ -75,7 +75,7 @@ def test_a_trap_is_logged_once_with_count_and_first_row(
         pytest.skip("a stream has no rankings")
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         prepare([row, row | others, row | others, row], adding_bos(), streaming)
-    messages = [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
+    messages = [each.getMessage() for each in caplog.records if each.name.endswith("checks")]
     assert len(messages) == (len(named.split(", ")) if streaming else 1)
     for message, name in zip(messages, named.split(", ") if streaming else [named], strict=True):
         assert name in message and "row 1" in message and ("2 of 4" in message or streaming)
@@ -90,7 +90,7 @@ def test_ordinary_rows_have_no_trap(caplog: pytest.LogCaptureFixture) -> None:
             prepare(rows, adding_bos())
         prepare([{"prompt": "Hello", "chosen": "Hello! How are you?", "rejected": "Hello, you."}])
         prepare([{"question": "What is it?", "chosen": "What is it? a", "rejected": "What is it? b"}])
-    assert not [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
+    assert not [each.getMessage() for each in caplog.records if each.name.endswith("checks")]
 
 
 def test_pairs_that_the_template_makes_equal_are_named_and_most_of_them_are_an_error(
@@ -104,7 +104,7 @@ def test_pairs_that_the_template_makes_equal_are_named_and_most_of_them_are_an_e
     assert "1 of 3" in caplog.text and "row 1" in caplog.text and "['Bot', 'Human']" in caplog.text
     prepare([CHAT, dropped], tokenizer, streaming=True)
     assert "same tokens" in caplog.records[-1].getMessage()
-    with pytest.raises(UserError, match=r"2 of 3 pairs.*first in row 0.*\['Bot', 'Human'\]"):
+    with pytest.raises(UserError, match="2 of 3 pairs.*row 0"):
         prepare([dropped] * 2 + [CHAT], tokenizer)
 
 
@@ -155,34 +155,28 @@ def test_other_forms_are_trained_and_scored_as_messages(form: str, caplog: pytes
 
 
 def test_the_system_prompt_and_the_rankings_of_sharegpt_are_read() -> None:
-    row = {
-        "system": "s",
-        "conversations": [said("human", "q")],
-        "completions": [said("gpt", "yes"), said("gpt", "no")],
-    }
-    (found,) = prepare([{**row, "scores": [1.0, 0.0]}])
+    answers = [said("gpt", "yes"), said("gpt", "no")]
+    row = {"system": "s", "conversations": [said("human", "q")], "completions": answers, "scores": [1.0, 0.0]}
+    (found,) = prepare([row])
     system = {"role": "system", "content": "s"}
     (expected,) = prepare([{half: [system, *CHAT[half]] for half in GOOD}])
     assert found["answer_ids"] == [expected[key] for key in PAIR]
 
 
 def test_what_only_looks_like_messages_stays_text() -> None:
-    rows = [{"prompt": "p", "chosen": '{"role": "boss"}', "rejected": "[{'a': 1}]"}]
-    tokenizer = tiny_tokenizer()
-    assert tokenizer.decode(prepare(rows)[0]["chosen_ids"]) == 'p{"role": "boss"}<|im_end|>'
+    (found,) = prepare([{"prompt": "p", "chosen": '{"role": "boss"}', "rejected": "[{'a': 1}]"}])
+    assert tiny_tokenizer().decode(found["chosen_ids"]) == 'p{"role": "boss"}<|im_end|>'
 
 
 def test_nulls_that_arrow_adds_to_tools_and_their_calls_are_not_rendered() -> None:
+    def function(name: str, **values: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, **values}}
+
     def call(name: str, **arguments: Any) -> dict[str, Any]:
-        return assistant("") | {
-            "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]
-        }
+        return assistant("") | {"tool_calls": [function(name, arguments=arguments)]}
 
     def tool(name: str, **properties: Any) -> dict[str, Any]:
-        return {
-            "type": "function",
-            "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
-        }
+        return function(name, parameters={"type": "object", "properties": properties})
 
     tools = [tool("f", x={"type": "integer"}), tool("g", y={"type": "string", "enum": ["s"]}), tool("h")]
     calls = [call("f", x=1), call("g", y={"deep": "s"}), call("h")]
@@ -202,7 +196,6 @@ def test_nulls_that_arrow_adds_to_tools_and_their_calls_are_not_rendered() -> No
         for half in GOOD:
             expected = tokenizer.apply_chat_template(row[half], tools=row["tools"], tokenize=False)
             assert tokenizer.decode(ids[f"{half}_ids"]) == expected
-        scored = all_of(Form.of(GOOD).read(came, "Row 0", tokenizer))[0]
-        assert apply_template(tokenizer, scored.dialogue, tools=scored.row["tools"]) == tokenizer.apply_chat_template(  # type: ignore[arg-type]
-            row["chosen"], tools=row["tools"], tokenize=False
-        )
+        scored: Any = all_of(Form.of(GOOD).read(came, "Row 0", tokenizer))[0]
+        expected = tokenizer.apply_chat_template(row["chosen"], tools=row["tools"], tokenize=False)
+        assert apply_template(tokenizer, scored.dialogue, tools=scored.row["tools"]) == expected

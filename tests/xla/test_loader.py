@@ -21,7 +21,7 @@ def test_an_error_in_a_batch_stops_training(config: Callable[..., Any], model_fo
             raise RuntimeError("row 7 cannot be read")
 
     trainer = RewardTrainer(model_folder, config(max_steps=3), FailingCollator(0), tiny.made_up_pairs(32))
-    with pytest.raises(RuntimeError, match="row 7 cannot be read"):
+    with pytest.raises(RuntimeError, match="row 7"):
         trainer.train()
 
 

@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -31,24 +32,10 @@ from trl_tpu.modeling.tokenizer import clone_chat_template
 # ---- what the host holds
 
 
-LARGE: dict[str, dict[str, Any]] = {  # some 100 million weights each
-    "llama": {
-        "vocab_size": 4096,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "gemma3_text": {  # two thirds in the table of embeddings, which is the head's too
-        "vocab_size": 65536,
-        "hidden_size": 1024,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
+WIDTH: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+LARGE = {  # some 100 million weights each; Gemma's are for two thirds in the embeddings, which its head shares
+    "llama": WIDTH | {"vocab_size": 4096, "intermediate_size": 4096, "num_hidden_layers": 6},
+    "gemma3_text": WIDTH | {"vocab_size": 65536, "intermediate_size": 2048, "num_hidden_layers": 4, "head_dim": 128},
 }
 
 
@@ -97,16 +84,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> str:
     """A language model's checkpoint: with a head of its own and none for rewards, and experts as separate weights."""
     set_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer) + -len(tokenizer) % 8,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": tokenizer.pad_token_id}
+    sizes["vocab_size"] = len(tokenizer) + -len(tokenizer) % 8
     if request.param == "llama in bfloat16":
         LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
     else:
@@ -115,6 +95,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTra
         assert any("experts.3.up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
     tokenizer.save_pretrained(tmp_path)
     return str(tmp_path)
+
+
+def read_by_transformers(checkpoint: str, seed: int) -> PreTrainedModel:
+    set_seed(seed)
+    return AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
 
 
 def test_streamed_weights_are_those_that_transformers_reads(
@@ -126,9 +111,7 @@ def test_streamed_weights_are_those_that_transformers_reads(
     are_merged = "num_experts" in Path(checkpoint, "config.json").read_text()
     assert ("into the host's memory as a whole" in caplog.text) == are_merged
     streamed = whole_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
-    set_seed(args.seed)
-    read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
-    expected = read.state_dict()
+    expected = read_by_transformers(checkpoint, args.seed).state_dict()
     assert streamed.keys() == expected.keys()
     for name, weight in expected.items():
         assert weight.dtype == streamed[name].dtype == torch.float32
@@ -149,8 +132,7 @@ def test_embeddings_that_a_chat_template_enlarges_are_those_of_the_whole_model(
     args = config(mesh="fsdp=4,tensor=2", chat_template_path=str(tmp_path / "source"))
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
     streamed = whole_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
-    set_seed(args.seed)
-    read = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    read = read_by_transformers(checkpoint, args.seed)
     rows = read.get_input_embeddings().weight.shape[0]
     clone_chat_template(read, copy.deepcopy(tokenizer), str(tmp_path / "source"))
     assert read.get_input_embeddings().weight.shape[0] > rows
@@ -159,7 +141,7 @@ def test_embeddings_that_a_chat_template_enlarges_are_those_of_the_whole_model(
 
 
 def test_a_model_that_is_given_whole_is_placed_as_well(checkpoint: str, config: Callable[..., Any]) -> None:
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
+    model = read_by_transformers(checkpoint, 0)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     trainer = RewardTrainer(model, config(mesh="fsdp=4,tensor=2"), train_dataset=tiny.made_up_pairs(8))
     assert trainer.model is model

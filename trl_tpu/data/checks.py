@@ -4,6 +4,7 @@ import difflib
 import logging
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,12 +15,11 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserKeyError, UserTypeError
-from .measure import NO_LABEL
+from .measure import PAIR, TOKENS
 
 logger = logging.getLogger(__name__)
 
 RAW_COLUMNS = ("chosen", "rejected")
-TOKEN_COLUMNS = ("chosen_ids", "rejected_ids")
 _OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
 _RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
 LARGEST = float(np.finfo(np.float32).max)  # losses are float32
@@ -60,8 +60,8 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
 
 def check_columns(columns: list[str], name: str) -> None:
     """Raise UserKeyError where a needed column is missing; warn where an optional one looks misspelled."""
-    is_raw = set(RAW_COLUMNS) <= set(columns) or not set(TOKEN_COLUMNS) & set(columns)
-    needed = RAW_COLUMNS if is_raw else TOKEN_COLUMNS
+    is_raw = set(RAW_COLUMNS) <= set(columns) or not set(PAIR) & set(columns)
+    needed = RAW_COLUMNS if is_raw else PAIR
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserKeyError(
@@ -77,7 +77,7 @@ def check_one_form(columns: Iterable[str], what: str) -> None:
     """Raise UserError where rows with these columns can be read both as pairs and as rankings."""
     there = set(columns)
     grades = sorted({"scores", "ranks"} & there)
-    for halves in (RAW_COLUMNS, TOKEN_COLUMNS):
+    for halves in (RAW_COLUMNS, PAIR):
         if there.issuperset(halves) and "completions" in there and grades:
             raise UserError(
                 f"{what} has both pairs ({', '.join(halves)}) and rankings (completions, {', '.join(grades)}), so it "
@@ -241,15 +241,25 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
         )
 
 
-def check_id_column(column: pa.ChunkedArray, key: str, rows_D: np.ndarray, name: str, num_embeddings: int) -> None:
-    """Check a column of token ids as `check_ids`, at once; one by one, of ``rows_D`` each, to name a bad one."""
-    if pa.types.is_integer(getattr(column.type, "value_type", pa.null())) and not column.null_count:
-        extremes = pc.min_max(pc.list_flatten(column)).as_py()
-        has_tokens = pc.all(pc.greater(pc.list_value_length(column), 0)).as_py()
-        if has_tokens and extremes["min"] >= 0 and extremes["max"] < num_embeddings:
-            return
-    for row, ids in zip(rows_D.tolist(), column.to_pylist(), strict=True):
-        check_ids(ids, row_of(row, name, key), num_embeddings)
+def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str) -> None:
+    """Check the token ids of a table's rows as `check_ids` does: at once or, to name a bad row, one by one.
+
+    Args:
+        first: The number of the first row.
+    """
+    for column in [column for column in TOKENS if column in table.column_names]:
+        lists = pc.list_flatten(table[column]) if column == "answer_ids" else table[column]
+        if not _are_ids(lists, num_embeddings):
+            for index, value in enumerate(table[column].to_pylist(), start=first):
+                for ids in value if column == "answer_ids" else [value]:
+                    check_ids(ids, row_of(index, name, column), num_embeddings)
+
+
+def _are_ids(lists: pa.ChunkedArray, num_embeddings: int) -> bool:
+    if lists.null_count or not pa.types.is_integer(getattr(lists.type, "value_type", pa.null())):
+        return False
+    ids_T, lengths_D = pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
+    return bool((lengths_D > 0).all() and (ids_T >= 0).all() and (ids_T < num_embeddings).all())
 
 
 def report_equal_answers(row: Mapping[str, Any], count: int, rows: int, first: int, name: str) -> None:
@@ -285,21 +295,6 @@ def _roles_in(value: Any) -> Iterator[str]:
 # ---- labels
 
 
-def check_steps(ids: Any, labels: Any, where: str) -> None:
-    """Raise UserError unless a tokenized solution has a label for each token."""
-    if labels is None or len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
-        raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
-
-
-def check_probability(value: Any, where: str) -> None:
-    """Raise UserError where how likely the chosen answer is the better one is no number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise UserError(
-            f"{where} is {value!r}; it must be how likely the chosen answer is the better one, 0 to 1. Correct or "
-            "remove such rows, or drop the column."
-        )
-
-
 def check_margin(value: Any, where: str) -> None:
     """Raise UserError where a target margin is not a finite number."""
     margin = np.asarray(value)
@@ -310,17 +305,16 @@ def check_margin(value: Any, where: str) -> None:
         )
 
 
-def are_labels(labels: Any, steps: int) -> bool:
-    """Tell whether these are the labels of as many steps, 0 or 1 of each."""
-    return isinstance(labels, list) and [label in (0, 1) for label in labels] == [True] * steps
-
-
 def check_labels(row: Mapping[str, Any], index: int, name: str) -> None:
     """Raise UserError where a pair's margin, or its probability, is not what it must be."""
     if "margin" in row:
         check_margin(row["margin"], row_of(index, name, "margin"))
-    if "chosen_probability" in row:
-        check_probability(row["chosen_probability"], row_of(index, name, "chosen_probability"))
+    value = row.get("chosen_probability", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise UserError(
+            f"{row_of(index, name, 'chosen_probability')} is {value!r}; it must be how likely the chosen answer is "
+            "the better one, 0 to 1. Correct or remove such rows, or drop the column."
+        )
 
 
 Row = Mapping[str, Any]
@@ -380,18 +374,14 @@ def _strings(value: Any) -> Iterator[str]:
 
 def warn_of_traps(dataset: Dataset, name: str) -> Dataset:
     """Log each kind of trap with the number of rows that have it, and return the dataset without their column."""
-    rows_of: dict[str, set[int]] = {}
-    names_of: dict[str, dict[str, None]] = {}  # in order
-    tables = dataset.with_format("arrow", columns=[TRAPS]).iter(batch_size=1000)
-    traps_N = (traps for table in tables for traps in table[TRAPS].to_pylist())
-    for index, traps in enumerate(traps_N):
+    rows_of: dict[str, dict[int, None]] = defaultdict(dict)
+    names_of: dict[str, dict[str, None]] = defaultdict(dict)  # both in order
+    for index, traps in enumerate(dataset.with_format(None)[TRAPS]):
         for key, trap in (line.split(" ", 1) for line in traps.splitlines()):
-            rows_of.setdefault(key, set()).add(index)
-            names_of.setdefault(key, {})[trap] = None
+            rows_of[key][index] = names_of[key][trap] = None
     for key, rows in rows_of.items():
-        warn(
-            key, names_of[key], f"{name} dataset: in {len(rows)} of {len(dataset)} rows (the first is row {min(rows)})"
-        )
+        where = f"{name} dataset: in {len(rows)} of {len(dataset)} rows (the first is row {next(iter(rows))})"
+        warn(key, names_of[key], where)
     return dataset.remove_columns(TRAPS)
 
 

@@ -32,11 +32,9 @@ _TEMPLATE_FORMS: tuple[set[str], ...] = (
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Tell whether the dialogues are lists of messages with a ``role``, judged by the first dialogue column."""
-    key = next((key for key in _DIALOGUE_KEYS if key in example), None)
-    if key is None or not isinstance(example[key], list) or not example[key]:
-        return False
-    return isinstance(example[key][0], dict) and "role" in example[key][0]
+    """Tell whether the first column of a conversation is a list of messages with a ``role``."""
+    value = next((example[key] for key in _DIALOGUE_KEYS if key in example), None)
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def apply_chat_template(
@@ -74,19 +72,15 @@ def apply_chat_template(
         chat_template_kwargs=example.get("chat_template_kwargs"),
         **template_kwargs,
     )
-    output: dict[str, Any] = {}
+    label = {"label": example["label"]} if "label" in example else {}
     if "messages" in example:
-        output["text"] = render(example["messages"])
-    elif "prompt" in example:
-        output.update(_render_with_prompt(example, render))
-    else:
-        output.update({key: render(example[key]) for key in _ANSWER_KEYS if key in example})
-    if "label" in example:
-        output["label"] = example["label"]
-    return output
+        return {"text": render(example["messages"])}
+    if "prompt" in example:
+        return _render_with_prompt(example, render) | label
+    return {key: render(example[key]) for key in _ANSWER_KEYS if key in example}
 
 
-def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> dict[str, str]:
+def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> dict[str, Any]:
     last_role = example["prompt"][-1]["role"]
     if last_role not in ("user", "tool", "assistant"):
         raise UserError(f"Invalid role in the last message: {last_role}")

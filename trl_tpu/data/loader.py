@@ -4,16 +4,16 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import FunctionType
 from typing import Any, cast
 
 import torch
 import transformers.trainer
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
@@ -60,15 +60,22 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 
-def epoch_that_skips_by(skip: Callable[[Any, int], Any]) -> Callable[..., None]:
-    """Return transformers' `Trainer._run_epoch`, which skips a resumed epoch's batches by ``skip``.
+@contextmanager
+def skipping_by(skip: Callable[[Any, int], Any], loader: Any) -> Iterator[None]:
+    """Let transformers' training loop skip the first batches of ``loader`` by ``skip`` while the context lasts.
 
-    It is a copy, with another function in the place of accelerate's `skip_first_batches`, which would rebuild a loader
-    without its sharding; transformers' own stays as it is.
+    accelerate's function, which the loop calls, would rebuild the loader without its sharding.
     """
-    original = Trainer._run_epoch
-    names = vars(transformers.trainer) | {"skip_first_batches": skip}
-    return FunctionType(original.__code__, names, original.__name__, original.__defaults__, original.__closure__)
+    theirs = transformers.trainer.skip_first_batches
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        return (skip if dataloader is loader else theirs)(dataloader, num_batches)
+
+    transformers.trainer.skip_first_batches = skip_first_batches
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = theirs
 
 
 class WholeStream(IterableDataset[Any]):

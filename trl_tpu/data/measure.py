@@ -2,8 +2,11 @@
 
 import json
 import logging
+import os
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -21,12 +24,16 @@ logger = logging.getLogger(__name__)
 NO_LABEL = -100
 """The label of tokens at which no step ends, as in torch's losses."""
 PAIR = ("chosen_ids", "rejected_ids")
+PAIR_LABELS = ("margin", "chosen_probability")
 RANKING = ("answer_ids", "grades")
 SOLUTION = ("input_ids", "labels")
-"""Columns of tokenized rows: TRL's of pairs and of solutions with steps, and ours of rankings."""
-COLUMNS = (*PAIR, *RANKING, *SOLUTION, "margin", "chosen_probability")
+"""Columns of tokenized rows: TRL's of pairs (with optional labels) and of solutions, and ours of rankings."""
+COLUMNS = (*PAIR, *RANKING, *SOLUTION, *PAIR_LABELS)
 """All columns that training reads."""
+TOKENS = (*PAIR, "answer_ids", "input_ids")
+"""The columns of token ids among them."""
 ANSWERS, STEP_ENDS = "answers", "step_ends"
+_ROWS = 1000  # of a table
 
 
 def form_of(columns: Collection[str]) -> tuple[str, ...]:
@@ -43,7 +50,7 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     form = form_of(row)
     if form == PAIR:
-        labels = {name: row[name] for name in ("margin", "chosen_probability") if name in row}
+        labels = {name: row[name] for name in PAIR_LABELS if name in row}
         return {ANSWERS: [row[column] for column in PAIR], **labels}
     if form == RANKING:
         return {ANSWERS: row["answer_ids"], "grades": row["grades"]}
@@ -55,29 +62,23 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_table(table: pa.Table) -> pa.Table:
     """Return tokenized rows of an arrow table in the schema of `read_row`."""
-    form = form_of(table.column_names)
-    labels = table.drop_columns([column for column in table.column_names if column in form and column != "grades"])
-    if form == PAIR:
-        kind = pa.list_(pa.int64())
-        sequences = pa.concat_arrays([chunk.cast(kind) for column in PAIR for chunk in table[column].chunks])
-        by_row = sequences.take(pa.array(np.arange(2 * len(table)).reshape(2, -1).T.ravel()))
-        answers = _lists(by_row, np.full(len(table), 2))
-    elif form == RANKING:
-        answers = table["answer_ids"]
-    else:
-        answers = _lists(table["input_ids"].combine_chunks(), np.ones(len(table), np.int64))
-        values_T, starts_N = flat(table["labels"])
-        is_end_T = values_T != NO_LABEL
-        counts_N = np.diff(np.concatenate([[0], np.cumsum(is_end_T)])[starts_N])
-        ends_E = np.flatnonzero(is_end_T) - np.repeat(starts_N[:-1], counts_N)
-        labels = labels.append_column(STEP_ENDS, _lists(pa.array(ends_E), counts_N))
-        labels = labels.append_column("grades", _lists(pa.array(values_T[is_end_T].astype(float)), counts_N))
-    return labels.append_column(ANSWERS, answers)
-
-
-def _lists(values: pa.Array, counts_N: np.ndarray) -> pa.Array:
-    ends_N = np.concatenate([[0], np.cumsum(counts_N)])
-    return pa.ListArray.from_arrays(pa.array(ends_N, pa.int32()), values)
+    form, rows = form_of(table.column_names), len(table)
+    labels = table.drop_columns([column for column in table.column_names if column in (*TOKENS, "labels")])
+    if form == RANKING:
+        return labels.append_column(ANSWERS, table["answer_ids"])
+    columns = PAIR if form == PAIR else SOLUTION[:1]
+    kind, count = pa.list_(pa.int64()), len(columns)
+    sequences = pa.concat_arrays([chunk.cast(kind) for column in columns for chunk in table[column].chunks])
+    by_row = sequences.take(pa.array(np.arange(count * rows).reshape(count, rows).T.ravel()))
+    ends_N = pa.array(np.arange(0, count * rows + 1, count), pa.int32())
+    labels = labels.append_column(ANSWERS, pa.ListArray.from_arrays(ends_N, by_row))
+    if form == SOLUTION:
+        labels_N = _arrays(table["labels"])
+        step_ends = [np.flatnonzero(labels != NO_LABEL) for labels in labels_N]
+        grades = [labels[ends].astype(float) for labels, ends in zip(labels_N, step_ends, strict=True)]
+        labels = labels.append_column(STEP_ENDS, pa.array(step_ends, pa.list_(pa.int64())))
+        labels = labels.append_column("grades", pa.array(grades, pa.list_(pa.float64())))
+    return labels
 
 
 @dataclass(frozen=True)
@@ -129,39 +130,40 @@ def measure(dataset: Dataset) -> Measured:
     if dataset not in _MEASURED:
         if not is_prepared(dataset):
             raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
-        remember(dataset, measure_tables(tables_of(dataset)))
+        _MEASURED[dataset] = measure_tables(tables_of(dataset))
     return _MEASURED[dataset]
 
 
-def remember(dataset: Dataset, measured: Measured) -> None:
-    """Let `measure` return this for ``dataset``, for as long as that is in use."""
-    _MEASURED[dataset] = measured
+def select(dataset: Dataset, is_kept_N: np.ndarray) -> Dataset:
+    """Return the rows that are kept, measured in the tables of all rows: tables of a selection are slow to read."""
+    kept = dataset.select(np.flatnonzero(is_kept_N))
+    masks = (pa.array(is_kept_N[first : first + _ROWS]) for first in range(0, len(dataset), _ROWS))
+    _MEASURED[kept] = measure_tables(map(pa.Table.filter, tables_of(dataset), masks))
+    return kept
 
 
 def measure_tables(tables: Iterable[pa.Table]) -> Measured:
     """Measure prepared rows in arrow tables, one after another."""
     parts: list[PairLengths] = []
-    shared: np.ndarray | None = None
+    shared: list[bytes] = []  # the first tokens of all sequences so far
     answers = 1
-    checksums: dict[str, int] = {}  # one each, so that it does not matter where a table ends and the next begins
-
-    def check(name: str, content: Any) -> None:
-        checksums[name] = crc32(content, checksums.get(name, 0))
-
-    for table in tables:
-        sequences, counts_N = flat(pc.list_flatten(table[ANSWERS])), pc.list_value_length(table[ANSWERS]).to_numpy()
-        parts.append(_lengths(sequences, np.repeat(np.arange(len(table)), counts_N)))
+    checksums: dict[str, int] = defaultdict(int)  # one each, so that it does not matter where a table ends
+    for table in filter(len, tables):
+        sequences_D, counts_N = _sequences(table)
+        values_T = np.concatenate(sequences_D)
+        parts.append(_lengths(sequences_D, counts_N))
         scored = STEP_ENDS if STEP_ENDS in table.column_names else ANSWERS
-        answers = max(answers, pc.max(pc.list_value_length(table[scored])).as_py() or 1)
-        values_T, ends_D = sequences
-        shared = _shared(shared, values_T, ends_D)
-        check(ANSWERS, np.ascontiguousarray(values_T, dtype=np.int64).data)
-        check("lengths", np.ascontiguousarray(np.diff(ends_D), dtype=np.int64).data)
-        check("counts", np.ascontiguousarray(counts_N, dtype=np.int64).data)
+        answers = max(answers, pc.max(pc.list_value_length(table[scored])).as_py())
+        beginnings = [*shared, *(ids.tobytes() for ids in sequences_D)]
+        shared = [beginnings[0][: len(os.path.commonprefix(beginnings))]]
+        contents = {ANSWERS: values_T, "lengths": np.array([*map(len, sequences_D)]), "counts": counts_N}
+        for name, content in contents.items():
+            checksums[name] = crc32(np.ascontiguousarray(content, dtype=np.int64).data, checksums[name])
         for label in set(table.column_names) - {ANSWERS}:
-            check(label, "".join(f"{value}," for value in table[label].to_pylist()).encode())
+            text = "".join(f"{value}," for value in table[label].to_pylist())
+            checksums[label] = crc32(text.encode(), checksums[label])
     checksum = crc32(repr(sorted(checksums.items())).encode())
-    return Measured(PairLengths.joined(parts), 0 if shared is None else len(shared), checksum, answers)
+    return Measured(PairLengths.joined(parts), len(b"".join(shared)) // 4, checksum, answers)
 
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
@@ -172,64 +174,38 @@ def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
 def raw_tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     """Read the token ids and the labels of tokenized rows as arrow tables of many rows."""
     form = form_of(dataset.column_names)
-    optional = [name for name in ("margin", "chosen_probability") if name in dataset.column_names and form == PAIR]
-    return dataset.with_format("arrow", columns=[*form, *optional]).iter(batch_size=1000)
+    labels = [name for name in PAIR_LABELS if name in dataset.column_names and form == PAIR]
+    return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_ROWS)
 
 
-def longest_of(answers: pa.ChunkedArray) -> np.ndarray:
-    """Return how many tokens the longest answer of each row has, [N]."""
-    counts_N = pc.list_value_length(answers).to_numpy()
-    lengths_D = pc.list_value_length(pc.list_flatten(answers)).to_numpy()
-    longest_N = np.zeros(len(counts_N), np.int64)
-    np.maximum.at(longest_N, np.repeat(np.arange(len(counts_N)), counts_N), lengths_D)
-    return longest_N
+def _arrays(lists: pa.ChunkedArray, kind: type = np.int64) -> list[np.ndarray]:
+    """Return the values of each list."""
+    values_T = pc.list_flatten(lists).to_numpy().astype(kind)
+    ends = np.cumsum(pc.list_value_length(lists).to_numpy()).tolist()
+    return [values_T[start:end] for start, end in pairwise([0, *ends])]
 
 
-_Flat = tuple[np.ndarray, np.ndarray]
+def _sequences(table: pa.Table) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the token ids of all answers, row after row, 4 bytes each, and the number of answers of each row."""
+    return _arrays(pc.list_flatten(table[ANSWERS]), np.uint32), pc.list_value_length(table[ANSWERS]).to_numpy()
 
 
-def flat(lists: pa.ChunkedArray) -> _Flat:
-    """Return all lists' values one after another, and where each list ends in them, from 0."""
-    ends_N = np.cumsum(pc.list_value_length(lists).to_numpy(), dtype=np.int64)
-    return pc.list_flatten(lists).to_numpy(), np.concatenate([[0], ends_N])
+def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    same = one[:length] == other[:length]
+    return length if same.all() else int(same.argmin())
 
 
-def _lengths(sequences: _Flat, rows_D: np.ndarray) -> PairLengths:
-    """Return each row's common prefix and the tails after it, of sequences [D] that lie row after row."""
-    values_T, ends_D = sequences
-    lengths_D, starts_D = np.diff(ends_D), ends_D[:-1]
-    _, firsts_N, answers_N = np.unique(rows_D, return_index=True, return_counts=True)
-    answer_D, first_D = np.arange(len(rows_D)) - np.repeat(firsts_N, answers_N), np.repeat(firsts_N, answers_N)
-    other_M, first_M = np.flatnonzero(answer_D > 0), first_D[answer_D > 0]
-    # token by token through the common length of all at once; first differences end the prefixes
-    shorter_M = np.minimum(lengths_D[first_M], lengths_D[other_M])
-    begins_M = np.cumsum(shorter_M) - shorter_M
-    within_T = np.arange(shorter_M.sum()) - np.repeat(begins_M, shorter_M)
-    same_T = (
-        values_T[np.repeat(starts_D[first_M], shorter_M) + within_T]
-        == values_T[np.repeat(starts_D[other_M], shorter_M) + within_T]
-    )
-    first_T = np.where(same_T, np.repeat(shorter_M, shorter_M), within_T)
-    prefix_M = np.zeros_like(shorter_M)
-    some = shorter_M > 0
-    if some.any():
-        prefix_M[some] = np.minimum.reduceat(first_T, begins_M[some])
-    prefix_N = lengths_D[firsts_N]
-    np.minimum.at(prefix_N, rows_D[other_M], prefix_M)
-    tails_NK = np.zeros((len(prefix_N), answers_N.max(initial=2)), np.int64)
-    tails_NK[rows_D, answer_D] = lengths_D - np.repeat(prefix_N, answers_N)
+def _lengths(sequences_D: list[np.ndarray], counts_N: np.ndarray) -> PairLengths:
+    """Return each row's common prefix and the tails after it, of sequences that lie row after row."""
+    firsts_N = np.cumsum(counts_N) - counts_N
+    first_D, row_D = np.repeat(firsts_N, counts_N), np.repeat(np.arange(len(counts_N)), counts_N)
+    pairs = zip(first_D.tolist(), sequences_D, strict=True)
+    shared_D = [_common_prefix(sequences_D[first], ids) for first, ids in pairs]
+    prefix_N = np.minimum.reduceat(shared_D, firsts_N)
+    tails_NK = np.zeros((len(counts_N), max(2, counts_N.max())), np.int64)
+    tails_NK[row_D, np.arange(len(row_D)) - first_D] = [*map(len, sequences_D)] - prefix_N[row_D]
     return PairLengths(prefix_N, tails_NK)
-
-
-def _shared(shared: np.ndarray | None, values_T: np.ndarray, ends_N: np.ndarray) -> np.ndarray | None:
-    """Return the first tokens that ``shared`` and all these lists have in common; None before there is any list."""
-    starts_N, lengths_N = ends_N[:-1], np.diff(ends_N)
-    if not len(lengths_N):
-        return shared
-    shared = values_T[: lengths_N[0]] if shared is None else shared
-    shared = shared[: lengths_N.min()]
-    differs = (depth for depth, token in enumerate(shared) if (values_T[starts_N + depth] != token).any())
-    return shared[: next(differs, len(shared))].copy()  # a view would keep all tokens of its table
 
 
 _PROMPT = 8  # the fewest tokens that are taken for a prompt, where nothing else tells
@@ -265,11 +241,10 @@ def _shared_prompts(dataset: Dataset, skip: int | None = None) -> Iterator[bytes
     skip = measured.shared_prefix if skip is None else skip
     prefixes = iter(measured.lengths.prefix_P.tolist())
     for table in tables_of(dataset):
-        values_T, ends_D = flat(pc.list_flatten(table[ANSWERS]))
-        firsts_N = np.cumsum(pc.list_value_length(table[ANSWERS]).to_numpy()) - pc.list_value_length(table[ANSWERS])
-        ids = values_T.astype(np.uint32).tobytes()
-        for start, prefix in zip(ends_D[firsts_N].tolist(), prefixes, strict=False):
-            yield ids[4 * (start + skip) : 4 * (start + prefix)]
+        sequences_D, counts_N = _sequences(table)
+        firsts_N = np.cumsum(counts_N) - counts_N
+        for first, prefix in zip(firsts_N.tolist(), prefixes, strict=False):
+            yield sequences_D[first][skip:prefix].tobytes()
 
 
 def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:

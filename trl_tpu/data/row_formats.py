@@ -1,125 +1,24 @@
-"""Forms of rows, and how each becomes token ids and labels."""
+"""Forms of rows: their answers and labels, and the columns that tokenizing makes of them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError, UserTypeError
 from . import checks
 from .batch import OLD_KEYS
+from .checks import RAW_COLUMNS
 from .formats import maybe_apply_chat_template
+from .measure import NO_LABEL, PAIR
 
 OLD_IDS = OLD_KEYS[::2]
-
-
-def token_columns(columns: Collection[str], name: str) -> tuple[str, ...]:
-    """Return the columns that hold the token ids of pairs; none if pairs are raw.
-
-    Raises:
-        UserError: Some of the four columns of TRL up to 0.23 are missing.
-    """
-    if set(checks.TOKEN_COLUMNS) <= set(columns):
-        return checks.TOKEN_COLUMNS
-    missing = [column for column in OLD_KEYS if column not in columns]
-    if len(missing) == len(OLD_KEYS):
-        return ()
-    if missing:
-        raise UserError(
-            f"The {name} dataset lacks {', '.join(missing)}; its columns are {sorted(columns)}. Rows in the form of "
-            f"TRL up to 0.23 have {', '.join(OLD_KEYS)}; today's have {' and '.join(checks.TOKEN_COLUMNS)}."
-        )
-    return OLD_IDS
-
-
-def read_old_columns(dataset: Dataset | IterableDataset, num_embeddings: int, name: str) -> Dataset | IterableDataset:
-    """Check pairs in the columns of TRL up to 0.23, and make them `chosen_ids` and `rejected_ids`.
-
-    What an attention mask leaves out is no part of an answer, and a margin may be a list of one.
-
-    Raises:
-        UserTypeError: A value is no list of integers.
-        UserError: Token ids that the model lacks, or a mask with a hole.
-    """
-    settings = {"num_embeddings": num_embeddings, "name": name}
-    return dataset.map(_read_old, with_indices=True, fn_kwargs=settings, remove_columns=list(OLD_KEYS))
-
-
-def _read_old(row: Mapping[str, Any], index: int, num_embeddings: int, name: str) -> dict[str, Any]:
-    answers = dict[str, Any]()
-    for new, old in zip(checks.TOKEN_COLUMNS, OLD_IDS, strict=True):
-        where, mask = checks.row_of(index, name, old), row[old.replace("input_ids", "attention_mask")]
-        checks.check_ids(row[old], where, num_embeddings)
-        kept = np.flatnonzero(mask)
-        if not len(kept) or len(mask) != len(row[old]) or len(kept) != np.ptp(kept) + 1:
-            raise UserError(
-                f"{where}: the attention mask must be as long as the token ids, and 0 only before or after all tokens "
-                f"that count, got {mask!r:.80}."
-            )
-        answers[new] = list(row[old][kept[0] : kept[-1] + 1])
-    return answers | old_margin(row, index, name)
-
-
-def old_margin(row: Mapping[str, Any], index: int, name: str) -> dict[str, float]:
-    """Return the margin, if any, of a row for TRL up to 0.23, which may be a list of one number.
-
-    Raises:
-        UserError: It is not finite, or a list of several.
-    """
-    if "margin" not in row:
-        return {}
-    margin = np.asarray(row["margin"])
-    margin = margin[0] if margin.shape == (1,) else margin
-    checks.check_margin(margin, checks.row_of(index, name, "margin"))
-    return {"margin": float(margin)}
-
-
-def render_old(row: dict[str, Any], where: str, processing_class: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return a raw row's two texts as TRL up to 0.23 tokenized them: without the prompt."""
-    with checks.rendering(where):
-        rendered = maybe_apply_chat_template(row, processing_class)
-    return {column: rendered[column] for column in checks.RAW_COLUMNS}
-
-
-def _tokenize(batch: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    """Tokenize a batch of ``chosen`` and ``rejected`` texts into the columns of TRL up to 0.23, where it is public."""
-    columns = {}
-    for half in checks.RAW_COLUMNS:
-        tokens = tokenizer(list(batch[half]))
-        columns[f"input_ids_{half}"] = tokens["input_ids"]
-        columns[f"attention_mask_{half}"] = tokens["attention_mask"]
-    return columns
-
-
 MOST_ANSWERS = 64
 Row = Mapping[str, Any]
 
-
-class Pairs:
-    """A chosen and a rejected answer, perhaps with the `margin` that is asked for.
-
-    Or with the `chosen_probability` that the chosen one is the better one.
-    """
-
-    label_columns = ("margin", "chosen_probability")
-    """Optional labels."""
-
-    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        """Check a raw row, and return its answers by the words for their places in it.
-
-        Args:
-            where: How errors begin, see `checks.row_of`.
-        """
-        answers = {column: row[column] for column in checks.RAW_COLUMNS}
-        checks.check_raw_row(row, answers, where)
-        return answers
-
-    def prepared(self, row: Row, ids: list[list[int]]) -> Row:
-        """Return the columns that a raw row gets, given the token ids of its answers."""
-        return dict(zip(checks.TOKEN_COLUMNS, ids, strict=True))
+# ---- pairs and rankings
 
 
 @dataclass(frozen=True)
@@ -143,50 +42,42 @@ class Rankings:
     attributes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
 
-    def check_pairs(self, name: str) -> None:
-        """Raise UserError where the dataset ``name`` has pairs, and a setting needs rankings."""
-        if self.settings:
-            raise UserError(
-                f"{', '.join(self.settings)}: only rankings use these settings, and the {name} dataset has pairs. "
-                "Leave them out, or give `completions` with `scores` or `ranks`."
-            )
-
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        if set(checks.RAW_COLUMNS) <= set(row) and not self.attributes:
-            given: dict[str, Any] = {"chosen": [row.get("chosen")], "rejected": row.get("rejected")}
-        else:
-            given = {"completions": row.get("completions")}
-        for column, values in given.items():
+        """Check a raw row, and return its answers by their places in it.
+
+        Args:
+            where: How errors begin, see `checks.row_of`.
+        """
+        has_halves, answers = set(RAW_COLUMNS) <= set(row) and not self.attributes, dict[str, Any]()
+        for column in RAW_COLUMNS if has_halves else ("completions",):
+            values = [row["chosen"]] if column == "chosen" else row.get(column)
             if not isinstance(values, list) or not values:
                 raise UserTypeError(f"{where}: `{column}` must be a list of answers, got {values!r:.80}.")
-        answers = {
-            f"{column}[{place}]": value for column, values in given.items() for place, value in enumerate(values)
-        }
-        _check_count(len(answers), where)
+            answers |= {f"{column}[{place}]": value for place, value in enumerate(values)}
         checks.check_raw_row(row, answers, where)
-        if (self.needs_scores or self.attributes) and ("scores" not in row or "completions" not in given):
+        if (self.needs_scores or self.attributes) and ("scores" not in row or has_halves):
             raise UserError(f"{where} has no `scores`, which loss_type='regression' and attributes need. Add them.")
-        if "completions" in given:
-            grades = next((name for name in ("scores", "ranks") if name in row), None)
-            if grades is None:
-                raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
-            self.check_grades(row[grades], len(answers), where, grades)
+        column = "rejected" if has_halves else next((name for name in ("scores", "ranks") if name in row), "")
+        if not column:
+            raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
+        self.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
 
-    def prepared(self, row: Row, ids: list[list[int]]) -> Row:
+    def grades(self, row: Row) -> Any:
+        """Return the grades of a checked raw row: a list, or one for each attribute, None where it does not say."""
         given = [row["scores"][name] for name in self.attributes]
-        lists = [scores and grades_of({**row, "scores": scores}) for scores in given]
-        return {"answer_ids": ids, "grades": lists or grades_of(row)}
+        return [scores and grades_of({**row, "scores": scores}) for scores in given] or grades_of(row)
 
     def check_grades(self, given: Any, answers: int, where: str, column: str) -> None:
-        """Check what a row gives as scores, ranks or prepared grades.
+        """Check the scores, ranks or prepared grades of a row.
 
         Args:
             given: The value of ``column``.
             answers: How many answers the row has.
             where: How errors begin, see `checks.row_of`.
         """
-        _check_count(answers, where)
+        if not 2 <= answers <= MOST_ANSWERS:
+            raise UserError(f"{where} has {answers} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
         lists, counts = self._lists(given, f"{where}: `{column}`"), set[int]()
         for place, values in lists.items():
             if not isinstance(values, list) or len(values) != answers:
@@ -205,7 +96,7 @@ class Rankings:
             raise UserError(f"{where}: `{column}` is {given!r:.80}, by which no answer is better than another.")
 
     def _lists(self, given: Any, place: str) -> dict[str, Any]:
-        """Return the lists of grades that a column gives, by the words for their places."""
+        """Return the lists of grades in a column by their places: one, or one for each attribute."""
         if not self.attributes:
             return {place: given}
         if isinstance(given, list) and len(given) == len(self.attributes):  # prepared
@@ -215,9 +106,13 @@ class Rankings:
         return {f"{place} of {name!r}": given[name] for name in self.attributes if given[name] is not None}
 
 
-def _check_count(answers: int, where: str) -> None:
-    if not 2 <= answers <= MOST_ANSWERS:
-        raise UserError(f"{where} has {answers} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
+def raw_answers(row: Row, where: str, rankings: Rankings | None) -> dict[str, Any]:
+    """Check a raw row, and return its answers by their places in it: of a pair if ``rankings`` is None."""
+    if rankings is not None:
+        return rankings.raw_answers(row, where)
+    answers = {column: row[column] for column in RAW_COLUMNS}
+    checks.check_raw_row(row, answers, where)
+    return answers
 
 
 def grades_of(row: Row) -> list[float]:
@@ -225,7 +120,7 @@ def grades_of(row: Row) -> list[float]:
 
     They are rounded to float32, the type of labels in a batch.
     """
-    if set(checks.RAW_COLUMNS) <= set(row):
+    if set(RAW_COLUMNS) <= set(row):
         return [1.0] + [0.0] * len(row["rejected"])
     grades = row["scores"] if "scores" in row else [-rank for rank in row["ranks"]]
     return [float(np.float32(grade)) for grade in grades]
@@ -233,8 +128,113 @@ def grades_of(row: Row) -> list[float]:
 
 def is_ranking(row: Row) -> bool:
     """Tell whether a converted row has more answers than a pair, whatever other columns it has."""
-    if set(checks.RAW_COLUMNS) <= set(row):
-        halves = [row[half] for half in checks.RAW_COLUMNS]
-        has_several = [isinstance(half, list) and bool(half) and not isinstance(half[0], dict) for half in halves]
-        return has_several == [False, True]
-    return "completions" in row
+    if not set(RAW_COLUMNS) <= set(row):
+        return "completions" in row
+    lists = [isinstance(row[half], list) and row[half] and not isinstance(row[half][0], dict) for half in RAW_COLUMNS]
+    return bool(lists[1] and not lists[0])
+
+
+# ---- pairs of TRL up to 0.23
+
+
+def read_old_row(row: Row, index: int, name: str) -> dict[str, Any]:
+    """Return the columns of today for a pair in the columns of TRL up to 0.23.
+
+    Tokens that an attention mask leaves out are no part of an answer, and a margin may be a list of one.
+
+    Raises:
+        UserError: An attention mask with a hole or of another length.
+    """
+    answers = dict[str, Any]()
+    for new, old in zip(PAIR, OLD_IDS, strict=True):
+        ids, mask = row[old] or [], row[old.replace("input_ids", "attention_mask")]
+        kept = np.flatnonzero(mask)
+        if not len(kept) or len(mask) != len(ids) or len(kept) != np.ptp(kept) + 1:
+            raise UserError(
+                f"{checks.row_of(index, name, old)}: the attention mask must be as long as the token ids, and 0 only "
+                f"before or after all tokens that count, got {mask!r:.80}."
+            )
+        answers[new] = list(ids[kept[0] : kept[-1] + 1])
+    return answers | old_margin(row, index, name)
+
+
+def old_margin(row: Row, index: int, name: str) -> dict[str, float]:
+    """Return the margin, if any, of a row for TRL up to 0.23, which may be a list of one number.
+
+    Raises:
+        UserError: It is not finite, or a list of several.
+    """
+    if "margin" not in row:
+        return {}
+    margin = np.asarray(row["margin"])
+    margin = margin[0] if margin.shape == (1,) else margin
+    checks.check_margin(margin, checks.row_of(index, name, "margin"))
+    return {"margin": float(margin)}
+
+
+def render_old(row: dict[str, Any], where: str, processing_class: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return a raw row's two texts as TRL up to 0.23 tokenized them: without the prompt."""
+    with checks.rendering(where):
+        rendered = maybe_apply_chat_template(row, processing_class)
+    return {column: rendered[column] for column in RAW_COLUMNS}
+
+
+def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
+    """Tokenize a batch of ``chosen`` and ``rejected`` texts into the columns of TRL up to 0.23, where it is public."""
+    tokens = [tokenizer(list(batch[half])) for half in RAW_COLUMNS]
+    return dict(zip(OLD_KEYS, [each[key] for each in tokens for key in ("input_ids", "attention_mask")], strict=True))
+
+
+# ---- solutions whose steps are judged
+
+
+def are_labels(labels: Any, steps: int) -> bool:
+    """Tell whether these are the labels of as many steps, 0 or 1 of each."""
+    return isinstance(labels, list) and [label in (0, 1) for label in labels] == [True] * steps
+
+
+def check_solution(row: Row, where: str) -> None:
+    """Raise UserError unless a raw row's prompt and steps are texts."""
+    prompt, steps = row.get("prompt"), row.get("completions")
+    if not isinstance(steps, list) or not all(isinstance(text, str) for text in (prompt, *steps)):
+        raise UserError(f"{where}: `prompt` must be text, and `completions` a list of texts, the steps.")
+    for text in (prompt, *steps):
+        checks.check_text(text, where)
+
+
+def tokenize_solution(
+    features: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    step_separator: str,
+    max_length: int | None,
+    max_completion_length: int | None,
+    train_on_last_step_only: bool,
+    is_eval: bool,
+) -> dict[str, list[int]]:
+    """Tokenize a solution: return its `input_ids`, and `labels` that are -100 but at the last token of a step.
+
+    Args:
+        features: `prompt`, `completions` and `labels`.
+        tokenizer: Adds no special tokens, but its BOS, if it has one, before the prompt.
+        step_separator: Put after each step.
+        max_length: Most tokens; those after are cut.
+        max_completion_length: The same, of the steps.
+        train_on_last_step_only: Whether all labels but the last become -100,
+        is_eval: but not in evaluation.
+    """
+    texts, bos = (step_separator, features["prompt"], *features["completions"]), tokenizer.bos_token_id
+    separator_ids, prompt_ids, *steps = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    prompt_ids = [bos] * (bos is not None) + prompt_ids
+    input_ids, labels = list[int](), list[int]()
+    for place, (ids, label) in enumerate(zip(steps, features["labels"], strict=True), start=1):
+        if not ids and not separator_ids:
+            raise UserError(
+                f"`completions[{place - 1}]` has no tokens, and step_separator={step_separator!r} adds none, so its "
+                "label has no place. Remove such steps, or set another step_separator."
+            )
+        input_ids += ids + separator_ids
+        is_left_out = train_on_last_step_only and not is_eval and place < len(steps)
+        labels += [NO_LABEL] * (len(input_ids) - len(labels) - 1) + [NO_LABEL if is_left_out else int(label)]
+    input_ids = prompt_ids + input_ids[:max_completion_length]
+    labels = [NO_LABEL] * len(prompt_ids) + labels[:max_completion_length]
+    return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}

@@ -1,4 +1,4 @@
-"""Prepare preference rows: the token ids of their answers, as TRL 1.16 makes them, in columns of their own."""
+"""Prepare rows for training: the token ids of their answers, as TRL 1.16 makes them, in columns of their own."""
 
 import logging
 import warnings
@@ -9,36 +9,50 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 import torch.distributed
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import TRAPS, find_traps, warn, warn_of_traps
+from .checks import RAW_COLUMNS, TRAPS
 from .formats import apply_template, convert_row, read_tools, template_variables
 from .measure import (
     ANSWERS,
+    NO_LABEL,
     PAIR,
+    PAIR_LABELS,
     RANKING,
     SOLUTION,
+    STEP_ENDS,
+    TOKENS,
     form_of,
-    longest_of,
-    measure_tables,
+    measure,
     raw_tables_of,
     read_row,
-    read_table,
-    remember,
+    select,
     tables_of,
 )
-from .row_formats import OLD_IDS, Pairs, Rankings, is_ranking, old_margin, read_old_columns, render_old, token_columns
+from .row_formats import (
+    OLD_KEYS,
+    Rankings,
+    are_labels,
+    check_solution,
+    is_ranking,
+    old_margin,
+    raw_answers,
+    read_old_row,
+    render_old,
+)
 
 logger = logging.getLogger(__name__)
 
 _OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
+_SOLUTION_FEATURES = Features(  # else labels would stay bools
+    {**dict.fromkeys(SOLUTION, Sequence(Value("int64"))), TRAPS: Value("string")}
+)
 _STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch does not wait
 
 
@@ -82,7 +96,7 @@ def prepare_preference_dataset(
             model lacks, or no row within ``max_length``. Errors number the rows as they came.
     """
     columns = checks.column_names(dataset, name)
-    if set(_OLD_TOKEN_COLUMNS) <= set(columns) and not set(checks.TOKEN_COLUMNS) <= set(columns):
+    if set(_OLD_TOKEN_COLUMNS) <= set(columns) and not set(PAIR) <= set(columns):
         warnings.warn(
             "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 "
             "of TRL: rename them to `chosen_ids` and `rejected_ids`.",
@@ -93,16 +107,18 @@ def prepare_preference_dataset(
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
     checks.check_one_form(columns, f"The {name} dataset")
     form, is_tokenized = _form_of(dataset, columns, name, rankings or Rankings(), are_old)
-    if isinstance(form, Rankings):
-        if unused := [column for column in Pairs.label_columns if column in columns]:
-            raise UserError(
-                f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
-                f"`dataset.remove_columns({unused})`."
-            )
-        if set(checks.RAW_COLUMNS) <= set(columns):  # prepared from one chosen answer and several rejected ones
-            form = replace(form, may_tie=True)
-    elif rankings is not None:
-        rankings.check_pairs(name)
+    if form is None and rankings is not None and rankings.settings:
+        raise UserError(
+            f"{', '.join(rankings.settings)}: only rankings use these settings, and the {name} dataset has pairs. "
+            "Leave them out, or give `completions` with `scores` or `ranks`."
+        )
+    if form is not None and (unused := [column for column in PAIR_LABELS if column in columns]):
+        raise UserError(
+            f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
+            f"`dataset.remove_columns({unused})`."
+        )
+    if form is not None and set(RAW_COLUMNS) <= set(columns):  # one chosen answer and several rejected ones
+        form = replace(form, may_tie=True)
     if not is_tokenized:
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
@@ -111,54 +127,50 @@ def prepare_preference_dataset(
                 f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
                 "not see it. Put it at the beginning of both dialogues, or use today's columns and collator."
             )
-        written = RANKING if isinstance(form, Rankings) else PAIR  # a user's column would lend them its type
+        written = PAIR if form is None else RANKING  # a user's column would lend them its type
         dataset = dataset.remove_columns([column for column in written if column in columns])
-        settings = {"processing_class": processing_class, "name": name, "form": form, "are_old": are_old}
+        settings = {"processing_class": processing_class, "name": name, "rankings": form, "are_old": are_old}
         settings["warned"] = None if isinstance(dataset, Dataset) else set()
-        dataset = map_rows(
-            dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, fn_kwargs=settings
-        )
-        dataset = warn_of_traps(dataset, name) if isinstance(dataset, Dataset) else dataset
+        how: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": settings}
+        dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **how)
     elif form_of(columns) not in (PAIR, RANKING):
-        with main_processes_first():
-            dataset = read_old_columns(dataset, num_embeddings, name)
-    more: dict[str, Any] = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc}
-    more |= {"name": name, "rankings": form if isinstance(form, Rankings) and is_tokenized else None}
-    return keep_fitting(dataset, num_embeddings=num_embeddings, **more)
+        how = {"with_indices": True, "fn_kwargs": {"name": name}, "remove_columns": list(OLD_KEYS)}
+        dataset = map_rows(dataset, read_old_row, num_proc, name, **how)
+    how = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc, "name": name}
+    return keep_fitting(dataset, num_embeddings=num_embeddings, rankings=form if is_tokenized else None, **how)
 
 
 def _form_of(
     dataset: Dataset | IterableDataset, columns: list[str], name: str, rankings: Rankings, are_old: bool
-) -> tuple[Pairs | Rankings, bool]:
-    """Return the form of rows, and whether they are tokenized."""
+) -> tuple[Rankings | None, bool]:
+    """Return the rule for ranked rows, None for pairs, and whether the rows are tokenized."""
+    is_old = not set(PAIR) <= set(columns) and set(OLD_KEYS) <= set(columns)
+    has_token_pairs = is_old or set(PAIR) <= set(columns)
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
-    tokens = token_columns(columns, name)
-    ids = first.get("answer_ids") if form_of(columns) == RANKING and not tokens else None
-    is_tokenized = ids is not None and not isinstance(next(iter(ids), None), str | int)  # else an extra column
-    if not (rankings.attributes or is_tokenized or (is_ranking(first) and not are_old and not tokens)):
-        if tokens != OLD_IDS:
+    ids = first["answer_ids"] if form_of(columns) == RANKING and not has_token_pairs else None
+    has_token_rankings = ids is not None and not isinstance(next(iter(ids), None), str | int)  # else an extra column
+    is_raw_ranking = is_ranking(first) and not are_old and not has_token_pairs
+    if not (rankings.attributes or has_token_rankings or is_raw_ranking):
+        if not is_old:
             checks.check_columns([*first], name)
-        return Pairs(), bool(tokens)
+        return None, has_token_pairs
     if isinstance(dataset, IterableDataset):
         raise UserError(
             f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
             "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
         )
-    return rankings, is_tokenized
+    return rankings, has_token_rankings
 
 
 def map_rows(
-    dataset: Dataset | IterableDataset,
-    function: Callable[..., Any],
-    num_proc: int | None,
-    name: str,
-    **settings: Any,
+    dataset: Any, function: Callable[..., Any], num_proc: int | None, name: str, **settings: Any
 ) -> Dataset | IterableDataset:
-    """Map the rows of a dataset, in the main process first; those of a stream as they are read."""
+    """Map the rows of a dataset, in the main process first, and log their traps; map a stream's as they are read."""
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, batch_size=_STREAM_BATCH, **settings)
     with main_processes_first():
-        return dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
+        dataset = dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
+    return checks.warn_of_traps(dataset, name) if TRAPS in dataset.column_names else dataset
 
 
 @contextmanager
@@ -174,59 +186,48 @@ def main_processes_first() -> Iterator[None]:
         yield
 
 
-def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    columns = {key: batch[key] for key in batch}
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
 def _tokenize_rows(
     batch: Mapping[str, Any],
     indices: list[int],
     processing_class: PreTrainedTokenizerBase,
     name: str,
-    form: Pairs | Rankings,
+    rankings: Rankings | None,
     are_old: bool,
     warned: set[str] | None,
 ) -> dict[str, list[Any]]:
     """Tokenize raw rows. Their traps are a column or, of a stream, logged if they are not in ``warned`` yet."""
-    rows, converted = zip(*map(convert_row, _rows(batch)), strict=True)
-    answers = [form.raw_answers(row, checks.row_of(index, name)) for index, row in zip(indices, rows, strict=True)]
-    if are_old:
-        answers = [
-            render_old(row, checks.row_of(index, name), processing_class)
-            for index, row in zip(indices, rows, strict=True)
-        ]
-    dialogues = [
-        (
-            answer if are_old else with_prompt(with_eos(answer, processing_class), row),
-            row,
-            checks.row_of(index, name, place),
-        )
-        for index, row, places in zip(indices, rows, answers, strict=True)
-        for place, answer in places.items()
-    ]
-    if all(isinstance(dialogue, str) for dialogue, *_ in dialogues):
-        texts = [dialogue for dialogue, *_ in dialogues]
+    rows_N = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    rows, forms = zip(*map(convert_row, rows_N), strict=True)
+    answers_N, dialogues = list[dict[str, Any]](), list[tuple[Any, Mapping[str, Any], str]]()
+    for at, row in zip(indices, rows, strict=True):
+        answers = raw_answers(row, checks.row_of(at, name), rankings)
+        if are_old:
+            answers = render_old(row, checks.row_of(at, name), processing_class)
+        answers_N.append(answers)
+        for place, answer in answers.items():
+            whole = answer if are_old else row.get("prompt", answer[:0]) + with_eos(answer, processing_class)
+            dialogues.append((whole, row, checks.row_of(at, name, place)))
+    texts = [dialogue for dialogue, *_ in dialogues]
+    if all(isinstance(text, str) for text in texts):
         ids = iter(processing_class(text=texts, return_attention_mask=False)["input_ids"])
     else:  # a stream may have rows of both forms
         ids = (tokenize_dialogue(dialogue, processing_class, row, where) for dialogue, row, where in dialogues)
     prepared = list[dict[str, Any]]()
-    for index, row, each, forms in zip(indices, rows, answers, converted, strict=True):
-        ids_K = list(islice(ids, len(each)))
-        columns = {**form.prepared(row, ids_K), **(old_margin(row, index, name) if are_old else {})}
-        traps = "" if are_old else find_traps(row, forms, [*each.values()], ids_K, processing_class)
-        prepared.append({**columns, **({TRAPS: traps} if warned is None else {})})
-        if warned is not None:
+    for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
+        ids_K = list(islice(ids, len(answers)))
+        values = ids_K if rankings is None else [ids_K, rankings.grades(row)]
+        columns = dict(zip(PAIR if rankings is None else RANKING, values, strict=True))
+        columns |= old_margin(row, at, name) if are_old else {}
+        traps = "" if are_old else checks.find_traps(row, converted, [*answers.values()], ids_K, processing_class)
+        if warned is None:
+            columns[TRAPS] = traps
+        else:
             lines = traps.splitlines() + ["same answers"] * (ids_K[1:] == ids_K[:-1])
             for key, trap in (line.split(" ", 1) for line in lines if line not in warned):
-                warn(key, [trap], f"{name} dataset: in row {index}, and perhaps in later ones")
+                checks.warn(key, [trap], f"{name} dataset: in row {at}, and perhaps in later ones")
             warned.update(lines)
+        prepared.append(columns)
     return {column: [row[column] for row in prepared] for column in prepared[0]}
-
-
-def with_prompt(dialogue: Any, row: Mapping[str, Any]) -> Any:
-    """Put a row's prompt, if it has one, before one of its answers."""
-    return row["prompt"] + dialogue if "prompt" in row else dialogue
 
 
 def with_eos(dialogue: Any, processing_class: PreTrainedTokenizerBase) -> Any:
@@ -263,6 +264,71 @@ def tokenize_dialogue(
     return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
+def prepare_solutions(
+    dataset: Any, tokenize: Any, settings: dict[str, Any], *, num_embeddings: int, num_proc: int | None, name: str
+) -> Dataset:
+    """Check solutions, and tokenize those that are texts; see `prepare_preference_dataset`.
+
+    Labels of tokens that were cut off are counted in the log.
+
+    Args:
+        tokenize: `tokenize_solution`, or what takes its place.
+        settings: Its arguments after the first.
+
+    Raises:
+        UserError: A bad row, or training data without any label left.
+    """
+    if not isinstance(dataset, Dataset):
+        raise UserError(f"The {name} dataset is no `Dataset` with a length: load it without streaming.")
+    columns, first, given_N = checks.column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
+    is_labeled = "completions" in columns and are_labels(first.get("labels"), len(first["completions"] or ()))
+    if is_labeled or "input_ids" not in columns:  # else any `completions` are an extra column
+        how: dict[str, Any] = {"fn_kwargs": {"name": name, "tokenize": tokenize, "settings": settings}}
+        how |= {"with_indices": True, "remove_columns": columns, "features": _SOLUTION_FEATURES}
+        raw, dataset = dataset, map_rows(dataset, _tokenize_raw_solution, num_proc, name, **how)
+        given_N = np.array([len(labels) for labels in raw["labels"]])
+    else:
+        for index, row in enumerate(dataset.select_columns([*SOLUTION])):
+            ids, labels = row["input_ids"] or [], row["labels"] or []
+            if len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
+                where = checks.row_of(index, name, "labels")
+                raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
+    dataset = dataset.select_columns([*SOLUTION])
+    fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
+    kept_N = np.concatenate([pc.list_value_length(table[STEP_ENDS]).to_numpy() for table in tables_of(fitting)])
+    is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
+    if settings["train_on_last_step_only"] and not is_eval:
+        given_N = np.minimum(given_N, 1)
+    if not kept_N.any():
+        nothing = f"The {name} dataset has no label left, so nothing can be learned or measured. {fix}"
+        if not is_eval:
+            raise UserError(nothing)
+        logger.warning(nothing)
+    elif (removed_N := given_N - kept_N).max(initial=0) > 0:
+        logger.warning(
+            f"{name} dataset: truncation removed {removed_N.clip(0).sum()} of {given_N.sum()} labels (the first in "
+            f"row {(removed_N > 0).argmax()}). {fix}"
+        )
+    return fitting
+
+
+def _tokenize_raw_solution(
+    row: dict[str, Any], index: int, name: str, tokenize: Any, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the columns that ``tokenize`` makes of a raw row; raise UserError, which names the row, if it is bad."""
+    where = checks.row_of(index, name)
+    check_solution(row, where)
+    steps, labels = row["completions"], row.get("labels")
+    if not are_labels(labels, len(steps)):
+        raise UserError(f"{where}: `labels` must be 0 or 1 of each of {len(steps)} `completions`, got {labels!r:.80}.")
+    try:
+        tokens = tokenize(row, **settings)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    traps = checks.find_traps(row, [], steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])
+    return tokens | {TRAPS: traps}
+
+
 def keep_fitting(
     dataset: Dataset | IterableDataset,
     *,
@@ -292,34 +358,27 @@ def keep_fitting(
         UserTypeError: A column does not hold lists of integers.
         UserError: An answer without tokens, an id that the model lacks, or no row that fits.
     """
-    whole = dataset
-    if truncation_mode is not None and max_length is not None:
+    whole, cuts = dataset, truncation_mode is not None and max_length is not None
+    if cuts:
         limit = {"max_length": max_length, "truncation_mode": truncation_mode}
         dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=limit)
     if isinstance(dataset, IterableDataset):
         settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
-    longest: list[np.ndarray] = []
-
-    def fitting() -> Iterator[pa.Table]:
-        first = 0
-        for raw in raw_tables_of(dataset):
-            _check_ids(raw, first, num_embeddings, name)
-            table = read_table(raw)
-            for index, row in enumerate(table.drop([ANSWERS]).to_pylist(), start=first):
-                checks.check_labels(row, index, name)
-                if rankings is not None:
-                    answers, where = len(raw["answer_ids"][index - first]), checks.row_of(index, name)
-                    rankings.check_grades(row["grades"], answers, where, "grades")
-            longest.append(longest_of(table[ANSWERS]))
-            first += len(table)
-            yield table if max_length is None else table.filter(pa.array(longest[-1] <= max_length))
-
-    measured = measure_tables(fitting())
-    longest_N = np.concatenate(longest)
-    kept_N = np.flatnonzero(longest_N <= (np.inf if max_length is None else max_length))
-    kept, dropped = len(kept_N), len(longest_N) - len(kept_N)
-    if not kept:
+    first = 0
+    for table in raw_tables_of(dataset):
+        checks.check_tokens(table, first, num_embeddings, name)
+        labels = table.drop_columns([column for column in TOKENS if column in table.column_names])
+        for index, row in enumerate(labels.to_pylist(), start=first):
+            checks.check_labels(row, index, name)
+            if rankings is not None:
+                answers = len(table["answer_ids"][index - first])
+                rankings.check_grades(row["grades"], answers, checks.row_of(index, name), "grades")
+        first += len(table)
+    longest_N = measure(dataset).longest_N
+    fits_N = longest_N <= (np.inf if max_length is None else max_length)
+    dropped = len(longest_N) - fits_N.sum()
+    if not fits_N.any():
         raise UserError(
             f"The {name} dataset is empty after filtering: all {dropped} pairs were dropped, since a pair is kept "
             f"only when both dialogues have at most max_length={max_length} tokens, and the shortest pair has "
@@ -331,33 +390,23 @@ def keep_fitting(
             f"max_length={max_length} tokens (the longest, of row {longest_N.argmax()}, has {longest_N.max()}). Raise "
             "`max_length` to keep them."
         )
-        dataset = dataset.select(kept_N)
-    if truncation_mode is not None and max_length is not None:
-        longest_N = np.concatenate([longest_of(table[ANSWERS]) for table in tables_of(whole)])
-        cut = (longest_N > max_length).sum() - dropped
+        dataset = select(dataset, fits_N)
+    if cuts:
+        cut = (measure(whole).longest_N > max_length).sum() - dropped
         logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
-    same_N = np.flatnonzero(measured.sizes_N == measured.lengths.prefix_P)
+    lengths = measure(dataset).lengths
+    same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)
     if len(same_N) and form_of(dataset.column_names) != SOLUTION:
-        checks.report_equal_answers(dataset[int(same_N[0])], len(same_N), kept, int(kept_N[same_N[0]]), name)
-    remember(dataset, measured)
+        first = int(np.flatnonzero(fits_N)[same_N[0]])
+        checks.report_equal_answers(dataset[int(same_N[0])], len(same_N), len(dataset), first, name)
     return dataset
 
 
-def _check_ids(table: pa.Table, first: int, num_embeddings: int, name: str) -> None:
-    """Check the token ids of raw columns, whose rows are numbered from ``first`` on."""
-    rows_N = first + np.arange(len(table))
-    for column in [column for column in (*PAIR, SOLUTION[0]) if column in table.column_names]:
-        checks.check_id_column(table[column], column, rows_N, name, num_embeddings)
-    if "answer_ids" in table.column_names:
-        rows_D = np.repeat(rows_N, pc.list_value_length(table["answer_ids"]).to_numpy())
-        checks.check_id_column(pc.list_flatten(table["answer_ids"]), "answer_ids", rows_D, name, num_embeddings)
-
-
 def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[str, Any]:
-    """Return what is kept of a row's answers; nothing if they stay as they are.
+    """Return the columns of a row's truncated answers; none if the answers stay as they are.
 
-    So it does where nothing would be left that tells the answers apart, and they are then left out; and where they are
-    no lists, which their check says.
+    They stay where nothing would be left that tells them apart, and are then dropped as too long; and where they are
+    no lists, so that their check rejects them.
     """
     answers = [() if ids is None else ids for ids in read_row(row)[ANSWERS]]
     excess = max(map(len, answers)) - max_length

@@ -15,9 +15,8 @@ from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
 from ..data.measure import is_prepared, measure, read_row
-from ..data.row_formats import Rankings
-from ..data.solutions import prepare_solutions, tokenize_solution
-from ..data.tokenize import prepare_preference_dataset
+from ..data.row_formats import Rankings, tokenize_solution
+from ..data.tokenize import prepare_preference_dataset, prepare_solutions
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (

@@ -50,11 +50,11 @@ from ..data.batch import apart, tensors_in
 from ..data.loader import (
     WholeStream,
     collate_marked,
-    epoch_that_skips_by,
     host_batches,
     outlive_sigterm,
     rows_of_step,
     skip_batches,
+    skipping_by,
     training_order,
 )
 from ..data.measure import ByPrompt, prompt_groups
@@ -338,9 +338,8 @@ class DeviceTrainer(Trainer):
         # a run that is resumed at its end would take one more step, as the loop looks for the end after each
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
-            if self._shards_model:
-                epoch_that_skips_by(skip)(self, *args, **kwargs)
-            else:
+            shards = self._shards_model
+            with skipping_by(skip, kwargs["train_dataloader"]) if shards else contextlib.nullcontext():
                 super()._run_epoch(*args, **kwargs)
 
     # ---- the step

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...data.solutions import tokenize_solution
+from ...data.row_formats import tokenize_solution
 from ...modeling.build import build_dataset
 from ...trainer.reward_trainer import RewardTrainer
 from ...trainer.utils import compute_accuracy as compute_accuracy
