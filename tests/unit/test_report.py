@@ -130,6 +130,12 @@ def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on
     (run / "trainer_state.json").write_text(json.dumps(state | {"log_history": history(9, scale=3.0)}))
     assert read_run(run, "run").series("loss")[0][-1] == 12, "the folder's is of an earlier run"
     assert read_run(run / "checkpoint-4", "run").step == 4
+    (run / "checkpoint-best").mkdir()
+    (run / "checkpoint-best" / "trainer_state.json").write_text("{}")
+    assert read_run(run, "run").step == 12
+    (run / "_run.json").write_text("[]")
+    with pytest.raises(UserError, match="logs of "):
+        read_run(run, "run")
 
 
 def test_a_run_that_has_logged_no_number_over_its_steps_has_no_picture_of_training(tmp_path: Path) -> None:
@@ -196,16 +202,6 @@ def test_a_report_overwrites_only_what_a_report_wrote(tmp_path: Path, capsys: py
     with pytest.raises(SystemExit):
         cli.main(["report", str(source), "--output", str(out)])
     assert (out / "verdict.json").read_text() == "changed since"
-
-
-def test_checkpoints_of_other_names_and_a_broken_record_of_the_run(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run", history(), 4)
-    (run / "checkpoint-best").mkdir()
-    (run / "checkpoint-best" / "trainer_state.json").write_text("{}")
-    assert read_run(run, "run").step == 12
-    (run / "_run.json").write_text("[]")
-    with pytest.raises(UserError, match="logs of "):
-        read_run(run, "run")
 
 
 def test_names_of_evaluation_sets_are_kept_apart() -> None:

@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from bad_input import Job, learned_positions
 from datasets import Dataset
 from preference_forms import TEMPLATE, TOOLS, assistant, user
+from scored_files import read, words, write
 from transformers import AutoModelForSequenceClassification
 
 import trl_tpu
@@ -37,24 +37,6 @@ ROWS = [{"text": "a" * (1 + number % 7), "number": number} for number in range(4
 def own_model(good_model: Path, tmp_path: Path) -> Path:
     """A model that a test may spoil."""
     return copytree(good_model, tmp_path / "model")
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-
-
-def words(model: Path, dataset: Path, output: Path | None = None) -> list[str]:
-    more = [] if output is None else ["--output", str(output)]
-    return ["score", "--model_name_or_path", str(model), "--dataset_name", str(dataset), *more]
 
 
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -177,35 +159,23 @@ def test_an_index_of_files_elsewhere_is_refused(own_model: Path, tmp_path: Path,
     assert f"names '../{shard}', a file elsewhere" in refusal(words(own_model, rows), capsys)
 
 
-def itself(folder: Path) -> tuple[Path, Path]:
-    rows = write(folder / "rows.jsonl", ROWS)
-    return rows, rows
-
-
-def new_in_the_folder(folder: Path) -> tuple[Path, Path]:
-    return write(folder / "data" / "rows.jsonl", ROWS).parent, folder / "data" / "out.jsonl"
-
-
-def no_folder(folder: Path) -> tuple[Path, Path]:
-    return write(folder / "rows.jsonl", ROWS), folder / "none" / "out.jsonl"
-
-
-def pipe(folder: Path) -> tuple[Path, Path]:
-    os.mkfifo(folder / "out.jsonl")
-    return write(folder / "rows.jsonl", ROWS), folder / "out.jsonl"
-
-
 @pytest.mark.parametrize(
-    ("places", "told"),
-    [(itself, "dataset itself"), (new_in_the_folder, "dataset itself"), (no_folder, "written"), (pipe, "written")],
+    ("dataset", "output", "told"),
+    [
+        ("data/rows.jsonl", "data/rows.jsonl", "dataset itself"),
+        ("data", "data/out.jsonl", "dataset itself"),
+        ("data/rows.jsonl", "none/out.jsonl", "written"),
+        ("data/rows.jsonl", "pipe", "written"),
+    ],
 )
-def test_an_output_that_cannot_be_is_refused_before_anything_is_loaded(
-    places: Callable[[Path], tuple[Path, Path]], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_output_that_cannot_be_is_rejected_before_anything_is_loaded(
+    dataset: str, output: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset, output = places(tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert told in refusal(words(tmp_path / "no model", dataset, output), capsys)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    write(tmp_path / "data" / "rows.jsonl", ROWS)
+    os.mkfifo(tmp_path / "pipe")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert told in refusal(words(tmp_path / "no model", tmp_path / dataset, tmp_path / output), capsys)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
 def test_several_processes_are_rejected_before_anything_is_written(
@@ -280,16 +250,15 @@ def test_json_lines_say_once_which_columns_they_cannot_hold(
     assert [{key: row[key] for key in plain} for row in read(tmp_path / "out.jsonl")] == [plain] * 3
 
 
+TWO = Outputs({"a": 0.5, "b": 0.5})
+REPLACED = ["reward_chosen_by_attribute", "tokens_rejected"]
+
+
 @pytest.mark.parametrize(
     ("columns", "best_of_n", "outputs", "replaced"),
     [
         (["completions", "completion", "reward"], True, Outputs(), "completion, reward"),
-        (
-            ["chosen", "rejected", "reward_chosen_by_attribute", "tokens_rejected"],
-            False,
-            Outputs({"a": 0.5, "b": 0.5}),
-            "reward_chosen_by_attribute, tokens_rejected",
-        ),
+        (["chosen", "rejected", *REPLACED], False, TWO, ", ".join(REPLACED)),
         (["text", "reward_by_attribute", "completion"], False, Outputs(), None),
     ],
 )

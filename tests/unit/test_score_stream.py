@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from scored_files import read, words, write
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_tpu
@@ -60,19 +61,6 @@ def alone(folder: Path, dialogues: list[Any]) -> list[float]:
         with torch.inference_mode():
             rewards.append(model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item())
     return rewards
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def words(model: Path, dataset: Path | str, output: Path) -> list[str]:
-    return ["score", "--model_name_or_path", str(model), "--dataset_name", str(dataset), "--output", str(output)]
 
 
 def chat(text: str, role: str) -> list[dict[str, str]]:

@@ -1,12 +1,12 @@
 """Scored rows are read back as they were written, and what is no scored row is named."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import scored_files
 
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.verdict import BestOfN, Verdict
@@ -21,9 +21,8 @@ def write(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl") -> P
     path = folder / f"scored{suffix}"
     if suffix.lower() == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+        return path
+    return scored_files.write(path, rows)
 
 
 def verdict_on(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl", **how: Any) -> Verdict:

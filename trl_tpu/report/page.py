@@ -295,7 +295,8 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
         if path.exists() and _entry(path.name, path.read_bytes()) not in earlier:
             raise UserError(f"{path} was not written by a report, so it stays. Name another folder: --output.")
     environment = Environment(autoescape=True)
-    environment.filters |= {"sentences": sentences_of, "base64": _base64, "excerpt": _excerpt}
+    as_text = {"base64": lambda content: b64encode(content).decode(), "excerpt": _excerpt}
+    environment.filters |= {"sentences": sentences_of, **as_text}
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         generator=_GENERATOR,
         files=" ".join(_entry(name, content) for name, content in files.items()),
@@ -316,10 +317,6 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
 def _entry(name: str, content: bytes) -> str:
     """Return a page's record of a file next to it, by which a later report knows the file as a report's."""
     return f"{name}={crc32(content):08x}"
-
-
-def _base64(content: bytes) -> str:
-    return b64encode(content).decode()
 
 
 def _excerpt(dialogue: Any) -> str:

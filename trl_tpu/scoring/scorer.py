@@ -233,10 +233,15 @@ class Scorer:
 
     def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> list[Computed]:
         computed, compute = [], self.runtime.compiled(_rewards_of)
+
+        def send(tensor: torch.Tensor) -> torch.Tensor:  # rows of tokens over the batch axes, lists of numbers whole
+            axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
+            return self.runtime.place(tensor, axes, self.device)
+
         for members_N, batches_of_members in self._apart(dialogues, batches):
             for batch in batches_of_members:
                 here_N = batch.is_there_P().numpy()[: len(members_N)]
-                sent = batch.map_tensors(self._sent)
+                sent = batch.map_tensors(send)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_SA = compute(self.model, sent)
                 computed.append((members_N, here_N, self.runtime.constrain(rewards_SA, (None, None))))
@@ -252,11 +257,6 @@ class Scorer:
             here_D = np.flatnonzero(groups_D == group)
             make = self.padded if group else batches  # packed rows leave out pad tokens at the end
             yield from ((here_D[each], batch) for each, batch in make([dialogues[i] for i in here_D.tolist()]))
-
-    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor to the devices: rows of tokens over the batch axes, lists of numbers whole."""
-        axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
-        return self.runtime.place(tensor, axes, self.device)
 
     def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:
         rewards_DA = np.full((count, len(self.outputs.weights)), math.nan)

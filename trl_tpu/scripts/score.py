@@ -255,30 +255,28 @@ class RowsFile:
             logger.warning(f"Not all rows are written; those that are, are in {self._folder}.")
 
     def _finish(self) -> None:
+        """Put the chunks together: those of Parquet as a row group each, which is all that is in memory at a time."""
         whole = self._folder / f"whole{_PARQUET}"
-        if self._path.suffix.lower() == _PARQUET:
-            self._to_parquet(whole)
-        else:
-            with whole.open("wb") as file:
-                for chunk in self._chunks:
-                    file.write(chunk.read_bytes())
-        whole.replace(self._path)
-        shutil.rmtree(self._folder)
-
-    def _to_parquet(self, parquet: Path) -> None:
-        """Write the chunks as Parquet, a row group for each, which is all that is in memory at a time."""
         try:
-            # of all keys of a chunk's rows, where a table would look at the first row alone
-            schemas = (pa.Table.from_struct_array(pa.array(_read(chunk))).schema for chunk in self._chunks)
-            schema = pa.unify_schemas(list(dict.fromkeys(schemas)), promote_options="permissive")
-            with pq.ParquetWriter(parquet, schema) as writer:
-                for chunk in self._chunks:
-                    writer.write_table(pa.Table.from_pylist(_read(chunk), schema=schema), row_group_size=self._chunk)
+            if self._path.suffix.lower() == _PARQUET:
+                # of all keys of a chunk's rows, where a table would look at the first row alone
+                schemas = (pa.Table.from_struct_array(pa.array(_read(chunk))).schema for chunk in self._chunks)
+                schema = pa.unify_schemas(list(dict.fromkeys(schemas)), promote_options="permissive")
+                with pq.ParquetWriter(whole, schema) as writer:
+                    for chunk in self._chunks:
+                        table = pa.Table.from_pylist(_read(chunk), schema=schema)
+                        writer.write_table(table, row_group_size=self._chunk)
+            else:
+                with whole.open("wb") as file:
+                    for chunk in self._chunks:
+                        file.write(chunk.read_bytes())
         except (pa.ArrowException, UnicodeEncodeError) as error:
             raise UserError(
                 f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All of them are "
                 f"in {self._folder}; keep those, or name an output that ends with .jsonl."
             ) from error
+        whole.replace(self._path)
+        shutil.rmtree(self._folder)
 
 
 def json_line(row: dict[str, Any]) -> bytes:
