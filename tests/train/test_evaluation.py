@@ -244,3 +244,11 @@ def test_the_metric_for_the_best_model_is_one_that_is_measured(
     for name in others:
         with pytest.raises(UserError, match="metric_for_best_model"):
             make(name)
+
+
+def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path) -> None:
+    with (
+        patch("trl_tpu.config.checks.get_available_reporting_integrations", lambda: ["tensorboard"]),
+        pytest.raises(UserError, match="report_to.*wandb"),
+    ):
+        RewardConfig(str(tmp_path), report_to=["tensorboard", "wandb"])

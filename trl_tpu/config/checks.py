@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from .. import runtime
 from ..errors import UserError, explaining
@@ -271,6 +272,16 @@ def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
         value = getattr(value, "value", value)  # an enum's text
         if re.search(part, str(value)) if part else value and value != "no":
             raise UserError(f"{setting}={value!r} is {what}: {instead}.")
+
+
+def check_trackers(args: Any) -> None:
+    """Raise UserError where `report_to` names a tracker that is not installed: transformers loads all models first."""
+    known = set(INTEGRATION_TO_CALLBACK) - {"flyte"}  # transformers does not say whether flyte is installed
+    if missing := sorted(known.intersection(args.report_to) - set(get_available_reporting_integrations())):
+        raise UserError(
+            f"report_to={args.report_to} names {', '.join(missing)}, whose package is not installed: install it, or "
+            "leave it out of report_to."
+        )
 
 
 def check_remat(args: Any) -> None:

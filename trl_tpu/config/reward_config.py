@@ -27,6 +27,7 @@ from .checks import (
     RemovedArguments,
     check_limits,
     check_remat,
+    check_trackers,
     check_values,
     take_removed,
 )
@@ -376,6 +377,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
             super().__post_init__()
         check_remat(self)
+        check_trackers(self)
         _ = self.schedule  # which says what is wrong with it
         self.mesh_shape = self._parse_mesh()
         if self.shards_over_processes:
