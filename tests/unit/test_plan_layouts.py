@@ -15,9 +15,8 @@ from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape
 from trl_tpu.plan.compile import CompiledProgram, call_in_child, received
-from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, search, with_layers
+from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, with_layers
 from trl_tpu.plan.report import found, report, scaled, sized
-from trl_tpu.runtime import Remat
 
 FSDP16 = MeshShape(fsdp=16)
 
@@ -145,37 +144,22 @@ def test_a_config_with_fewer_layers_makes_such_a_model_and_leaves_the_config_alo
     assert whole.num_hidden_layers == len(whole.layer_types) == 12
 
 
-# ---- search
+def test_of_several_layouts_the_fastest_that_fits_comes_first(layout: Layout) -> None:
+    def tried(fsdp: int, **changes: float) -> Attempt:
+        return Attempt(replace(layout, mesh=MeshShape(fsdp=fsdp)), compiled(layout, **changes))
 
-
-def test_a_search_compiles_the_candidates_in_turn_and_puts_the_fastest_that_fits_first(layout: Layout) -> None:
-    asked: list[Layout] = []
-
-    def says(layout: Layout) -> CompiledProgram:
-        asked.append(layout)
-        program = compiled(layout, received=4e10 if layout.mesh.tensor == 1 else 8e10)
-        return replace(program, temporary=40 * GiB) if layout.remat == Remat.NONE else program
-
-    meshes = [FSDP16, MeshShape(fsdp=8, tensor=2)]
-    attempts = search(layout, meshes, [2, 1], [Remat.NONE, Remat.FULL], says, most=7)
-    assert [(each.mesh.tensor, each.pairs_per_device, each.remat) for each in asked] == [
-        *((1, 2, "none"), (1, 2, "full"), (1, 1, "none"), (1, 1, "full")),
-        *((2, 2, "none"), (2, 2, "full"), (2, 1, "none")),
+    attempts = [
+        tried(1, temporary=40 * GiB),
+        tried(2, received=8e10),
+        tried(16, received=4e10),
+        attempt(layout, refuses),
     ]
-    assert [each.fits for each in attempts] == [True] * 3 + [False] * 4
-    rates = [each.most_pairs_per_second for each in attempts[:3]]
-    assert rates == sorted(rates, reverse=True)
-    assert attempts[0].layout.mesh == FSDP16
-    assert "--mesh data=1,fsdp=16 --remat full --per_device_train_batch_size 2" in found(attempts)
-
-
-def test_a_search_for_what_fits_ends_with_it(layout: Layout) -> None:
-    def fits_from_one(layout: Layout) -> CompiledProgram:
-        return compiled(layout) if layout.pairs_per_device == 1 else refuses(layout)
-
-    attempts = search(layout, [FSDP16], [4, 2, 1, 1], [Remat.FULL], fits_from_one, 6, until_one_fits=True)
-    assert [each.layout.pairs_per_device for each in attempts] == [1, 4, 2]
-    assert "None of these fits" in found(search(layout, [FSDP16], [4], [Remat.FULL], refuses, 6))
+    listed = found(attempts).splitlines()
+    assert [row.partition(" --remat")[0].strip() for row in listed[1:3]] == [
+        f"--mesh data=1,fsdp={n}" for n in (16, 2)
+    ]
+    assert [row.count("FITS") for row in listed[1:5]] == [1, 1, 0, 0]
+    assert "None of these fits" in found(attempts[3:])
 
 
 # ---- rows

@@ -2,10 +2,9 @@
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
-from itertools import islice, product
 from math import ceil, prod
 from typing import Any
 
@@ -229,21 +228,3 @@ def attempt(layout: Layout, compile_one: Compile) -> Attempt:
         if (found := _OUT_OF_MEMORY.search(str(error))) is None:
             raise
         return Attempt(layout, refusal=found[0])
-
-
-def search(
-    layout: Layout,
-    meshes: Iterable[MeshShape],
-    batch_sizes: Iterable[int],
-    policies: Iterable[Remat],
-    compile_one: Compile,
-    most: int,
-    until_one_fits: bool = False,
-) -> list[Attempt]:
-    """Compile ``layout`` with each mesh, batch size per device and remat policy, in this order: at most ``most``."""
-    attempts: list[Attempt] = []
-    for mesh, pairs, remat in islice(product(meshes, batch_sizes, policies), most):
-        attempts.append(attempt(replace(layout, mesh=mesh, pairs_per_device=pairs, remat=remat), compile_one))
-        if until_one_fits and attempts[-1].fits:
-            break
-    return sorted(attempts, key=lambda each: (each.fits, each.most_pairs_per_second), reverse=True)

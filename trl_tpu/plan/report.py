@@ -55,9 +55,9 @@ def report(attempt: Attempt, pairs_to_train: float | None = None) -> str:
 
 
 def found(attempts: list[Attempt]) -> str:
-    """List layouts that were compiled, with the flags that choose them."""
+    """List layouts that were compiled, the fastest that fits first, with the flags that choose them."""
     rows, note = [], "None of these fits. Raise --compiles, train adapters (--use_peft true), or name a larger slice."
-    for each in attempts:
+    for each in sorted(attempts, key=lambda each: (each.fits, each.most_pairs_per_second), reverse=True):
         flags = " ".join(f"--{name} {value}" for name, value in each.layout.arguments.items())
         outcome = f"does not fit. {each.refusal}"
         if each.fits:

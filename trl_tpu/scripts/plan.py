@@ -7,9 +7,10 @@ traced and compiled by the TPU's compiler; see `trl_tpu.plan`.
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, product
 from typing import Any
 
 from datasets import Dataset
@@ -29,7 +30,7 @@ from trl_tpu.modeling.tokenizer import set_chat_template, set_eos_token, set_pad
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts, report
 from trl_tpu.plan.compile import CompiledProgram, missing
-from trl_tpu.plan.layouts import Layout
+from trl_tpu.plan.layouts import Attempt, Layout
 from trl_tpu.runtime import Remat
 from trl_tpu.scripts import reward
 from trl_tpu.scripts.config_file import take_config
@@ -131,13 +132,18 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
         print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
         return compile_one(layout)
 
-    most, size = plan_args.compiles, planned.pairs_per_device
+    def try_each(meshes: Iterable[MeshShape], sizes: Iterable[int], policies: Iterable[Remat]) -> Iterator[Attempt]:
+        for mesh, pairs, remat in islice(product(meshes, sizes, policies), plan_args.compiles):
+            candidate = dataclasses.replace(planned, mesh=mesh, pairs_per_device=pairs, remat=remat)
+            yield layouts.attempt(candidate, say_and_compile)
+
+    size = planned.pairs_per_device
     if plan_args.search or plan_args.meshes or plan_args.batch_sizes:
         meshes = [parse_mesh(each, topology.chips) for each in plan_args.meshes or [str(mesh)]]
         # layers in a loop are always recomputed
         policies = [each for each in Remat if each != Remat.NONE or not args.scan_layers]
         sizes = plan_args.batch_sizes or dict.fromkeys([size, -(-size // 2)])
-        attempts = layouts.search(planned, meshes, sizes, policies, say_and_compile, most)
+        attempts = list(try_each(meshes, sizes, policies))
         parts = [report.found(attempts)]
     else:
         attempts = [layouts.attempt(planned, say_and_compile)]
@@ -146,7 +152,11 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
             thrifty = [MeshShape(fsdp=mesh.batch_shards, tensor=mesh.tensor)]
             is_thrifty = planned.remat == Remat.FULL and thrifty == [mesh]
             sizes = [size // 2**halved for halved in range(is_thrifty, size.bit_length())]
-            others = layouts.search(planned, thrifty, sizes, [Remat.FULL], say_and_compile, most, until_one_fits=True)
+            others = list[Attempt]()
+            for other in try_each(thrifty, sizes, [Remat.FULL]):
+                others.append(other)
+                if other.fits:
+                    break
             parts.append(f"What would fit:\n\n{report.found(others)}")
     print("\n\n".join([*parts, report.notes(planned, depths)]))
     return 0 if any(each.fits for each in attempts) else 1
