@@ -30,9 +30,8 @@ from trl_tpu.parallel.shard import keep_activations_split, place_model, plan_mod
 from trl_tpu.runtime import current
 from trl_tpu.scripts import synthetic, utils
 from trl_tpu.training.batch_plan import BatchPlan
-from trl_tpu.training.optimizer import StepState
-from trl_tpu.training.statistics import RewardMetrics, on_host
-from trl_tpu.training.step import evaluation_step, training_step
+from trl_tpu.training.statistics import StepStatistics
+from trl_tpu.training.step import StepState, evaluation_step, training_step
 
 
 def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, float]]:
@@ -78,13 +77,13 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
 
     def evaluate() -> dict[str, float]:
         model.eval()
-        sums = RewardMetrics(runtime, args.device)  # on the device
+        statistics = StepStatistics(runtime, args.device)  # summed on the device
         for batch in test_batches:
             with precision:
                 result = evaluation_step(model, batch.parts, loss_of, use_cache=False)
-            sums.update(result.rewards_SA, result.tokens_S, result.table)
+            statistics.update(result.rewards_SA, result.tokens_S, result.table)
         runtime.step_boundary()
-        return {f"eval_{name}": value for name, value in on_host(runtime.fetch(sums.device_sums)).metrics().items()}
+        return {f"eval_{name}": value for name, value in statistics.read().metrics().items()}
 
     losses: list[torch.Tensor] = []
     for step, batch in enumerate(islice(chain.from_iterable(repeat(train_batches)), steps), start=1):

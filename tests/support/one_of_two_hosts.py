@@ -64,29 +64,12 @@ def main() -> None:
     texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
     model = save_tiny(folder / f"model{index}", texts)
     own = Own()
-    args = RewardConfig(
-        str(folder / "out"),
-        mesh="tensor=2",
-        per_device_train_batch_size=4,
-        max_steps=8,
-        logging_steps=2,
-        save_strategy="steps",
-        save_steps=4,
-        gradient_accumulation_steps=2,
-        gradient_checkpointing=False,
-        report_to="none",
-        max_length=32,
-        eval_strategy="steps" if kind == "SIGTERM" else "no",
-        eval_steps=3,
-    )
-    trainer = RewardTrainer(
-        model,
-        args,
-        train_dataset=pairs,
-        eval_dataset=pairs,
-        callbacks=[own],
-        compute_metrics=lambda prediction: {"host": index},
-    )
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 8, "logging_steps": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2, "report_to": "none"}
+    settings |= {"eval_strategy": "steps" if kind == "SIGTERM" else "no", "eval_steps": 3, "max_length": 32}
+    args = RewardConfig(str(folder / "out"), mesh="tensor=2", gradient_checkpointing=False, **settings)
+    data: dict[str, Any] = {"train_dataset": pairs, "eval_dataset": pairs, "callbacks": [own]}
+    trainer = RewardTrainer(model, args, **data, compute_metrics=lambda prediction: {"host": index})
     trainer.train(resume_from_checkpoint=kind == "resume")
     trainer.save_model(str(folder / "final"))
     runtime.current().all_gather_object(None)

@@ -49,25 +49,12 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
     from trl_tpu.runtime import current
 
     each = 8 // current().topology().devices
-    defaults: dict[str, Any] = {
-        "per_device_train_batch_size": each,
-        "per_device_eval_batch_size": each,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    pairs = tiny.made_up_pairs(40)
-    return RewardTrainer(
-        model,
-        RewardConfig(str(out), **(defaults | settings)),
-        train_dataset=pairs.select(range(24)),
-        eval_dataset=pairs.select(range(24, 40)),
-        callbacks=list(callbacks),
-    )
+    defaults: dict[str, Any] = {"per_device_train_batch_size": each, "per_device_eval_batch_size": each}
+    defaults |= {"num_train_epochs": 2, "learning_rate": 1e-3, "bf16": False, "logging_steps": 1}
+    defaults |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    args, pairs = RewardConfig(str(out), **(defaults | settings)), tiny.made_up_pairs(40)
+    train, held_out = pairs.select(range(24)), pairs.select(range(24, 40))
+    return RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out, callbacks=list(callbacks))
 
 
 def logged(trainer: RewardTrainer) -> list[dict[str, Any]]:

@@ -85,13 +85,13 @@ def types_inside(trainer: RewardTrainer) -> dict[str, str]:
     # for all modules: a hook on one of the model's would have its batches padded
     register_module_forward_hook(note)
 
-    see = trainer.trl_tpu.nonfinite.see
+    see = trainer.trl_tpu.statistics.see_loss
 
     def note_and_see(loss: torch.Tensor) -> None:
         found["loss"] = str(loss.dtype)
         see(loss)
 
-    trainer.trl_tpu.nonfinite.see = note_and_see  # type: ignore[method-assign]
+    trainer.trl_tpu.statistics.see_loss = note_and_see  # type: ignore[method-assign]
     return found
 
 

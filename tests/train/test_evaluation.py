@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Eval
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.config.reward_config import METRICS
 from trl_tpu.errors import UserError
-from trl_tpu.training.evaluation import EvaluatedPairs
+from trl_tpu.training.step import EvaluatedPairs
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """A step whose loss or gradient is not finite leaves no trace but a count, and several in a row stop the run."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def train(folder: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
-    def train(poisoned: Sequence[int], steps: int, **settings: Any) -> RewardTrainer:
-        return runs.train(folder, tmp_path, poisoned, steps, **settings)
-
-    return train
+    return partial(runs.train, folder, tmp_path)
 
 
 @pytest.fixture
 def make(folder: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
-    def make(poisoned: Sequence[int], steps: int, **settings: Any) -> RewardTrainer:
-        return runs.make(folder, tmp_path, poisoned, steps, **settings)
-
-    return make
+    return partial(runs.make, folder, tmp_path)
 
 
 class Spoil(TrainerCallback):
@@ -49,11 +44,7 @@ class Spoil(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("optim", "packing", "accumulation"),
-    [
-        ("adamw_torch", True, 2),
-        ("adamw_torch", False, 1),
-        ("adafactor", True, 1),
-    ],
+    [("adamw_torch", True, 2), ("adamw_torch", False, 1), ("adafactor", True, 1)],
 )
 def test_weights_and_state_are_those_of_a_run_without_the_steps(
     train: Callable[..., RewardTrainer], optim: str, packing: bool, accumulation: int
@@ -137,12 +128,11 @@ def test_a_stop_that_could_not_save_says_so(make: Callable[..., RewardTrainer], 
         trainer.train()
 
 
-def test_float16_is_left_alone(make: Callable[..., RewardTrainer]) -> None:
+def test_float16_is_left_alone(train: Callable[..., RewardTrainer]) -> None:
     """With default limits: infinite gradients come and go there under a loss scale."""
-    trainer = make([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], fp16=True)
-    trainer.train()
-    assert trainer.args.nonfinite_limit == 3 and not trainer.trl_tpu.nonfinite.is_on
-    assert trainer.state.global_step == 6 and runs.logged(trainer, "nonfinite") == []
+    trainer = train([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], fp16=True)
+    assert trainer.args.nonfinite_limit == 3 and trainer.state.global_step == 6
+    assert runs.logged(trainer, "nonfinite") == []
 
 
 def test_adapters_over_float16_weights_are_left_alone(
@@ -154,12 +144,11 @@ def test_adapters_over_float16_weights_are_left_alone(
     args.model_init_kwargs = {"dtype": "float16"}
     trainer = RewardTrainer(folder, args, train_dataset=runs.pairs_of(1), peft_config=peft_config)
     assert any(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
-    assert not trainer.trl_tpu.nonfinite.is_on
+    assert not trainer.trl_tpu.statistics.skips_nonfinite
 
 
-def test_0_turns_it_off(make: Callable[..., RewardTrainer]) -> None:
-    trainer = make([0], 3, nonfinite_limit=0)
-    trainer.train()
+def test_0_turns_it_off(train: Callable[..., RewardTrainer]) -> None:
+    trainer = train([0], 3, nonfinite_limit=0)
     assert trainer.state.global_step == 3
     assert runs.state_of(trainer)["score.weight"].isnan().all()  # as in TRL
     assert runs.logged(trainer, "nonfinite") == []

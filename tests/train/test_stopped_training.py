@@ -84,13 +84,8 @@ def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
 def test_a_time_limit_stops_train_and_what_was_due_is_done(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {
-        "training_time_limit": "1h",
-        "save_strategy": "best",
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "metric_for_best_model": "loss",
-    }
+    settings: dict[str, Any] = {"training_time_limit": "1h", "save_strategy": "best", "metric_for_best_model": "loss"}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2}
     trainer = make_trainer(model, tmp_path, At("on_step_begin", 3, later(monkeypatch, 3601)), **settings)
     output = trainer.train()
     assert (output.global_step, trainer.stopped_by) == (4, TIME_LIMIT)
@@ -110,21 +105,11 @@ def test_the_checkpoint_to_go_on_from_stays_beside_the_best(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where save_total_limit=1, a Trainer that ends deletes all checkpoints but the best."""
-    trainer = make_trainer(
-        model,
-        tmp_path,
-        At("on_step_begin", 4, later(monkeypatch, 61)),
-        training_time_limit="1m",
-        load_best_model_at_end=True,
-        metric_for_best_model="mean_reward",
-        greater_is_better=False,
-        learning_rate=0.0,  # so that the first one stays the best
-        save_total_limit=1,
-        eval_strategy="steps",
-        save_strategy="steps",
-        eval_steps=1,
-        save_steps=1,
-    )
+    settings: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "mean_reward"}
+    settings |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    settings |= {"greater_is_better": False, "learning_rate": 0.0}  # so that the first one stays the best
+    limits = {"training_time_limit": "1h", "save_total_limit": 1}
+    trainer = make_trainer(model, tmp_path, At("on_step_begin", 4, later(monkeypatch, 3601)), **settings, **limits)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-5"]
@@ -133,19 +118,14 @@ def test_the_checkpoint_to_go_on_from_stays_beside_the_best(
 
 def test_minutes_that_passed_save(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice at the second step and once at the fifth: no save follows by itself."""
-    trainer = make_trainer(
-        model,
-        tmp_path,
-        At("on_step_begin", 1, later(monkeypatch, 91)),
-        At("on_step_begin", 4, later(monkeypatch, 91)),
-        save_interval_minutes=1.5,
-        save_strategy="best",
-        eval_strategy="steps",
-        eval_steps=1,
-        learning_rate=0.0,
-        metric_for_best_model="loss",
-    )
-    trainer.train()
+    waits = [At("on_step_begin", step, later(monkeypatch, 5401)) for step in (1, 4)]
+    settings: dict[str, Any] = {
+        "save_interval_minutes": 90.0,
+        "save_strategy": "best",
+        "metric_for_best_model": "loss",
+    }
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
+    make_trainer(model, tmp_path, *waits, **settings).train()
     assert {folder.name[-1] for folder in tmp_path.glob("checkpoint-*")} == {"1", "2", "5"}  # the best is the first
 
 

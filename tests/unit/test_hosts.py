@@ -80,38 +80,23 @@ def test_hosts_do_not_meet_at_every_step(arguments: TrainingArguments, monkeypat
     assert 4 <= meeting.times <= 20  # the logs at 10, 20, 30 and 40 among them
 
 
-def test_a_request_to_stop_between_micro_batches_waits_for_the_hosts_to_meet(arguments: TrainingArguments) -> None:
-    """There the loop would break on this host alone."""
+def test_requests_of_one_host_between_steps_and_after_a_save_become_all_hosts(arguments: TrainingArguments) -> None:
+    """Between micro-batches the loop would break on this host alone; after a save all know that they have saved."""
     meeting = Meeting(2)
 
-    def run(index: int) -> tuple[bool, bool]:
+    def run(index: int) -> list[bool]:
         agreed = agreement_of(meeting, index)
-        between = TrainerControl(should_training_stop=index == 1, should_save=True)
+        between, control = TrainerControl(should_training_stop=index == 1, should_save=True), TrainerControl()
         agreed.postpone(between)
-        control = TrainerControl()
-        agreed.decide(arguments, TrainerState(global_step=10, epoch=0.1, max_steps=40), control, {})
-        return between.should_training_stop, control.should_training_stop
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, range(2))) == [(False, True)] * 2
-
-
-def test_a_stop_agreed_on_is_not_put_off_by_what_callbacks_ask_for_after_the_save(
-    arguments: TrainingArguments,
-) -> None:
-    """All know that they have saved, so they meet then, also at a step at which nothing is due."""
-    meeting = Meeting(2)
-
-    def run(index: int) -> tuple[bool, bool]:
-        agreed = agreement_of(meeting, index)
-        state, control = TrainerState(global_step=1, epoch=0.1, max_steps=40), TrainerControl()
-        stops = agreed.decide(arguments, state, control, {"SIGTERM": index == 1})["SIGTERM"]
-        control.should_training_stop = stops and index == 0  # as a callback may ask for it after a save
+        state = TrainerState(global_step=1, epoch=0.1, max_steps=40)
+        told = agreed.decide(arguments, state, control, {"SIGTERM": index == 1})["SIGTERM"]
+        stops = control.should_training_stop
+        control.should_training_stop = index == 0  # as a callback may ask for it after a save
         agreed.decide(arguments, state, control, {}, now=True)
-        return stops, control.should_training_stop
+        return [between.should_training_stop, told, stops, control.should_training_stop]
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, range(2))) == [(True, True)] * 2
+        assert list(pool.map(run, range(2))) == [[False, True, True, True]] * 2
 
 
 def test_one_process_decides_at_once(arguments: TrainingArguments) -> None:
@@ -122,9 +107,7 @@ def test_one_process_decides_at_once(arguments: TrainingArguments) -> None:
 def test_hosts_of_different_runs_are_refused_by_what_differs() -> None:
     run = {"seed": 42, "train data": "10 pairs (00)", "the step to resume from": 3}
     check_alike([run] * 16)
-    others = [run, run, run | {"seed": 43}, run | {"the step to resume from": None}]
-    with pytest.raises(ValueError) as error:
-        check_alike(others)
-    assert "seed is 42 on hosts 0, 1, 3 and 43 on host 2" in str(error.value)
-    assert "the step to resume from is 3 on hosts 0, 1, 2 and null on host 3" in str(error.value)
+    with pytest.raises(ValueError, match="seed is 42 on hosts 0, 1, 3 and 43 on host 2") as error:
+        check_alike([run, run, run | {"seed": 43}, run | {"the step to resume from": None}])
+    assert "resume from is 3 on hosts 0, 1, 2 and null on host 3" in str(error.value)
     assert "train data" not in str(error.value)

@@ -2,6 +2,8 @@
 
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from meeting import Meeting
 
+from trl_tpu.config.reward_config import REWARD_METRICS
 from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
 from trl_tpu.evaluation.judge import RewardSums, pairs_of, sums_on_host
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.training.statistics import RewardMetrics, on_host, scale_of
+from trl_tpu.training import statistics
+from trl_tpu.training.statistics import StepStatistics, scale_of
 
 Row = tuple[float, float, bool]  # chosen, rejected, is real
 
@@ -26,20 +31,26 @@ batches = st.lists(
 )  # of pairs of batches
 
 
-def new_metrics(**settings: Any) -> RewardMetrics:
-    metrics = RewardMetrics(Runtime(), CPU, **settings)
-    metrics.start(0, [], 0, 1)
-    return metrics
+def new_metrics(index: int = 0, count: int = 1, **settings: Any) -> StepStatistics:
+    """Statistics of one of several processes, as accelerate counts them."""
+    accelerator: Any = SimpleNamespace(process_index=index, num_processes=count)
+    return StepStatistics(Runtime(), CPU, accelerator, **settings)
 
 
-def close(*processes: RewardMetrics) -> dict[str, float]:
-    """What the first of the processes logs of all."""
-    fetched = [Runtime().fetch(each.device_sums) for each in processes]
-    logs, *_ = [each.close(fetched, 1) for each in processes]
-    return {name: value for name, value in logs.items() if "_per_" not in name}
+def close(*processes: StepStatistics) -> dict[str, float]:
+    """Return the metrics that the first of the processes logs of all."""
+    meeting = Meeting(len(processes))
+
+    def log(index: int) -> dict[str, float]:
+        return processes[index].close(torch.zeros(1), None, 0.0, 1, 1)[0]
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(processes)) as pool:
+        patch.setattr(statistics, "over_processes", lambda own, value: meeting.gather(own.process_index, value))
+        logs, *_ = pool.map(log, range(len(processes)))
+    return {name: value for name, value in logs.items() if name in ("num_tokens", *REWARD_METRICS)}
 
 
-def update(metrics: RewardMetrics, rows: list[Row], tokens: int = 5, labels: Any = None) -> None:
+def update(metrics: StepStatistics, rows: list[Row], tokens: int = 5, labels: Any = None) -> None:
     """Add pairs whose answers have so many tokens each; pairs that are not real are in another micro-batch."""
     here_P = np.array([row[2] for row in rows])
     table = compare(Labels.of(labels or [{}] * len(rows), 2), ComparisonRule()).among(here_P)
@@ -53,9 +64,9 @@ def host_sums(rewards_P2: Any) -> RewardSums:
     return sums_on_host(rewards_PAK, pairs_of(len(rewards_PAK)))
 
 
-def resumed(*parts: RewardMetrics, index: int = 0, count: int = 1) -> RewardMetrics:
-    metrics = RewardMetrics(Runtime(), CPU)
-    metrics.start(1, json.loads(json.dumps([part.state_dict() for part in parts])), index, count)
+def resumed(*parts: StepStatistics, index: int = 0, count: int = 1) -> StepStatistics:
+    metrics = new_metrics(index, count)
+    metrics.start(1, json.loads(json.dumps([part.state(torch.zeros(1))[0] for part in parts])))
     return metrics
 
 
@@ -78,7 +89,7 @@ def by_numpy(rows: list[Row]) -> dict[str, float]:
 def test_metrics_are_over_all_real_pairs_of_all_batches_of_all_processes(
     given: list[list[Row]], others: list[list[Row]]
 ) -> None:
-    first, second = new_metrics(), new_metrics()
+    first, second = new_metrics(0, 2), new_metrics(1, 2)
     for metrics, own in ((first, given), (second, others)):
         for rows in own:
             update(metrics, rows)
@@ -159,7 +170,7 @@ def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(given: li
     for rows in given:
         update(metrics, rows)
         added = added + host_sums([row[:2] for row in rows if row[2]])
-    on_device = on_host(metrics.device_sums)
+    on_device = metrics.read()
     added.tokens = on_device.tokens
     assert vars(added) == pytest.approx(vars(on_device), rel=1e-6, abs=1e-4)
 
@@ -180,8 +191,9 @@ def test_open_sums_of_older_checkpoints_are_read() -> None:
     """They counted right comparisons, and had squares about 0; the oldest knew only pairs."""
     older = {"pairs": 2, "correct": 1, "ties": 1, "tokens": 7, "reward": 6.0, "margin": 2.0, "squares": 14.0}
     older |= {"lowest": 0.0, "highest": 3.0}
-    metrics = RewardMetrics(Runtime(), CPU)
-    metrics.start(1, [{"num_tokens": 10, "open": older}], 0, 1)
+    metrics = new_metrics()
+    steps = {"taken": 0, "nonfinite": 0, "in_a_row": 0, "reached_at": 0}
+    metrics.start(1, [{"metrics": {"num_tokens": 10, "open": older}, "open_loss": 0.0, "nonfinite": steps}])
     update(metrics, [(3.0, 0.0, True), (0.0, 3.0, True)])
     logs = close(metrics)
     assert (logs["accuracy"], logs["tie_rate"], logs["margin"], logs["num_tokens"]) == (0.5, 0.25, 0.5, 37)
@@ -209,8 +221,8 @@ def test_numbers_that_are_not_finite_are_logged_unless_their_steps_are_skipped()
     logs = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for skips in (False, True):
-            metrics = new_metrics(skips_nonfinite=skips)
+        for limit in (0, 3):
+            metrics = new_metrics(nonfinite_limit=limit)
             update(metrics, rows)
             logs.append(close(metrics))
     assert all(np.isnan(logs[0][name]) for name in ("mean_reward", "margin", "min_reward", "max_reward"))

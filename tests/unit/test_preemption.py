@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ def test_a_duration_is_what_its_parts_add_up_to(parts: tuple[int, int, int]) -> 
      90, None, True],
 )  # fmt: skip
 def test_other_spellings_are_refused(text: Any) -> None:
-    with pytest.raises(ValueError, match="days, hours and minutes.*'2h30m', '1d', '90m'"):
+    with pytest.raises(ValueError, match="training_time_limit"):
         parse_duration(text, "training_time_limit")
 
 
@@ -40,11 +41,10 @@ def test_a_configuration_says_when_to_save_and_stop(tmp_path: Path) -> None:
     assert (args.time_limit, args.save_interval) == (None, None)
     args = RewardConfig(str(tmp_path), training_time_limit="1d", save_interval_minutes=0.5)
     assert (args.time_limit, args.save_interval) == (timedelta(days=1), timedelta(seconds=30))
-    with pytest.raises(ValueError, match="training_time_limit: '2 hours' is no duration"):
-        RewardConfig(str(tmp_path), training_time_limit="2 hours")
-    for minutes in (-5.0, float("nan")):
-        with pytest.raises(ValueError, match="save_interval_minutes must be at least 0"):
-            RewardConfig(str(tmp_path), save_interval_minutes=minutes)
+    wrong = [("training_time_limit", "2 hours"), ("save_interval_minutes", -5.0), ("save_interval_minutes", np.nan)]
+    for name, value in wrong:
+        with pytest.raises(ValueError, match=name):
+            RewardConfig(str(tmp_path), **{name: value})  # type: ignore[arg-type]
 
 
 # ---- SIGTERM

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.training.stopping import RecompileGuard
+from trl_tpu.training.statistics import RecompileGuard
 
 BATCH = {"input_ids": torch.zeros(4, 2, 64), "attention_mask": torch.zeros(4, 2, 64), "name": "no tensor"}
 OTHER = {"input_ids": torch.zeros(4, 2, 77)}
@@ -13,78 +13,67 @@ OTHER = {"input_ids": torch.zeros(4, 2, 77)}
 class Counting(Runtime):
     """Plain torch, and a number of compiled programs that the test sets."""
 
-    compiled = 100  # what was compiled before training does not count
-
-    plans_shapes = is_spmd = True
+    compiled = 100  # programs from before training do not count
+    plans_shapes = True
 
     def compile_count(self) -> int:
         return self.compiled
 
 
-@pytest.fixture
-def runtime() -> Counting:
-    return Counting()
-
-
-def warned(guard: RecompileGuard, runtime: Counting, compiles: int, caplog: pytest.LogCaptureFixture) -> list[int]:
-    """Take steps that compile once each; return those, from 1 on, at which the guard warned."""
-    steps = []
-    for step in range(1, compiles + 1):
-        caplog.clear()
-        guard.see(BATCH)
-        runtime.compiled += 1
-        guard.check()
-        steps += [step] * len(caplog.records)
-    return steps
-
-
-@pytest.mark.parametrize(("planned", "shared", "first"), [(None, 0, 2), (3, 0, 4), (3, 1, 5)])
-def test_the_guard_warns_at_1_2_4_8_programs_too_many(
-    planned: int | None, shared: int, first: int, runtime: Counting, caplog: pytest.LogCaptureFixture
-) -> None:
-    guard = RecompileGuard(runtime)
-    for _ in range(2):  # a second run counts anew
-        guard.start(planned, shared)
-        assert warned(guard, runtime, first + 7, caplog) == [first, first + 1, first + 3, first + 7]
-    assert "input_ids [4, 2, 64], attention_mask [4, 2, 64]" in caplog.text and "pad_to_multiple_of" in caplog.text
-
-
-def test_where_each_operation_is_a_program_a_planned_shape_may_compile_any_number_at_first(
-    runtime: Counting, caplog: pytest.LogCaptureFixture
-) -> None:
-    runtime.is_spmd = False
-    guard = RecompileGuard(runtime)
-    guard.start(2)
-
-    def step(batch: dict[str, object], compiles: int) -> int:
+def warned(guard: RecompileGuard, steps: list[tuple[dict, int]], caplog: pytest.LogCaptureFixture) -> list[int]:
+    """Take steps that compile so many programs each; return those, from 1 on, at which the guard warned."""
+    found, runtime = [], guard._runtime
+    assert isinstance(runtime, Counting)
+    for step, (batch, compiles) in enumerate(steps, start=1):
         caplog.clear()
         guard.see(batch)
         runtime.compiled += compiles
-        guard.check()
-        return len(caplog.records)
-
-    planned = [(BATCH, 300), (BATCH, 20), (BATCH, 1), (OTHER, 9), (BATCH, 2), (OTHER, 1), (BATCH, 1)]
-    assert [step(batch, compiles) for batch, compiles in planned] == [0] * len(planned)
-    assert [step(batch, 1) for batch in (BATCH, OTHER, {"input_ids": torch.zeros(1)})] == [1, 1, 0]
-    assert step({"input_ids": torch.zeros(2)}, 1) == 1
+        guard.check(step)
+        found += [step] * len(caplog.records)
+        if caplog.records:
+            assert caplog.text.count("input_ids [4, 2,") >= 1 and f"Step {step} " in caplog.text
+    return found
 
 
-def test_the_guard_is_silent_about_what_others_compile(runtime: Counting, caplog: pytest.LogCaptureFixture) -> None:
+ROUND = [(BATCH, 300), (BATCH, 20), (BATCH, 1), (OTHER, 9), (BATCH, 2), (OTHER, 1), (BATCH, 1)]
+
+
+@pytest.mark.parametrize(
+    ("planned", "steps", "at"),
+    [
+        (2, ROUND, []),  # the first two steps of each shape, and the step after those
+        (2, [*ROUND, (BATCH, 0), (OTHER, 1), (BATCH, 1)], [9]),  # once
+        (2, [*ROUND, (OTHER, 0), ({"input_ids": torch.zeros(4, 2, 80)}, 1)], [9]),
+        (None, [(BATCH, 1), (OTHER, 1), (OTHER, 1)], [3]),
+        (None, [(BATCH, 1)] * 4, [4]),
+    ],
+)
+def test_the_guard_warns_once_of_programs_after_warm_up(
+    planned: int | None, steps: list[tuple[dict, int]], at: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = RecompileGuard(Counting())
+    for _ in range(2):  # a second run counts anew
+        guard.start(planned)
+        assert warned(guard, steps, caplog) == at
+
+
+def test_the_guard_is_silent_about_what_others_compile(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Counting()
     guard = RecompileGuard(runtime)
-    guard.start(2)
-    assert warned(guard, runtime, 2, caplog) == []
-    for _ in range(10):
+    guard.start(1)
+    assert warned(guard, [(BATCH, 1)] * 3, caplog) == []
+    for step in range(10):
         guard.pause()
         runtime.compiled += 50  # an evaluation, say
         guard.resume()
-        guard.check()
+        guard.check(step)
     assert caplog.records == []
-    assert warned(guard, runtime, 1, caplog) == [1]
+    assert warned(guard, [(BATCH, 1)], caplog) == [1]
 
 
-def test_the_guard_announces_each_program_once_until_it_has_run(runtime: Counting) -> None:
+def test_the_guard_announces_each_program_once_until_it_has_run() -> None:
     said: list[str] = []
-    guard = RecompileGuard(runtime, said.append)
+    guard = RecompileGuard(Counting(), said.append)
     guard.start(3)
     guard.see(BATCH, updates=False)
     guard.see(BATCH, updates=False)
@@ -95,9 +84,9 @@ def test_the_guard_announces_each_program_once_until_it_has_run(runtime: Countin
     guard.see(BATCH)
     assert said == ["compiling shape 1 of 3", "", "compiling shape 2 of 3", "", "compiling shape 3 of 3", ""]
     del said[:]
-    guard.see_evaluated(BATCH)  # another program
-    guard.see_evaluated(BATCH)
-    guard.see_evaluated(OTHER)
+    guard.see(BATCH, evaluates=True)  # another program
+    guard.see(BATCH, evaluates=True)
+    guard.see(OTHER, evaluates=True)
     guard.settle()
     assert said == ["compiling shape 1 for evaluation", "", "compiling shape 2 for evaluation", ""]
     RecompileGuard(Runtime(), said.append).see(BATCH)  # where nothing compiles

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from tokenized import dataset_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.evaluation.judge import RewardSums
+from trl_tpu.data.comparisons import ComparisonRule, compare
+from trl_tpu.evaluation.judge import RewardSums, pairs_of
 from trl_tpu.modeling.model_shape import needed_flops, read_model, work_of_a_pair
 from trl_tpu.packing.shapes import PairLengths
+from trl_tpu.parallel.mesh import peak_flops_of
 from trl_tpu.runtime import current
-from trl_tpu.training.statistics import Throughput
+from trl_tpu.runtime.native import Runtime
+from trl_tpu.training.statistics import StepCounts, StepStatistics
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -34,26 +38,38 @@ def model_of(model_type: str, **more: Any) -> Any:
         return AutoModelForSequenceClassification.from_config(config)
 
 
-def test_rates_leave_out_pauses_and_what_was_done_before_a_resume() -> None:
-    clock = Clock()
-    throughput = Throughput(clock)
-    throughput.start(work_of_a_pair=3e12, peak_flops=12e12, before=RewardSums(pairs=10, tokens=100), step=3)
+def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, runtime = Clock(), Runtime()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(runtime, "chip", lambda: "v5litepod")
+    peak = peak_flops_of("v5litepod")
+    assert peak is not None
+    statistics = StepStatistics(runtime, torch.device("cpu"), work_of_a_pair=peak / 4)
+
+    def rates(pairs: int, tokens: int, step: int) -> dict[str, float]:
+        table = compare(pairs_of(pairs), ComparisonRule()).map_tensors(torch.from_numpy)
+        tokens_S = torch.full((2 * pairs,), tokens // (2 * pairs), dtype=torch.int32)
+        statistics.update(torch.zeros(2 * pairs, 1), tokens_S, table)
+        logs, *_ = statistics.close(torch.zeros(1), None, 0.0, step, 1)
+        return {name: value for name, value in logs.items() if name in ("mfu", "seconds_per_step") or "_per_" in name}
+
+    saved = {"metrics": {"num_tokens": 100, "open": vars(RewardSums(pairs=10, tokens=100))}, "open_loss": 0.0}
+    statistics.start(3, [saved | {"nonfinite": vars(StepCounts())}])
     clock.now += 4
-    throughput.pause()
+    statistics.pause()
     clock.now += 1000  # an evaluation
-    throughput.resume()
+    statistics.resume()
     clock.now += 1
-    rates = throughput.close(RewardSums(pairs=20, tokens=300), step=5)
-    assert rates == {
+    assert rates(10, 200, step=5) == {
         "pairs_per_second": 2.0,
         "tokens_per_second": 40.0,
         "seconds_per_step": 2.5,
-        "model_tflops_per_second": 6.0,
+        "model_tflops_per_second": peak / 2 / 1e12,
         "mfu": 0.5,
     }
     clock.now += 2
-    assert throughput.close(RewardSums(pairs=20, tokens=300), 6)["pairs_per_second"] == 10.0
-    assert throughput.close(RewardSums(pairs=20, tokens=300), 6) == {}  # no time has passed
+    assert rates(20, 400, step=6)["pairs_per_second"] == 10.0
+    assert rates(20, 400, step=6) == {}  # no time has passed
 
 
 def test_an_average_pair_counts_what_its_dialogues_share_once() -> None:

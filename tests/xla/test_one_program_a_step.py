@@ -24,17 +24,9 @@ def test_counters_over_10_steps(
 
     The step before them, which compiles the program, is the first of the warm-up, at a rate of 0 too.
     """
-    steps, logs_every = 12, 5
-    args = config(
-        max_steps=steps,
-        warmup_steps=2,
-        lr_scheduler_type="cosine",
-        lr_scheduler_kwargs={"num_cycles": 1},
-        logging_steps=logs_every,
-        gradient_accumulation_steps=accumulation,
-        packing=packing,
-        max_shapes=1,
-    )
+    schedule = {"warmup_steps": 2, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}}
+    batches = {"gradient_accumulation_steps": accumulation, "packing": packing, "max_shapes": 1}
+    args = config(max_steps=12, logging_steps=5, **schedule, **batches)
     counter = CountAtSteps()
     pairs = tiny.made_up_pairs(7 * 8 * accumulation - 5)
     trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])

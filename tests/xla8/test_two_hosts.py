@@ -18,10 +18,16 @@ from trl_tpu.checkpoint.state_dict import to_host
 from trl_tpu.parallel.mesh import MeshShape
 
 
-def start(folder: Path, kind: str) -> list[subprocess.CompletedProcess]:
-    """Two hosts at a time, until both have ended."""
+def start(folder: Path, kind: str, status: int = 0) -> list[subprocess.CompletedProcess]:
+    """Run two hosts until both have ended with this status."""
     hosts = [("one_of_two_hosts.py", index, str(folder), kind) for index in ("0", "1")]
-    return apart.at_once(*hosts, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
+    processes = apart.at_once(*hosts, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
+    assert [process.returncode for process in processes] == [status] * 2, [p.stderr[-2000:] for p in processes]
+    return processes
+
+
+def printed(processes: list[subprocess.CompletedProcess]) -> list[dict[str, Any]]:
+    return [json.loads(process.stdout.splitlines()[-1]) for process in processes]
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> list[subprocess.CompletedProcess]:
-    processes = start(folder, "stop in a step")
-    assert [process.returncode for process in processes] == [0, 0], "".join(p.stderr[-2000:] for p in processes)
-    return processes
+    return start(folder, "stop in a step")
 
 
 @pytest.fixture(scope="module")
 def hosts(ended: list[subprocess.CompletedProcess]) -> list[dict[str, Any]]:
-    return [json.loads(process.stdout.splitlines()[-1]) for process in ended]
+    return printed(ended)
 
 
 def test_what_one_host_requests_both_do(hosts: list[dict[str, Any]], folder: Path) -> None:
@@ -58,15 +62,12 @@ def test_the_first_host_alone_logs_and_writes_and_its_metrics_decide(
 
 
 def test_a_request_to_stop_that_comes_with_a_log_is_heard_on_both(tmp_path: Path) -> None:
-    processes = start(tmp_path, "stop after a log")
-    assert [process.returncode for process in processes] == [0, 0], "".join(p.stderr[-2000:] for p in processes)
-    assert [json.loads(process.stdout.splitlines()[-1])["steps"] for process in processes] == [4, 4]
+    assert [host["steps"] for host in printed(start(tmp_path, "stop after a log"))] == [4, 4]
 
 
 def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
     """It comes while both evaluate, which neither ends; both save, and ask to be started again."""
-    processes = start(tmp_path, "SIGTERM")
-    assert [process.returncode for process in processes] == [75, 75], "".join(p.stderr[-2000:] for p in processes)
+    start(tmp_path, "SIGTERM", status=75)
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["Preemption"]["attributes"] == {"stopped_by": "SIGTERM"}
     assert not any("eval_loss" in log for log in state["log_history"])
@@ -74,8 +75,7 @@ def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
 
 def test_hosts_with_different_data_both_refuse_to_start(tmp_path: Path) -> None:
     """Instead of waiting for one another."""
-    for process in start(tmp_path, "other data"):
-        assert process.returncode != 0
+    for process in start(tmp_path, "other data", status=1):
         assert "All hosts must train the same run, but training data is" in process.stderr
 
 
@@ -88,9 +88,7 @@ def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], 
 
 
 def test_both_hosts_resume_from_the_same_checkpoint(hosts: list[dict[str, Any]], folder: Path) -> None:
-    processes = start(folder, "resume")
-    assert [process.returncode for process in processes] == [0, 0], "".join(p.stderr[-2000:] for p in processes)
-    resumed = [json.loads(process.stdout.splitlines()[-1]) for process in processes]
+    resumed = printed(start(folder, "resume"))
     assert [host["steps"] for host in resumed] == [8, 8]
     assert [host["logged"] for host in resumed] == [[6, 8, 8, 8], []]  # from step 4 on; then training, then evaluation
     assert resumed[0]["rewards"] == pytest.approx(resumed[1]["rewards"], abs=1e-6)

@@ -58,10 +58,9 @@ from ..report.model_card import Reading, is_generated, make_model_card
 from ..report.page import write_verdicts
 from ..training.batch_plan import BatchPlan
 from ..training.device_trainer import DeviceTrainer, write_card
-from ..training.evaluation import EvaluatedPairs, losses_of, named, prediction_of
-from ..training.statistics import AddedMetrics, RewardMetrics, scale_of
-from ..training.step import StepResult, training_step
-from ..training.stopping import EvaluationCutShort, over_processes
+from ..training.statistics import AddedMetrics, StepStatistics, scale_of
+from ..training.step import EvaluatedPairs, StepResult, losses_of, named, prediction_of, training_step
+from ..training.stopping import EvaluationCutShort
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .utils import get_config_model_id
 
@@ -186,17 +185,22 @@ class RewardTrainer(DeviceTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self.model_init = model_init  # type: ignore[assignment]
-        metrics = RewardMetrics(runtime.current(), args.device, skips_nonfinite=args.nonfinite_limit > 0)
-        metrics.attribute_weights = tuple(Outputs.of(without_adapters(built).config).attributes.values())
-        metrics.work_of_a_pair = work_of_a_pair(built, train_rows)
-        self._make_parts(plan, metrics)
+        statistics = StepStatistics(
+            runtime.current(),
+            args.device,
+            self.accelerator,
+            nonfinite_limit=args.nonfinite_limit,
+            attribute_weights=tuple(Outputs.of(without_adapters(built).config).attributes.values()),
+            work_of_a_pair=work_of_a_pair(built, train_rows),
+        )
+        self._make_parts(plan, statistics)
         self.trl_tpu.build = build
         self.trl_tpu.date = date_written(own_tokenizer, first_chat(train_dataset))
         sets, raw = (each if isinstance(each, Mapping) else {"": each} for each in (eval_rows, eval_dataset))
         has_prompts = args.step_separator is None  # prepared solutions have none
         known, held_out = (train_rows, sets) if has_prompts else (train_dataset, raw)
         self.trl_tpu.seen = {id(sets[name]): prompts_in_training(known, held_out[name], name) for name in sets}
-        self.verdicts = metrics.verdicts
+        self.verdicts = statistics.verdicts
         """The verdict of the last evaluation, by the prefix of its metrics."""
         self._metrics = {mode: AddedMetrics(self._last_metrics) for mode in ("train", "eval")}
         self.tokenizer = own_tokenizer  # its name in TRL up to 0.23
@@ -264,7 +268,7 @@ class RewardTrainer(DeviceTrainer):
         loss = Loss(**{field.name: getattr(self.args, field.name) for field in fields(Loss)})
         result = training_step(model, self._batches_in(inputs), loss, **extras)
         if self.model.training:
-            self.trl_tpu.metrics.update(result.rewards_SA, result.tokens_S, result.table)
+            self.trl_tpu.statistics.update(result.rewards_SA, result.tokens_S, result.table)
         return result
 
     def _batches_in(self, inputs: Mapping[str, Any]) -> Sequence[Batch]:
@@ -274,11 +278,10 @@ class RewardTrainer(DeviceTrainer):
         """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
         if (last := self.trl_tpu.last_step) is None:
             return {}
-        metrics = self.trl_tpu.metrics
-        on_device = [*sums_of(last.rewards_SA, last.tokens_S > 0, last.table, metrics.attribute_weights)]
-        fetched = self.trl_tpu.runtime.fetch([*on_device, *metrics.device_sums])
-        sums, so_far = RewardSums.read(*fetched[:4]), fetched[4:]
-        return sums.metrics() | {"num_tokens": metrics.tokens_so_far([so_far])}
+        statistics = self.trl_tpu.statistics
+        sums = sums_of(last.rewards_SA, last.tokens_S > 0, last.table, statistics.attribute_weights)
+        metrics = RewardSums.read(*self.trl_tpu.runtime.fetch(sums)).metrics()
+        return metrics | {"num_tokens": statistics.num_tokens + statistics.read().tokens}
 
     # ---- evaluation
 
@@ -305,7 +308,7 @@ class RewardTrainer(DeviceTrainer):
         """Return the loss of a batch, and what was computed of it; None where only the loss is known."""
         inputs = self._prepare_inputs(inputs)
         for part in apart(inputs):
-            self.trl_tpu.recompiles.see_evaluated(tensors_in(part))
+            self.trl_tpu.recompiles.see(tensors_in(part), evaluates=True)
         with torch.no_grad(), self.compute_loss_context_manager():
             if self._is_own("compute_loss"):
                 result = self.trl_tpu.last_step = self._step(model, inputs).detach()
@@ -455,21 +458,20 @@ class RewardTrainer(DeviceTrainer):
         """
         ours, args = self.trl_tpu, self.args
         own: dict[str, Any] = {"loss": float(losses_of(found).mean())} if "losses" in found else {}
-        fetched = over_processes(self.accelerator, ours.runtime.fetch(ours.metrics.device_sums))
-        if (tokens := ours.metrics.tokens_so_far(fetched)) or not self.state.global_step:
+        if (tokens := ours.statistics.tokens_so_far()) or not self.state.global_step:
             own["num_tokens"] = tokens  # which a loss of the user's does not count
         if "rewards" not in found:
             return own
         labels = replace(ours.labels, grade_PAK=found["grade"].numpy())
         rewards_NAK = found["rewards"].reshape(labels.grade_PAK.shape)
-        sums = sums_on_host(rewards_NAK, labels, ours.metrics.attribute_weights)
+        sums = sums_on_host(rewards_NAK, labels, ours.statistics.attribute_weights)
         own |= sums.metrics()
         if prefix.startswith("eval"):  # and not a prediction
-            ours.metrics.evaluated = scale_of(sums, "the evaluation set")
+            ours.statistics.evaluated = scale_of(sums, "the evaluation set")
         rows = self._rows_in_order(dataset, len(rewards_NAK))
         if (verdict := judge(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
             verdict = replace(verdict, prompts_in_training=ours.seen.get(id(dataset), ()))
-            ours.metrics.verdicts[prefix] = verdict
+            ours.statistics.verdicts[prefix] = verdict
             own |= verdict.metrics()
         return own
 
@@ -503,7 +505,7 @@ class RewardTrainer(DeviceTrainer):
         prefix = "" if mode == "train" else "eval_"
         logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
         self._metrics[mode].clear()
-        set_scale(self.model.config, self.trl_tpu.metrics.scale)
+        set_scale(self.model.config, self.trl_tpu.statistics.scale)
         super().log(logs, start_time)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature
@@ -513,13 +515,13 @@ class RewardTrainer(DeviceTrainer):
         path = Path(str(self.args.output_dir), "README.md")
         if not self.is_world_process_zero():
             return
-        evaluation = write_verdicts(self.trl_tpu.metrics.verdicts, path.parent, draws=not self.is_in_train)
+        evaluation = write_verdicts(self.trl_tpu.statistics.verdicts, path.parent, draws=not self.is_in_train)
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
         base = get_config_model_id(self.model.config)
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
-        scale, outputs = self.trl_tpu.metrics.scale, Outputs.of(self.model.config)
+        scale, outputs = self.trl_tpu.statistics.scale, Outputs.of(self.model.config)
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,

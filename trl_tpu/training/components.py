@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -27,37 +27,26 @@ from ..parallel.shard import saves_what_it_is_given
 from ..report.model_card import add_card
 from ..runtime import current
 from .batch_plan import BatchPlan
-from .optimizer import StepState, bare
-from .statistics import LogInterval, NonfiniteGuard, RewardMetrics, computes_in_float16
-from .step import StepResult
-from .stopping import HostAgreement, Preemption, RecompileGuard, Unfinished
+from .statistics import RecompileGuard, StepStatistics
+from .step import StepResult, StepState, bare
+from .stopping import HostAgreement, Preemption, Unfinished
 
 _SETTINGS = (
     *("seed", "data_seed", "gradient_accumulation_steps", "group_by_prompt"),
     *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
     *(field.name for field in fields(Loss)),
-    *(
-        "attributes",
-        "attribute_loss_weights",
-        "margin_scale",
-        "average_over",
-        "disable_dropout",
-        "frozen_parameters",
-        "bf16",
-        "nonfinite_limit",
-    ),
+    *("attributes", "attribute_loss_weights", "margin_scale", "average_over", "disable_dropout", "frozen_parameters"),
+    *("bf16", "nonfinite_limit"),
 )
+"""Settings on which the numbers of a step depend."""
 
 
 def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse hosts that were started with different arguments, data or checkpoints.
+    """Raise UserError if hosts were started with different arguments, data or checkpoints.
 
     Args:
-        runs: What has to be the same everywhere, as each host has it.
-
-    Raises:
-        UserError: Names everything that differs, and each host's value.
+        runs: Of each host, by name, what has to be the same on all.
     """
     faults = []
     for name in runs[0]:
@@ -74,22 +63,23 @@ def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, Any]:
-    """Return what each step depends on, its pairs and how it trains: a run in which it differs is not the same run."""
-    order: dict[str, Any] = {name: getattr(args, name) for name in _SETTINGS}
-    order["the batch"] = args.train_batch_size * processes
-    return order | {"training data": digest(train_dataset)}
+    """Return everything that each step's numbers depend on: settings, batch size and training data."""
+    order = {name: getattr(args, name) for name in _SETTINGS}
+    return order | {"the batch": args.train_batch_size * processes, "training data": digest(train_dataset)}
 
 
 def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
-    """Return what else has to be the same on every host of a mesh: over what mesh, and from which checkpoint."""
-    run: dict[str, Any] = {"mesh": str(args.mesh_shape), "eval data": digest(eval_dataset)}
-    run["the checkpoint to resume from"] = Path(resume).name if isinstance(resume, str) else bool(resume)
-    run["the checkpoints"] = sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*"))
-    return run
+    """Return the mesh, evaluation data and checkpoints, which have to be the same on every host of a mesh too."""
+    return {
+        "mesh": str(args.mesh_shape),
+        "eval data": digest(eval_dataset),
+        "the checkpoint to resume from": Path(resume).name if isinstance(resume, str) else bool(resume),
+        "the checkpoints": sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*")),
+    }
 
 
 def digest(dataset: Any) -> Any:
-    """Return how many pairs there are, and a checksum of all; None for a stream; of a dict, this of each dataset."""
+    """Return the number of pairs and their checksum; None for a stream; for a dict, that of each dataset."""
     if isinstance(dataset, dict):
         return {name: digest(part) for name, part in dataset.items()}
     if not is_prepared(dataset):
@@ -103,18 +93,18 @@ def _named(hosts: list[int]) -> str:
 
 
 def keeps_state(accelerator: Accelerator) -> bool:
-    """Return whether checkpoints hold state of ours; accelerate's FSDP and DeepSpeed have their own."""
+    """Return whether we save the state of training; accelerate's FSDP and DeepSpeed do so themselves."""
     plugins = ("fsdp_plugin", "deepspeed_plugin")
     return all(getattr(accelerator.state, plugin, None) is None for plugin in plugins)
 
 
 def is_users(method: Any) -> bool:
-    """Return whether a trainer's method is neither this package's nor transformers', but a user's."""
+    """Return whether a trainer's method was written by a user: not by this package or transformers."""
     return getattr(method, "__module__", "").partition(".")[0] not in (__package__.partition(".")[0], "transformers")
 
 
 def contents_of(trainer: Any, run: RunFolder) -> Contents:
-    """Return what the checkpoint of the step that ``trainer``, a `DeviceTrainer`, is at contains."""
+    """Return the contents of a checkpoint of the current step of ``trainer``, a `DeviceTrainer`."""
     state, args = trainer.state, trainer.args
     if state.best_global_step:
         best = run.path / f"checkpoint-{state.best_global_step}"
@@ -139,9 +129,9 @@ def _describe(trainer: Any, folder: Path) -> None:
     ours, writes, has_state = keeps_state(trainer.accelerator), args.should_save, not args.save_only_model
     all_gather_object, random_states = trainer.trl_tpu.agreement.all_gather_object, []
     if has_state:
-        sums = trainer.trl_tpu.log_interval.state(trainer._tr_loss) if ours else []
+        sums = trainer.trl_tpu.statistics.state(trainer._tr_loss) if ours else []
         save = trainer._save_rng_state if writes or args.world_size > 1 else None  # hosts of a mesh have the writer's
-        own_states = together(partial(_write_random_states, save, folder), all_gather_object)
+        own_states = together(lambda: _write_random_states(save, folder), all_gather_object)
         if trainer.trl_tpu.remote is not None and args.world_size > 1:
             random_states = all_gather_object(own_states)  # the writer uploads them
     if not ours or is_users(trainer.save_model) or is_users(trainer._save):
@@ -158,14 +148,11 @@ def _describe(trainer: Any, folder: Path) -> None:
     if has_state and not ours:
         trainer._save_optimizer_and_scheduler(path)
     elif has_state and writes:
-        progress = {
-            "processes": sums,
-            "logged_step": trainer._globalstep_last_logged,
-            "optimizer": optimizer_numbers(bare(trainer.optimizer), model),
-            "batches": trainer.trl_tpu.batch_plan.layout,
-            "order": trainer.trl_tpu.order,
-        }
-        (folder / PROGRESS_FILE).write_text(json.dumps(progress), encoding="utf-8")  # floats come back to the bit
+        numbers = optimizer_numbers(bare(trainer.optimizer), model)
+        progress = {"processes": sums, "logged_step": trainer._globalstep_last_logged, "optimizer": numbers}
+        batches = {"batches": trainer.trl_tpu.batch_plan.layout, "order": trainer.trl_tpu.order}
+        # floats come back to the bit
+        (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
         torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]
     if has_state:
         trainer._save_scaler(path)
@@ -175,8 +162,10 @@ def _describe(trainer: Any, folder: Path) -> None:
         for states in random_states:
             for name, state in states.items():
                 (folder / name).write_bytes(state)
-        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
-        trainer.state.stateful_callbacks = _state_of_callbacks(callbacks, trainer.trl_tpu.preemption.stopped_by)
+        preemption = trainer.trl_tpu.preemption
+        exporting = [*trainer.callback_handler.callbacks, trainer.control, *[preemption] * bool(preemption.stopped_by)]
+        exporting = [each for each in exporting if isinstance(each, ExportableState)]
+        trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exporting).stateful_callbacks
         trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
 
@@ -187,25 +176,15 @@ def _write_random_states(save: Callable[[str], None] | None, folder: Path) -> di
     return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
 
 
-def _state_of_callbacks(callbacks: Iterable[Any], stopped_by: str | None) -> Any:
-    """Return what callbacks export, and what stopped training if something did."""
-    exportable: list[Any] = [each for each in callbacks if isinstance(each, ExportableState)]
-    exported: Any = TrainerState(stateful_callbacks=exportable).stateful_callbacks
-    if stopped_by is not None:
-        # in the form of a callback's state; transformers ignores those that it has no callback for
-        exported[Preemption.__name__] = {"args": {}, "attributes": {"stopped_by": stopped_by}}
-    return exported
-
-
 class Components:
-    """The parts of a trainer, made of what `transformers.Trainer` has set.
+    """The parts of a trainer that this package adds to `transformers.Trainer`.
 
     Args:
-        args: The trainer's.
-        model: The trainer's.
-        accelerator: The trainer's.
-        batch_plan: How batches are laid out.
-        metrics: What steps add up beside the loss.
+        args: Of the trainer.
+        model: Of the trainer.
+        accelerator: Of the trainer.
+        batch_plan: The layout of batches.
+        statistics: Sums over training steps.
         announce: Told what is being compiled.
 
     Raises:
@@ -218,11 +197,11 @@ class Components:
         model: nn.Module,
         accelerator: Accelerator,
         batch_plan: BatchPlan,
-        metrics: RewardMetrics,
+        statistics: StepStatistics,
         announce: Callable[[str], None],
     ) -> None:
         self.runtime = runtime = current()
-        self.batch_plan, self.metrics = batch_plan, metrics
+        self.batch_plan, self.statistics = batch_plan, statistics
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         if self.remote is not None and not keeps_state(accelerator):
             raise UserError(
@@ -234,9 +213,8 @@ class Components:
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
-        limit = args.nonfinite_limit if keeps_state(accelerator) and not computes_in_float16(args, model) else 0
-        self.nonfinite = NonfiniteGuard(limit, runtime, args.device, accelerator)
-        self.log_interval = LogInterval(runtime, args.device, accelerator, metrics, self.nonfinite)
+        in_float16 = args.mixed_precision == "fp16" or any(each.dtype == torch.float16 for each in model.parameters())
+        statistics.judges_steps = keeps_state(accelerator) and not in_float16
         self.recompiles = RecompileGuard(runtime, announce)
         self.checkpointer = Checkpointer(
             runtime, self.agreement, writes=args.should_save, shares_disk=shares_disk, limit=args.save_total_limit
@@ -245,21 +223,21 @@ class Components:
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
         self.step_state = StepState(runtime, scanned=args.remat_policy if args.scan_layers else None)
         self.best_model_lost: str | None = None
-        """Why the last `train()` ended with its last model in the place of its best; None if it did not."""
+        """Why the last `train()` ended with its last model instead of its best; None if it did not."""
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        """What is done where a SIGTERM came too late for training to stop."""
+        """Called where a SIGTERM came too late for training to stop."""
         self.order: dict[str, Any] = {}
-        """What each step of this training depends on."""
+        """See `order_of_pairs`."""
         self.build: Any = None
-        """Makes a reward model of what `model_init` returns."""
+        """Makes a reward model of the return value of `model_init`."""
         self.date: str | None = None
-        """The date that the chat template has written into conversations."""
+        """The date in conversations, where the chat template writes one."""
         self.seen: Mapping[int, tuple[int, ...]] = {}
         """Prompts of evaluation data that are in the training data, by the `id` of a dataset."""
         self.labels: Any = None
         """The form of its labels."""
         self.last_step: StepResult | None = None
-        """What our loss computed last, for methods of subclasses that do not return it."""
+        """The last result of our loss, for methods of subclasses that do not return it."""
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return what to raise after a stop."""

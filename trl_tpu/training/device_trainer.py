@@ -76,9 +76,8 @@ from ..report.model_card import add_card
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
 from .components import Components, check_alike, contents_of, describe_run, is_users, keeps_state, order_of_pairs
-from .evaluation import Progress
-from .optimizer import bare
-from .statistics import Counted, NonfiniteGuard, RewardMetrics
+from .statistics import Progress, StepCounts, StepStatistics
+from .step import bare
 from .stopping import SIGTERM, EvaluationCutShort, StepCallback
 
 logger = logging.getLogger(__name__)
@@ -102,12 +101,12 @@ class DeviceTrainer(Trainer):
     stop_checkpoint = ""
     """The folder, or URL, of the last save, which after a stop is that of its step."""
 
-    def _make_parts(self, plan: BatchPlan, metrics: RewardMetrics) -> None:
+    def _make_parts(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """Make the parts, once transformers' constructor has run."""
         progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
         announce = logger.info if progress is None else progress.say
-        self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, metrics, announce)
-        for callback in (progress, StepCallback(self._begin, ours.agreement, ours.preemption, ours.recompiles)):
+        self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, statistics, announce)
+        for callback in (progress, StepCallback(self._begin, ours.agreement, ours.preemption, ours.recompiles.check)):
             if callback is not None:
                 self.add_callback(callback)
         self.batch_plan, self.checkpointer = plan, ours.checkpointer
@@ -207,7 +206,8 @@ class DeviceTrainer(Trainer):
         ours.runtime.step_boundary()  # what placed and loaded them is no part of it
         progress, ours.checkpoints.progress = ours.checkpoints.progress, None
         parts = [] if progress is None else progress["processes"]
-        self._tr_loss, open_loss = ours.log_interval.start(self.state.global_step, parts)
+        open_loss = ours.statistics.start(self.state.global_step, parts)
+        self._tr_loss = ours.statistics.loss_sum(open_loss)
         if progress is not None:
             self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
             self._globalstep_last_logged = progress["logged_step"]
@@ -215,7 +215,7 @@ class DeviceTrainer(Trainer):
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
-        ours.recompiles.start(ours.batch_plan.shapes, shared_programs=int(self._accumulates))
+        ours.recompiles.start(ours.batch_plan.shapes)
 
     # ---- placement and precision
 
@@ -353,7 +353,7 @@ class DeviceTrainer(Trainer):
             optimizer_of_torch = bare(self.optimizer)
             accumulates = self._accumulates or ours.batch_plan.accumulates
             if ours.step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch, accumulates):
-                ours.nonfinite.skip_on_device(optimizer_of_torch)
+                ours.statistics.skip_on_device(optimizer_of_torch)
         ours.runtime.fuse(bare(self.optimizer))
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
@@ -366,8 +366,6 @@ class DeviceTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
         *accumulated, last = apart(inputs)
-        if self.trl_tpu.nonfinite.is_on:
-            self.trl_tpu.nonfinite.begin(self._tr_loss)
         for rows in accumulated:
             self._tr_loss += self._micro_batch(model, rows, num_items_in_batch, updates=self._accumulates)
             self.trl_tpu.runtime.step_boundary()
@@ -380,8 +378,7 @@ class DeviceTrainer(Trainer):
         ours.recompiles.see(tensors_in(rows), updates)
         ours.step_state.attach_gradients()
         loss = super().training_step(model, rows, num_items_in_batch)
-        if ours.nonfinite.is_on:
-            ours.nonfinite.see(loss)
+        ours.statistics.see_loss(loss)
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -400,9 +397,7 @@ class DeviceTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = whole(super()._get_grad_norm(model, grad_norm))
-        nonfinite = self.trl_tpu.nonfinite
-        if nonfinite.is_on:
-            self._tr_loss = nonfinite.end_step(norm, self._tr_loss, self.optimizer)
+        self._tr_loss = self.trl_tpu.statistics.end_step(norm, self._tr_loss, self.optimizer)
         return norm
 
     # ---- at a step's end: decide, log, evaluate, save
@@ -426,7 +421,7 @@ class DeviceTrainer(Trainer):
         ours.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._log_step(tr_loss, grad_norm, start_time, learning_rate)
-        ours.metrics.throughput.pause()
+        ours.statistics.pause()
         preemption.cuts_evaluations_short = True  # others, as before the first step, go on
         try:
             super()._maybe_log_save_evaluate(
@@ -442,7 +437,7 @@ class DeviceTrainer(Trainer):
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         ours.recompiles.resume()
-        ours.metrics.throughput.resume()
+        ours.statistics.resume()
         if acts:  # whereupon callbacks may have asked to stop
             ours.agreement.decide(self.args, self.state, self.control, {}, now=True)
 
@@ -461,22 +456,22 @@ class DeviceTrainer(Trainer):
         ours, step = self.trl_tpu, self.state.global_step
         rate = self._get_learning_rate() if learning_rate is None else learning_rate
         steps = step - self._globalstep_last_logged
-        logs, loss_sum, counted = ours.log_interval.close(loss_sum_1, grad_norm, rate, step, steps)
+        logs, loss_sum, counted = ours.statistics.close(loss_sum_1, grad_norm, rate, step, steps)
         ours.recompiles.settle()
-        self._tr_loss = ours.nonfinite.start_loss_sum()
+        self._tr_loss = ours.statistics.loss_sum()
         self._total_loss_scalar += loss_sum
         self._globalstep_last_logged = step
         self.store_flos()
         self.log(logs, start_time)
         self._stop_if_nonfinite(counted)
 
-    def _stop_if_nonfinite(self, counted: Counted) -> None:
+    def _stop_if_nonfinite(self, counted: StepCounts) -> None:
         """End the run if too many steps in a row were not finite, with the first of them and its rows named."""
         if not counted.reached_at:
             return
         ours = self.trl_tpu
         last = self.state.global_step - counted.taken + counted.reached_at
-        first = last - ours.nonfinite.limit + 1
+        first = last - ours.statistics.limit + 1
         loader = self.callback_handler.train_dataloader
         rows = rows_of_step(loader, first, self.args.gradient_accumulation_steps)
         weights = "not saved, as save_strategy='no'"
@@ -485,7 +480,7 @@ class DeviceTrainer(Trainer):
             ours.checkpointer.wait()
             saved = ours.checkpointer.latest not in ours.checkpointer.failed
             weights = f"in checkpoint-{self.state.global_step}" if saved else "not saved, as the log says"
-        raise FloatingPointError(ours.nonfinite.explain(first, last, rows, weights))
+        raise FloatingPointError(ours.statistics.explain_stop(first, last, rows, weights))
 
     # ---- checkpoints
 
@@ -573,7 +568,7 @@ class DeviceTrainer(Trainer):
             ours.best_model_lost = f"{best}: {'; '.join(faults)}"
             logger.error("The best model is LOST, and the last one is in its place: %s.", ours.best_model_lost)
         elif ours.checkpoints.load_weights(self.model, folder):
-            ours.metrics.note_best(self.model, folder)
+            ours.statistics.note_best(self.model, folder)
             logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
         else:  # it has no state of ours, but a model's files
             self.state.best_model_checkpoint = folder
@@ -604,8 +599,8 @@ class DeviceTrainer(Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
         ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
-        if ours.nonfinite.is_on:
-            self._leave_nonfinite_out(ours.nonfinite)
+        if ours.statistics.skips_nonfinite:
+            self._leave_nonfinite_out(ours.statistics)
         # a save in progress may delete older checkpoints; launchers end all processes when one has ended
         ours.checkpointer.settle()
         if stopped_by is not None:
@@ -625,15 +620,15 @@ class DeviceTrainer(Trainer):
             logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
         return result
 
-    def _leave_nonfinite_out(self, nonfinite: NonfiniteGuard) -> None:
+    def _leave_nonfinite_out(self, statistics: StepStatistics) -> None:
         """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""
-        counts, open_loss = self.trl_tpu.runtime.fetch([nonfinite.device_counts, self._tr_loss])
-        self._stop_if_nonfinite(nonfinite.close(counts))
-        if nonfinite.total:
+        open_loss, counted = statistics.close_steps(self._tr_loss)
+        self._stop_if_nonfinite(counted)
+        if statistics.nonfinite:
             steps = self.state.global_step - self._initial_global_step
-            finite = steps - nonfinite.total
-            total = self._total_loss_scalar + open_loss.item()
-            self._tr_loss = nonfinite.start_loss_sum()
+            finite = steps - statistics.nonfinite
+            total = self._total_loss_scalar + open_loss
+            self._tr_loss = statistics.loss_sum()
             self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
 
 

@@ -1,4 +1,4 @@
-"""How training stops: by SIGTERM, by a time limit, by agreement of all hosts."""
+"""How a run stops or saves before its time: SIGTERM, a time limit, and votes between its processes."""
 
 import contextlib
 import logging
@@ -6,130 +6,37 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from ..errors import NOT_SAVED, UNFINISHED
 from ..runtime import Runtime, Value
 
 logger = logging.getLogger(__name__)
 
-
-class RecompileGuard:
-    """Counts the programs that training steps compile, against the number that was planned.
-
-    A planned run compiles one program for each distinct batch shape, of which it sees at most `planned_shapes`; where
-    steps are not recorded, any number in the first two steps of each planned shape, and in the step after those.
-    Compiles outside steps (evaluation, saving) are not counted: wrap those in `pause` and `resume`.
-
-    Args:
-        runtime: Counts compiles.
-        announce: Told what is about to be compiled, and "" when it has been.
-    """
-
-    def __init__(self, runtime: Runtime, announce: Callable[[str], None] = lambda what: None) -> None:
-        self._runtime, self._announce = runtime, announce
-        self._announced = False
-        self.start(None)
-
-    def start(self, planned_shapes: int | None, shared_programs: int = 0) -> None:
-        """Begin a run.
-
-        Args:
-            planned_shapes: How many batch shapes the loader plans; None when it cannot know.
-            shared_programs: Programs that are compiled once (the optimizer's update, when gradients accumulate).
-        """
-        self._planned_shapes, self._allowed = planned_shapes, shared_programs + (planned_shapes or 1)
-        self._seen: Counter[str] = Counter()
-        self._evaluated: Counter[str] = Counter()
-        self._compiled = self._warned_at = self._starting = 0
-        self.resume()
-
-    def see(self, batch: Mapping[str, Any], updates: bool = True) -> None:
-        """Note the shapes of a batch that a step is about to use, when the one before it has run.
-
-        Args:
-            updates: Whether its program can be one that also updates the weights, which is another program.
-        """
-        planned = "" if self._planned_shapes is None else f" of {self._planned_shapes}"
-        self._note(self._seen, _shapes_of(batch) + ("" if updates else ", without an update"), planned)
-
-    def see_evaluated(self, batch: Mapping[str, Any]) -> None:
-        """Note the shapes of a batch that an evaluation is about to use, only to tell what it waits for."""
-        self._note(self._evaluated, _shapes_of(batch), " for evaluation")
-
-    def _note(self, seen: Counter[str], shapes: str, which: str) -> None:
-        if self._runtime.compile_count() is None:
-            return
-        self.settle()
-        seen[shapes] += 1
-        if seen is self._seen and seen[shapes] <= 2 and len(seen) <= (self._planned_shapes or 1):
-            self._starting = 2
-        if seen[shapes] == 1:
-            self._announce(f"compiling shape {len(seen)}{which}")
-            self._announced = True
-
-    def settle(self) -> None:
-        """Note that whatever was recorded has run."""
-        if self._announced:
-            self._announce("")
-        self._announced = False
-
-    def pause(self) -> None:
-        """Count what steps compiled so far; what compiles until `resume` is somebody else's."""
-        self._compiled += (self._runtime.compile_count() or 0) - self._mark
-
-    def resume(self) -> None:
-        """Count again."""
-        self._mark = self._runtime.compile_count() or 0
-
-    def check(self) -> None:
-        """Warn when steps compiled more programs than planned, at 1, 2, 4, ... programs too many."""
-        self.pause()
-        self.resume()
-        if self._starting and not self._runtime.is_spmd:
-            self._allowed, self._starting = self._compiled, self._starting - 1
-        excess = self._compiled - self._allowed
-        if excess > 0 and excess >= 2 * self._warned_at:
-            self._warned_at = excess
-            shapes = "; ".join(f"{shape} ({count} times)" for shape, count in self._seen.most_common(8))
-            planned = "not planned" if self._planned_shapes is None else f"planned: {self._planned_shapes}"
-            logger.warning(
-                f"The training step was compiled {self._compiled} times, {excess} more than planned; each compile can "
-                f"take minutes on a TPU. Batch shapes so far ({planned}): {shapes}. Give batches fewer shapes "
-                "(pad_to_multiple_of, or a collator that pads to fixed lengths), and read no device value in a step."
-            )
-
-
-def _shapes_of(batch: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {list(value.shape)}" for key, value in batch.items() if isinstance(value, torch.Tensor))
-
-
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
 _SECONDS_BETWEEN = 5.0
-"""Between exchanges where nothing is due: so long may a host that is told to stop wait for the others."""
+"""Between votes where nothing is due: the maximum time that a preempted host waits for the others."""
 
 
-def over_processes(accelerator: Accelerator, value: Value) -> list[Value]:
-    """Return what each of accelerate's processes gives, in their order. (On XLA there is one, for all devices.)"""
-    return [value] if accelerator.num_processes == 1 else gather_object([value])
+def over_processes(accelerator: Accelerator | None, value: Value) -> list[Value]:
+    """Return the value of each of accelerate's processes, in their order. (On XLA there is one, for all devices.)"""
+    return [value] if accelerator is None or accelerator.num_processes == 1 else gather_object([value])
 
 
 class HostAgreement:
-    """Lets all processes of a run act alike: one a host on a mesh, or accelerate's.
+    """Votes between all processes of a run, so that they act alike: one process a host on a mesh, or accelerate's.
 
-    They exchange requests where arguments and counters call for a log, an evaluation or a save, at the end of an
-    epoch, and otherwise every few seconds: in as many steps as those took on the slowest host.
+    They vote where arguments and counters call for a log, an evaluation or a save, at the end of an epoch, and
+    otherwise every few seconds, measured in steps of the slowest host.
     """
 
     def __init__(self, runtime: Runtime, accelerator: Accelerator) -> None:
@@ -139,17 +46,17 @@ class HostAgreement:
         self.index = accelerator.process_index if self._by_accelerate else topology.process_index
         self.count = accelerator.num_processes if self._by_accelerate else topology.process_count
         self.is_first_of_host = not self._by_accelerate or accelerator.is_local_main_process
-        self._postponed: set[str] = set()  # requests of this process's callbacks, between exchanges
-        self._steps, self._batches = _Cadence(), _Cadence()
-        self._asked_at = -1  # the step that was decided about last
+        self._postponed: set[str] = set()  # requests of this process's callbacks, between votes
+        self._steps, self._batches = _Votes(self.all_gather_object), _Votes(self.all_gather_object)
+        self._asked_at = -1  # the last step that was decided about
 
     def start(self, step: int) -> None:
-        """Begin to train at ``step``; the first step is agreed about."""
+        """Begin to train at ``step``; the first step is voted about."""
         self._steps.start(step)
         self._postponed.clear()
 
     def all_gather_object(self, value: Value) -> list[Value]:
-        """Return what every process gave, in their order. For small values; all processes take part."""
+        """Return the value of every process, in their order. For small values; all processes take part."""
         if self._by_accelerate:
             return over_processes(self._accelerator, value)
         return self._runtime.all_gather_object(value)
@@ -164,21 +71,21 @@ class HostAgreement:
     ) -> dict[str, bool]:
         """Set in ``control`` what any process has set in its own, and return ``requests`` that any process has.
 
-        Between exchanges one process by itself can only request to stop, and that waits for the next.
+        Between votes one process by itself can only request to stop, and that waits for the next.
 
         Args:
-            now: Whether all processes know that they exchange requests, which they otherwise do where it is due.
+            now: Vote also where nothing is due; all processes must know.
         """
         if self.count == 1:
             return dict(requests)
-        set_here = {name: getattr(control, name) or name in self._postponed for name in _DECISIONS}
-        is_due, self._asked_at = now or self._is_due(args, state), state.global_step
+        is_due = now or self._is_due(args, state)
+        self._asked_at = state.global_step
         if not is_due:
             self.postpone(control, _DECISIONS)
             return dict.fromkeys(requests, False)
-        own = set_here | dict(requests)
-        votes = self._exchange(self._steps, state.global_step, tuple(own.values()))
-        decided = {name: any(vote[index] for vote in votes) for index, name in enumerate(own)}
+        own = {name: getattr(control, name) or name in self._postponed for name in _DECISIONS} | {**requests}
+        votes = self._steps.exchange(state.global_step, own)
+        decided = {name: any(vote[name] for vote in votes) for name in own}
         for name in _DECISIONS:
             setattr(control, name, decided[name])
         self._postponed.clear()
@@ -190,48 +97,39 @@ class HostAgreement:
             return request
         if batch == 1:
             self._batches.start(0)
-        return self._batches.is_due(batch) and any(self._exchange(self._batches, batch, request))
-
-    def _exchange(self, cadence: "_Cadence", turn: int, vote: Value) -> list[Value]:
-        votes, paces = zip(*self.all_gather_object((vote, cadence.seconds_a_turn(turn))), strict=True)
-        cadence.exchanged(turn, max(paces))
-        return list(votes)
+        return batch >= self._batches.next and any(self._batches.exchange(batch, request))
 
     def postpone(self, control: TrainerControl, names: Sequence[str] = _STOPS) -> None:
-        """Keep what this process's callbacks request until the next exchange."""
-        if self.count == 1:
-            return
-        for name in names:
-            if getattr(control, name):
-                self._postponed.add(name)
-            setattr(control, name, False)
+        """Keep the requests of this process's callbacks until the next vote."""
+        if self.count > 1:
+            self._postponed.update(name for name in names if getattr(control, name))
+            for name in names:
+                setattr(control, name, False)
 
     def _is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Return whether requests are exchanged now: by arguments and counters alone, which all processes share."""
-        if self._steps.is_due(state.global_step) or self._asked_at == state.global_step:  # at the end of its epoch
+        """Return whether to vote now: by arguments and counters alone, which all processes share."""
+        if state.global_step >= self._steps.next or self._asked_at == state.global_step:  # at the end of its epoch
             return True
         scheduled = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
         return any(getattr(scheduled, name) for name in _DECISIONS)
 
 
-class _Cadence:
-    """When the next exchange is: in as many turns as take a few seconds on the slowest host, which all know."""
+class _Votes:
+    """Exchanges of votes: the next one is due after as many turns as take a few seconds on the slowest host."""
 
-    def __init__(self) -> None:
+    def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
+        self._gather = gather
         self.start(0)
 
     def start(self, turn: int) -> None:
-        self._last, self._moment, self._next = turn, time.monotonic(), turn + 1
+        self._last, self._moment, self.next = turn, time.monotonic(), turn + 1
 
-    def is_due(self, turn: int) -> bool:
-        return turn >= self._next
-
-    def seconds_a_turn(self, turn: int) -> float:
-        return (time.monotonic() - self._moment) / max(turn - self._last, 1)
-
-    def exchanged(self, turn: int, slowest: float) -> None:
+    def exchange(self, turn: int, vote: Value) -> list[Value]:
+        pace = (time.monotonic() - self._moment) / max(turn - self._last, 1)
+        votes, paces = zip(*self._gather((vote, pace)), strict=True)
         self.start(turn)
-        self._next = turn + max(1, int(_SECONDS_BETWEEN / max(slowest, 1e-3)))
+        self.next = turn + max(1, int(_SECONDS_BETWEEN / max(*paces, 1e-3)))
+        return list(votes)
 
 
 SIGTERM = "SIGTERM"
@@ -240,24 +138,22 @@ SAVE_INTERVAL = "save_interval_minutes"
 
 
 class Unfinished(SystemExit):
-    """Training was stopped before its end and has saved a checkpoint to go on from; uncaught, the exit status is 75.
+    """Training was stopped before its end and has saved a checkpoint to resume from; uncaught, the exit status is 75.
 
-    Where that checkpoint could not be saved, the status is 74, and an earlier one is to go on from.
+    If that checkpoint could not be saved, the status is 74, and an earlier one has to be resumed.
 
     `train()` raises it after a SIGTERM: what a script does after training is for a trained model, and takes time that
-    a process told to end does not have.
+    a preempted process does not have.
 
     Attributes:
-        reason: What stopped it.
+        reason: What stopped training: "SIGTERM" or "training_time_limit".
         checkpoint: The folder, or URL, to resume from.
         saved: Whether it could be saved.
     """
 
     def __init__(self, reason: str, checkpoint: str, saved: bool = True) -> None:
         super().__init__(UNFINISHED if saved else NOT_SAVED)
-        self.reason = reason
-        self.checkpoint = checkpoint
-        self.saved = saved
+        self.reason, self.checkpoint, self.saved = reason, checkpoint, saved
 
     def __str__(self) -> str:
         outcome = "is to go on from" if self.saved else "could not be saved"
@@ -265,7 +161,7 @@ class Unfinished(SystemExit):
 
 
 class EvaluationCutShort(Exception):
-    """An evaluation that is not waited for, since the process was told to end."""
+    """An evaluation is not waited for, since the process is preempted."""
 
 
 @cache
@@ -284,18 +180,19 @@ def end_forks_by_sigterm() -> None:
     os.register_at_fork(after_in_child=leave_sigterm_to_the_system)
 
 
-class Preemption:
+class Preemption(ExportableState):
     """Saves and stops a run before its time: at a SIGTERM, a time limit, an interval between saves.
 
-    What one process requests at the end of a step is decided on by all of them together.
+    A request of one process at the end of a step is decided on by all of them together.
 
     Args:
-        time_limit: How long one `train()` may take; None for as long as it takes.
-        save_interval: How long after the last save to save again; None for never.
+        time_limit: Longest duration of one `train()`; None for no limit.
+        save_interval: Time between saves; None for never.
     """
 
     def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
-        self._time_limit, self._save_interval = time_limit, save_interval
+        self._time_limit = timedelta.max if time_limit is None else time_limit
+        self._save_interval = timedelta.max if save_interval is None else save_interval
         self.start()
 
     def start(self) -> None:
@@ -305,7 +202,7 @@ class Preemption:
         self.told_to_stop = False
         """Whether a SIGTERM has come to this process."""
         self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
-        """What this process requested at the end of the last step."""
+        """Requests of this process at the end of the last step."""
         self.cuts_evaluations_short = False
         """Whether an evaluation that runs now ends at a SIGTERM by `EvaluationCutShort`, and its step is saved."""
         self._saved_step = -1
@@ -338,12 +235,12 @@ class Preemption:
             signal.signal(signal.SIGTERM, before)
 
     def note_step(self, step: int, max_steps: int) -> None:
-        """Note the end of ``step``, and what is requested by then."""
-        now = time.monotonic()
+        """Note the end of ``step``, and this process's requests."""
+        trained, unsaved = (timedelta(seconds=time.monotonic() - at) for at in (self._started, self._last_save))
         self.requests = {
             SIGTERM: self.told_to_stop,
-            TIME_LIMIT: _is_over(self._time_limit, now - self._started) and step < max_steps,
-            SAVE_INTERVAL: _is_over(self._save_interval, now - self._last_save),
+            TIME_LIMIT: trained >= self._time_limit and step < max_steps,
+            SAVE_INTERVAL: unsaved >= self._save_interval,
         }
 
     def decide(
@@ -351,7 +248,7 @@ class Preemption:
     ) -> bool:
         """Let all processes log, evaluate, save and stop alike; return whether this step must be saved."""
         requests = agreement.decide(args, state, control, self.requests)
-        if self.stopped_by is not None:  # what the end of an epoch, cut short or not, asks for once more
+        if self.stopped_by is not None:  # the end of an epoch, cut short or not, asks once more
             control.should_log = control.should_evaluate = control.should_save = False
             return True
         reason = next((name for name in (SIGTERM, TIME_LIMIT) if requests[name]), None)
@@ -361,7 +258,7 @@ class Preemption:
         return reason is not None or requests[SAVE_INTERVAL]
 
     def stop(self, reason: str, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Decide to save, and to stop. After the last step of an epoch, what its end asks for is done here and now."""
+        """Decide to save and to stop. After the last step of an epoch, do now what the epoch's end asks for."""
         self.stopped_by = reason
         if float(state.epoch or 0).is_integer():
             DefaultFlowCallback().on_epoch_end(args, state, control)
@@ -369,6 +266,13 @@ class Preemption:
             control.should_evaluate = False
             logger.warning("The evaluation due at step %s is left out, to save and stop in time.", state.global_step)
         control.should_save = control.should_training_stop = True
+
+    def state(self) -> dict[str, Any]:
+        """Return the entry of a stopped run in a checkpoint's `trainer_state.json`, in the form of a callback's state.
+
+        transformers ignores the states of callbacks that a resumed run does not have.
+        """
+        return {"args": {}, "attributes": {"stopped_by": self.stopped_by}}
 
     def note_save(self, step: int) -> None:
         """Note that a checkpoint of ``step`` was begun."""
@@ -379,15 +283,12 @@ class Preemption:
         return self._saved_step == step
 
 
-def _is_over(patience: timedelta | None, seconds: float) -> bool:
-    return patience is not None and seconds >= patience.total_seconds()
-
-
 class StepCallback(TrainerCallback):
-    """Tells components where a training and its steps begin and end.
+    """Tells components when training begins and when its steps end.
 
     Args:
         begin: Called when the model and its state are ready to train.
+        check: Called with the number of each step that has ended.
     """
 
     def __init__(
@@ -395,10 +296,9 @@ class StepCallback(TrainerCallback):
         begin: Callable[[], None],
         agreement: HostAgreement,
         preemption: Preemption,
-        recompiles: RecompileGuard,
+        check: Callable[[int], None],
     ) -> None:
-        self._begin = begin
-        self._agreement, self._preemption, self._recompiles = agreement, preemption, recompiles
+        self._begin, self._agreement, self._preemption, self._check = begin, agreement, preemption, check
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._begin()
@@ -409,5 +309,5 @@ class StepCallback(TrainerCallback):
         self._agreement.postpone(control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._recompiles.check()
+        self._check(state.global_step)
         self._preemption.note_step(state.global_step, state.max_steps)
