@@ -96,5 +96,5 @@ def test_models_for_which_packing_is_not_exact(
     assert len(told) == 1 and MODELS[make] in told[0]
     assert losses == trained(False)
     set_seed(0)
-    with pytest.raises(ValueError, match=f"packing=True is impossible: .*{MODELS[make]}"):
+    with pytest.raises(ValueError, match=f"packing=True.*{MODELS[make]}"):
         make_trainer(make(tokenizer), tokenizer, tmp_path, settings={"packing": True})

@@ -148,11 +148,11 @@ def test_a_batch_gets_the_first_shape_that_holds_it() -> None:
 
 def test_what_does_not_fit_is_an_error_that_says_what_and_never_cut() -> None:
     shapes = (RowShape(2, 8),)
-    with pytest.raises(ValueError, match="Pair 1 of the batch takes 9 tokens .* longest planned row has 8"):
+    with pytest.raises(ValueError, match="Pair 1 .*9 tokens.* 8"):
         packed([([1], [2]), ([3] * 5, [4] * 4)], shapes)
-    with pytest.raises(ValueError, match="3 pairs with 24 tokens fits none of the planned shapes 2 x 8"):
+    with pytest.raises(ValueError, match="3 pairs .*24 tokens.*2 x 8"):
         packed([([1 + index] * 4, [11 + index] * 4) for index in range(3)], shapes)
-    with pytest.raises(ValueError, match="A batch has at most 2 pairs.* got 3"):
+    with pytest.raises(ValueError, match="2 pairs.* 3"):
         packed([([1], [2])] * 3, shapes, 2)
 
 

@@ -102,13 +102,13 @@ def batches_in(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str =
 
 
 def apart(inputs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield what a step computes at a time: each micro-batch as a batch of its own; a user's batch as it is."""
+    """Yield the parts of a batch that are computed one at a time: each micro-batch, or a user's batch as it is."""
     parts = parts_of(inputs)
     yield from (CollatedBatch.of(part, pad_token_id=inputs[_FILL]) for part in parts) if parts else (inputs,)
 
 
 def tensors_in(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the tensors of what `apart` gave by name."""
+    """Return the tensors of a part from `apart` by name."""
     parts = parts_of(inputs)
     return parts[0].tensors() if parts else inputs
 

@@ -165,7 +165,7 @@ class _Batch:
 
     rows: Sequence[Scored]
     ids: list[np.ndarray]
-    """Of each sequence what is written of it."""
+    """The token ids of each sequence that are written."""
     at: list[np.ndarray]
     """The indices of its scored tokens."""
     shape: tuple[int, int]
@@ -208,7 +208,7 @@ class _Batch:
 
         path = np.zeros_like(columns)  # by depth, the column of the current sequence's token
         segments = list[tuple[int, int, int, int, int]]()  # row, columns and depths of what each sequence adds
-        trees, tails = list[Tree](), list[Tail]()
+        trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # where each tree begins, and its tails
         before, first, stop = -1, 0, 0
         for index in self.order[np.argsort(tree_D[self.order], kind="stable")].tolist():
             row, ids, at = int(row_D[index]), self.ids[index], self.at[index]
@@ -220,7 +220,7 @@ class _Batch:
             depth = 0 if is_new else int(self.prefix_DD[before, index])
             if is_new:
                 first, tails = stop, []
-                trees.append(Tree(0, 0, ()))
+                trees.append((first, tails))
             start, stop, before = stop, stop + len(ids) - depth, index
             input_ids_RL[row, start:stop] = ids[depth:]
             position_ids_RL[row, start:stop] = columns[depth : len(ids)]
@@ -228,7 +228,6 @@ class _Batch:
                 tails[-1] = replace(tails[-1], stop=stop - first)
             else:
                 tails.append(Tail(start - first, stop - first, _ranges(path[:depth] - first)))
-            trees[-1] = Tree(first, stop, tuple(tails))
             path[depth : len(ids)] = columns[start:stop]
             segments.append((row, start, stop, depth, len(ids)))
             slots = slice(slot_D[index], slot_D[index] + len(at))
@@ -242,7 +241,8 @@ class _Batch:
             end[depth:] = start
         row_S, column_S, tokens_S = scores_3S
         in_trees = position_ids_RL, subtree_end_RL
-        return TokenRows(input_ids_RL, row_S, column_S, tokens_S, *in_trees, trees=tuple(trees))
+        whole = tuple(Tree(first, first + tails[-1].stop, tuple(tails)) for first, tails in trees)
+        return TokenRows(input_ids_RL, row_S, column_S, tokens_S, *in_trees, trees=whole)
 
 
 def _ranges(columns: np.ndarray) -> tuple[tuple[int, int], ...]:

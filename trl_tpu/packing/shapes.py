@@ -141,7 +141,7 @@ class RowPlan:
 
     @property
     def accumulations(self) -> list[Schedule]:
-        """What may come before the update, up to the number of micro-batches that is planned for."""
+        """The schedules before an update, up to the number of micro-batches that is planned for."""
         counts = range(_MAX_ACCUMULATED + 1)
         return [each for n in counts for each in itertools.combinations_with_replacement(self.accumulate, n)]
 

@@ -146,7 +146,7 @@ class BatchPlan:
     """
 
     padded_because: str | None = None
-    """What keeps batches from being packed; None where they are."""
+    """The obstacle to packing; None where batches are packed."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class BatchPlan:
         return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
 
     def _obstacle_in_code(self) -> str | None:
-        """Return what of the user's code expects padded rows; None if nothing does."""
+        """Name the user's code that expects padded rows; None if there is none."""
         if self._collator is not None and type(self._collator) not in _COLLATORS:
             return "a data collator of your own makes the batches"
         method = self._reads_padded_rows()
@@ -330,7 +330,7 @@ class BatchPlan:
         return DataCollatorForPreference(self._pad_token_id, multiple)
 
     def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., dict[str, Any]]:
-        """Return what makes batches of ``dataset``: packed, padded, or TRL's dict for code of the user's.
+        """Return the collator of ``dataset``: of packed or padded batches, or of TRL's dict for a user's code.
 
         Batches are padded from here on if the user has replaced something since the model was made to read packed
         rows. Where processes have parts of one model, the collator is given the rows of all, and makes this one's
@@ -432,7 +432,7 @@ class BatchPlan:
 
     @property
     def shapes(self) -> int | None:
-        """How many shapes of batches training will see, where that is planned."""
+        """The number of batch shapes in training; None where shapes are not planned."""
         if self.packed:
             return None if self._is_unpadded else len(self._training_rows.shapes)
         lengths = self._lengths_of(self._train_dataset)
@@ -444,7 +444,7 @@ class BatchPlan:
         return self.packed and not self._is_unpadded and bool(self._training_rows.accumulate)
 
     def describe(self) -> str:
-        """Return the start of a log's word on training batches: packed or padded, to which shapes and why."""
+        """Describe training batches for the log: packed or padded, their shapes, and why they are not packed."""
         if self.packed and self._is_unpadded:
             return "each packed into one row without padding"
         if self.packed:
@@ -458,7 +458,7 @@ class BatchPlan:
 
 
 def _own_code(model: PreTrainedModel) -> str | None:
-    """Return what in ``model`` is not its libraries' own way to rewards; None if nothing is."""
+    """Name the part of ``model`` that computes rewards by a user's own code; None if there is none."""
     try:
         check_unmodified(model)
     except PackingImpossible as found:
