@@ -75,7 +75,7 @@ def test_another_number_of_slices_than_the_devices_are_in_is_refused(
 ) -> None:
     devices_in(reported)
     actual = len(set(reported))
-    with pytest.raises(ValueError, match=rf"for {asked} slice\(s\), but the devices are in {actual}: slices={actual}"):
+    with pytest.raises(ValueError, match=f"slices={actual}"):
         runtime.set_mesh({"data": 4, "fsdp": 2, "tensor": 1}, asked)
 
 
