@@ -137,22 +137,24 @@ def is_ranking(row: Row) -> bool:
 # ---- pairs of TRL up to 0.23
 
 
-def read_old_row(row: Row, index: int, name: str) -> dict[str, Any]:
+def read_old_row(row: Row, index: int, num_embeddings: int, name: str) -> dict[str, Any]:
     """Return the columns of today for a pair in the columns of TRL up to 0.23.
 
     Tokens that an attention mask leaves out are no part of an answer, and a margin may be a list of one.
 
     Raises:
-        UserError: An attention mask with a hole or of another length.
+        UserTypeError: A value is not a list of integers.
+        UserError: The model lacks a token id, or a mask has a hole or another length.
     """
     answers = dict[str, Any]()
     for new, old in zip(PAIR, OLD_IDS, strict=True):
-        ids, mask = row[old] or [], row[old.replace("input_ids", "attention_mask")]
+        ids, mask, where = row[old], row[old.replace("input_ids", "attention_mask")], checks.row_of(index, name, old)
+        checks.check_ids(ids, where, num_embeddings)
         kept = np.flatnonzero(mask)
         if not len(kept) or len(mask) != len(ids) or len(kept) != np.ptp(kept) + 1:
             raise UserError(
-                f"{checks.row_of(index, name, old)}: the attention mask must be as long as the token ids, and 0 only "
-                f"before or after all tokens that count, got {mask!r:.80}."
+                f"{where}: the attention mask must be as long as the token ids, and 0 only before or after all tokens "
+                f"that count, got {mask!r:.80}."
             )
         answers[new] = list(ids[kept[0] : kept[-1] + 1])
     return answers | old_margin(row, index, name)

@@ -134,7 +134,8 @@ def prepare_preference_dataset(
         how: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": settings}
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **how)
     elif form_of(columns) not in (PAIR, RANKING):
-        how = {"with_indices": True, "fn_kwargs": {"name": name}, "remove_columns": list(OLD_KEYS)}
+        settings = {"num_embeddings": num_embeddings, "name": name}
+        how = {"with_indices": True, "fn_kwargs": settings, "remove_columns": list(OLD_KEYS)}
         dataset = map_rows(dataset, read_old_row, num_proc, name, **how)
     how = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc, "name": name}
     return keep_fitting(dataset, num_embeddings=num_embeddings, rankings=form if is_tokenized else None, **how)
@@ -144,7 +145,13 @@ def _form_of(
     dataset: Dataset | IterableDataset, columns: list[str], name: str, rankings: Rankings, are_old: bool
 ) -> tuple[Rankings | None, bool]:
     """Return the rule for ranked rows, None for pairs, and whether the rows are tokenized."""
-    is_old = not set(PAIR) <= set(columns) and set(OLD_KEYS) <= set(columns)
+    missing = [column for column in OLD_KEYS if column not in columns]
+    is_old = not set(PAIR) <= set(columns) and len(missing) < len(OLD_KEYS)
+    if is_old and missing:
+        raise UserError(
+            f"The {name} dataset lacks {', '.join(missing)}; its columns are {sorted(columns)}. Rows in the form of "
+            f"TRL up to 0.23 have {', '.join(OLD_KEYS)}; today's have {' and '.join(PAIR)}."
+        )
     has_token_pairs = is_old or set(PAIR) <= set(columns)
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
     ids = first["answer_ids"] if form_of(columns) == RANKING and not has_token_pairs else None

@@ -164,7 +164,8 @@ class DeviceTrainer(Trainer):
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
-            reshard(self.model)  # an evaluation may have gathered what the optimizer needs sharded
+            if self.model is not None:  # `model_init` makes it anew
+                reshard(self.model)  # an evaluation may have gathered what the optimizer needs sharded
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
